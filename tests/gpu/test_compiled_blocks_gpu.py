@@ -91,10 +91,10 @@ def test_a_compiled_layer_waits_for_the_weights_that_it_reads(model: Path, mesh:
         expected = gradients_of(learner, 0)
         for _ in range(4):
             learner.discard_gradients(Role.POLICY)
-            assert learner.backend.memory.pause([MemoryTag.WEIGHTS], makes_room=True) > 0
+            assert learner.backend.memory.pause_tags([MemoryTag.WEIGHTS], makes_room=True) > 0
             torch.full((1 << 30,), torch.nan, device="cuda")
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            learner.backend.memory.resume([MemoryTag.WEIGHTS])
+            learner.backend.memory.resume_tags([MemoryTag.WEIGHTS])
             found = gradients_of(learner, 0)
             assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())

@@ -158,8 +158,8 @@ def _rank(rank: int, folder: str, is_one_sided: bool) -> None:
     for learner in others:
         for has_slept in (False, True):
             if has_slept:
-                learner.backend.memory.pause([MemoryTag.WEIGHTS])
-                learner.backend.memory.resume([MemoryTag.WEIGHTS])
+                learner.backend.memory.pause_tags([MemoryTag.WEIGHTS])
+                learner.backend.memory.resume_tags([MemoryTag.WEIGHTS])
             found = _gradients(learner)
             for name, gradient in expected.items():
                 assert float((found[name] - gradient).norm()) <= TOLERANCE * (float(gradient.norm()) + 1e-2 * scale), name

@@ -51,11 +51,11 @@ def _rank(rank: int, num_ranks: int, folder: str) -> None:
     learner = start_learner(Path(folder) / "model", mesh=mesh, **settings)
     expected = _gradients(learner)
     for turn in range(NUM_TURNS):
-        assert learner.backend.memory.pause([MemoryTag.WEIGHTS]) > 0
+        assert learner.backend.memory.pause_tags([MemoryTag.WEIGHTS]) > 0
         _scribble()
         # Without the barrier, a rank that waits in `resume` for a later one would have its weights back already.
         dist.barrier()
-        learner.backend.memory.resume([MemoryTag.WEIGHTS])
+        learner.backend.memory.resume_tags([MemoryTag.WEIGHTS])
         found = _gradients(learner)
         different = [name for name, gradient in expected.items() if not torch.equal(found[name], gradient)]
         assert not different, f"turn {turn}: {different}"

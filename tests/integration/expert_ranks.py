@@ -95,8 +95,8 @@ def compare_steps(start: Callable[..., Learner], output: Path) -> Facts:
     for step in range(NUM_STEPS):
         for learner in (gathered, spread) if step == NUM_STEPS // 2 else ():
             # as in a changeover
-            fsdp(learner).memory.pause(TAGS)
-            fsdp(learner).memory.resume(TAGS)
+            fsdp(learner).memory.pause_tags(TAGS)
+            fsdp(learner).memory.resume_tags(TAGS)
         facts["steps"].append([step_of(gathered, step), step_of(spread, step)])
     before = {name: whole_parameters(each, Role.POLICY) for name, each in (("gathered", gathered), ("spread", spread))}
     facts["parameters"].append(largest_difference(before["spread"], before["gathered"]))

@@ -137,8 +137,8 @@ def test_weights_that_left_and_came_back_and_a_checkpoint_are_the_same_to_compil
         loss, gradients = step_of(awake, Role.POLICY, step)
         sleeper.publish()
         fsdp(sleeper).withdraw()
-        sleeper.backend.memory.pause([MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER])
-        sleeper.backend.memory.resume([MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER])
+        sleeper.backend.memory.pause_tags([MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER])
+        sleeper.backend.memory.resume_tags([MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER])
         slept_loss, slept_gradients = step_of(sleeper, Role.POLICY, step)
         assert slept_loss == loss
         assert all(torch.equal(slept_gradients[name], gradient) for name, gradient in gradients.items())

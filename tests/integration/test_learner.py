@@ -202,11 +202,11 @@ def test_a_sleep_keeps_every_byte_of_the_critic(mesh: DeviceMesh, model: Path, s
         return [*(tensor.clone() for tensor in params), *moments(learner, Role.CRITIC)]
 
     before, mapped = everything(), sum(usage.mapped_bytes for usage in memory.usage())
-    released = memory.pause(TAGS)
+    released = memory.pause_tags(TAGS)
     # Weights, gradients and two moments in float32, except the small tensors, which stay.
     assert released > 0.9 * 16 * learner.backend.num_parameters(Role.CRITIC)
     assert sum(usage.mapped_bytes for usage in memory.usage()) == mapped - released
-    memory.resume(TAGS)
+    memory.resume_tags(TAGS)
     memory.wait_for_content()
     assert all(torch.equal(*pair) for pair in zip(everything(), before, strict=True))
 

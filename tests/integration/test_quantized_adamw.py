@@ -142,8 +142,8 @@ def test_memory_is_a_quarter_and_as_planned_and_sleeps(mesh: DeviceMesh, tmp_pat
     assert rounded < 0.3 * whole
     step(learner, 1)
     before = {name: {key: tensor.clone() for key, tensor in state.items()} for name, state in state_of(learner).items()}
-    fsdp(learner).memory.pause(TAGS)
-    fsdp(learner).memory.resume(TAGS)
+    fsdp(learner).memory.pause_tags(TAGS)
+    fsdp(learner).memory.resume_tags(TAGS)
     for name, state in state_of(learner).items():
         for key, tensor in state.items():
             assert torch.equal(tensor, before[name][key]), (name, key)

@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 import pytest
 
-from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.rank_commands import RankLine
+from tasuki.rollout.rollout import RankCalls
 from tasuki.rpc.ranks import CommandRunner, RankFront, RankServer, rank_error
 from tasuki.v1.memory_pb2 import PauseResponse
 from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult, RankReady, TrainerRankCommand, TrainerRankResult

@@ -56,8 +56,8 @@ def test_scores_are_those_of_a_reference_on_the_device(model: Path, mesh: Device
     for learner in (here, there):
         learn(learner, Role.POLICY, SAMPLES, config=LossConfig())
         learner.optim_step(Role.POLICY)
-        fsdp(learner).memory.pause(TAGS)
-        fsdp(learner).memory.resume(TAGS)
+        fsdp(learner).memory.pause_tags(TAGS)
+        fsdp(learner).memory.resume_tags(TAGS)
     assert torch.equal(reference_scores(there), expected), "a step, a sleep and a return do not touch it"
     policy = there.score(Role.POLICY, [token_batch(SAMPLES, device=there.backend.device)])[0]
     assert not torch.equal(policy, expected)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tasuki.memory import arena as native
-from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.receive import WeightReceiver
+from tasuki.rollout.rollout import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.v1 import weights_pb2
 from tasuki.weights.imported_weights import import_weights

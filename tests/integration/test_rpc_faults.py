@@ -18,9 +18,10 @@ from typing import Any
 from tasuki.config.schema import CoordinatorConfig
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.replay import audit
+from tasuki.coordinator.changeover import Peers
 from tasuki.coordinator.journal import Intent, Journal, Outcome
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.peers import Observed, Peers
+from tasuki.coordinator.phases import Observed
 from tasuki.rpc.server import RpcServer
 from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer, add_MemoryServiceServicer_to_server
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceServicer, add_RolloutServiceServicer_to_server

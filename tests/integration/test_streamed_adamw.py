@@ -80,8 +80,8 @@ def test_there_are_several_blocks_and_the_tag_is_empty(model: Path, mesh: Device
     usage = {MemoryTag.of(each.tag): each.total_bytes for each in fsdp(learner).memory.usage()}
     assert usage[MemoryTag.OPTIMIZER] == 0 < usage[MemoryTag.GRADIENTS]
     step(learner, 1)
-    fsdp(learner).memory.pause(TAGS)
-    fsdp(learner).memory.resume(TAGS)
+    fsdp(learner).memory.pause_tags(TAGS)
+    fsdp(learner).memory.resume_tags(TAGS)
     resident = start(model, mesh, on_host=False)
     step(learner, 1)
     step(resident, 2)

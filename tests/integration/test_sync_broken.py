@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tasuki.rollout.rank_calls import RankCalls
-from tasuki.rollout.rollout import Rollout
+from tasuki.rollout.rollout import RankCalls, Rollout
 from tasuki.rollout.sync import WeightSync
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import EnginePoisoned, TasukiError, WeightsCorrupt

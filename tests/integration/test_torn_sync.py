@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tasuki.rollout import receive as receiving
-from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.rank_commands import EngineRank, rank_allocator
 from tasuki.rollout.receive import WeightReceiver
+from tasuki.rollout.rollout import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.v1 import ranks_pb2, weights_pb2
 from tasuki.weights.copies import HostCopies, HostSummedCopies, ViewCopy

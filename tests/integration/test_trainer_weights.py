@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tasuki.config.paths import socket_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.rollout.published_layout import published_layout
-from tasuki.rollout.rank_calls import RankCalls
+from tasuki.rollout.rollout import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.failpoints import Action, plant
 from tasuki.weights.imported_weights import import_weights

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from tasuki.config.paths import base_socket_path
-from tasuki.rollout.rank_calls import RankCalls
+from tasuki.rollout.rollout import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.v1 import memory_pb2, types_pb2
 from tasuki.weights.imported_weights import import_weights

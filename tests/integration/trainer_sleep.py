@@ -80,27 +80,27 @@ def resources() -> dict[str, int]:
 
 
 def sleep(learner: Learner) -> None:
-    released = fsdp(learner).memory.pause(TAGS)
+    released = fsdp(learner).memory.pause_tags(TAGS)
     asleep = [usage.mapped_bytes for usage in fsdp(learner).memory.usage()]
     assert released > 0
-    assert (fsdp(learner).memory.pause(TAGS), asleep) == (0, [0, 0, 0])
-    assert [fsdp(learner).memory.resume(TAGS) for _ in range(2)] == [released, 0]
+    assert (fsdp(learner).memory.pause_tags(TAGS), asleep) == (0, [0, 0, 0])
+    assert [fsdp(learner).memory.resume_tags(TAGS) for _ in range(2)] == [released, 0]
 
 
 def without_room(learner: Learner) -> dict[str, Any]:
     """Resumes without room on one rank; returns the error of this rank and the bytes still mapped."""
-    fsdp(learner).memory.pause(TAGS)
+    fsdp(learner).memory.pause_tags(TAGS)
     if dist.get_rank() == 1:
         native.set_host_budget(native.totals().mapped_bytes + 1)
     error: OutOfGpuMemory | None = None
     try:
-        fsdp(learner).memory.resume(TAGS)
+        fsdp(learner).memory.resume_tags(TAGS)
     except OutOfGpuMemory as raised:
         error = raised
     assert error is not None
     mapped = sum(usage.mapped_bytes for usage in fsdp(learner).memory.usage())
     native.set_host_budget(0)
-    fsdp(learner).memory.resume(TAGS)
+    fsdp(learner).memory.resume_tags(TAGS)
     return {"metadata": error.metadata, "mapped": mapped}
 
 
@@ -133,12 +133,12 @@ def publish_rounds(learner: Learner, *, engine_dtype: str = "bfloat16") -> dict[
         facts["is_equal"].append(all(torch.equal(reader.gathered(shard.name), shard.local.to(dtype)) for shard in wanted))
         reader.release()
         dist.barrier()
-        fsdp(learner).memory.pause(TAGS)
+        fsdp(learner).memory.pause_tags(TAGS)
         facts["tags"].append(
             {MemoryTag.of(usage.tag): [usage.mapped_bytes, usage.kept_bytes] for usage in fsdp(learner).memory.usage()}
         )
         facts["num_imports"].append(native.totals().imported_bytes)
-        fsdp(learner).memory.resume(TAGS)
+        fsdp(learner).memory.resume_tags(TAGS)
         learner.backend.withdraw()
         train_step(learner)
     assert reader is not None

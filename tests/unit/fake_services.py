@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tasuki.coordinator.journal import Intent, Outcome
-from tasuki.coordinator.peers import Observed
+from tasuki.coordinator.phases import Observed
 from tasuki.wire.errors import EnginePoisoned, PeerUnavailable, StageOrder, TasukiError
 from tasuki.wire.stages import RULES, Service, Stage
 

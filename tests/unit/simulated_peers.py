@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from tasuki.coordinator.peers import Peers
+from tasuki.coordinator.changeover import Peers
 from tasuki.wire.stages import Service
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.peers import Observed
+from tasuki.coordinator.phases import Observed
 from tasuki.wire.errors import DeadlineExceeded, EnginePoisoned, PeerUnavailable, WeightsCorrupt
 from tasuki.wire.stages import HOLDS, RULES, Phase, Service, Stage, StageStatus
 from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, Hold, acquire, events, make_node

@@ -47,13 +47,13 @@ def test_a_frozen_parameter_is_copied_to_the_host_once_and_comes_back_every_time
     memory.freeze([base])
     for turn in range(3):
         local_of(adapter).fill_(float(turn))
-        assert memory.pause([MemoryTag.WEIGHTS]) > 0
-        memory.resume([MemoryTag.WEIGHTS])
+        assert memory.pause_tags([MemoryTag.WEIGHTS]) > 0
+        memory.resume_tags([MemoryTag.WEIGHTS])
         assert bool((local_of(base) == 1.0).all() and (local_of(adapter) == turn).all())
     # If the promise is broken, the old copy comes back.
     local_of(base).fill_(9.0)
-    memory.pause([MemoryTag.WEIGHTS])
-    memory.resume([MemoryTag.WEIGHTS])
+    memory.pause_tags([MemoryTag.WEIGHTS])
+    memory.resume_tags([MemoryTag.WEIGHTS])
     assert bool((local_of(base) == 1.0).all())
 
 
@@ -67,13 +67,13 @@ def test_what_stays_leaves_only_to_make_room(mesh: DeviceMesh) -> None:
     def mapped() -> dict[str, tuple[bool, bool]]:
         return {MemoryTag.known(usage.tag): (usage.stays, bool(usage.mapped_bytes)) for usage in memory.usage()}
 
-    assert memory.pause(BOTH) == 2 * MIB
+    assert memory.pause_tags(BOTH) == 2 * MIB
     assert mapped()["weights"] == (True, True) and mapped()["optimizer"] == (False, False)
     assert bool((local_of(kept) == 3.0).all())
-    assert memory.resume(BOTH) == 2 * MIB
-    assert memory.pause(BOTH, makes_room=True) == 4 * MIB
+    assert memory.resume_tags(BOTH) == 2 * MIB
+    assert memory.pause_tags(BOTH, makes_room=True) == 4 * MIB
     assert mapped()["weights"] == (True, False)
-    assert memory.resume(BOTH) == 4 * MIB
+    assert memory.resume_tags(BOTH) == 4 * MIB
     memory.wait_for_content()
     assert bool((local_of(kept) == 3.0).all() and (moment == 4.0).all())
 

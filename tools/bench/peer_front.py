@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput, UpdateWeightsFromTensorReqInput
 
-from tasuki.rollout.rank_calls import RankCalls
+from tasuki.rollout.rollout import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.v1 import weights_pb2
 from tools.bench.peer_engine import BENCH_LOADER, command_payload, run_scheduler

@@ -125,9 +125,9 @@ def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -
     stages = {Phase.TRAIN: {"allocated": sum(tags.values()) + step_bytes(memory, device), "driver": used_bytes(device)}}
     learner.publish()
     stages[Stage.LOAD_WEIGHTS] = {"driver": used_bytes(device)}
-    memory.pause(TAGS)
+    memory.pause_tags(TAGS)
     stages[Stage.OFFLOAD] = {"driver": used_bytes(device)}
-    memory.resume(TAGS)
+    memory.resume_tags(TAGS)
     memory.wait_for_content()
     stages[Stage.LOAD_TRAINER] = {"driver": used_bytes(device)}
     learner.backend.close()

@@ -100,8 +100,8 @@ def our_engine(arguments: dict[str, Any]) -> tuple[Any, Mover, Callable[[], Any]
     from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
-    from tasuki.rollout.rank_calls import RankCalls
     from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
+    from tasuki.rollout.rollout import RankCalls
     from tasuki.rollout.sglang.scheduler import run_scheduler
     from tasuki.v1.memory_pb2 import GetUsageRequest
     from tasuki.wire.stages import MemoryTag

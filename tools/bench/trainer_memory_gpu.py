@@ -79,9 +79,9 @@ def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
         result["step_ms"].append(timed_ms(step, device))
         result["losses"].append(norm)
         if sleeps:
-            result["pause_ms"].append(timed_ms(lambda: memory.pause(TAGS), device))
+            result["pause_ms"].append(timed_ms(lambda: memory.pause_tags(TAGS), device))
             result["asleep_bytes"].append(used_bytes(device))
-            result["resume_ms"].append(timed_ms(lambda: memory.resume(TAGS), device))
+            result["resume_ms"].append(timed_ms(lambda: memory.resume_tags(TAGS), device))
     memory.wait_for_content()
     result["tag_bytes"] = {MemoryTag.of(usage.tag): usage.total_bytes for usage in memory.usage()}
     result["awake_bytes"] = used_bytes(device)

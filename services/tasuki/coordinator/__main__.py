@@ -17,12 +17,12 @@ from tasuki.config.lock import Instance, StateLock, read_instance
 from tasuki.config.paths import journal_path, memory_record_path, node_targets, restart_request_path, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
+from tasuki.coordinator.changeover import Peers
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.memory_record import MemoryRecord
 from tasuki.coordinator.observe.metrics_port import serve_metrics
 from tasuki.coordinator.observe.node_metrics import NodeMetrics
-from tasuki.coordinator.peers import Peers
 from tasuki.coordinator.planning import Planning
 from tasuki.coordinator.servicer import CoordinatorServicer
 from tasuki.rpc.failpoints import Failpoints

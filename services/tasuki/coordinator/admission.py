@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 
 from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.changeover import Peers
 from tasuki.coordinator.headroom import (
     TAKES,
     Bytes,
@@ -22,7 +23,6 @@ from tasuki.coordinator.headroom import (
     woken_by,
 )
 from tasuki.coordinator.observe.memory_record import MemoryRecord
-from tasuki.coordinator.peers import Peers
 from tasuki.memory.host import host_memory
 from tasuki.planner.layout import Part
 from tasuki.planner.node_plan import plan_node

@@ -1,20 +1,31 @@
-"""One changeover: intent, act and result for each stage; if one fails, the finished ones are undone."""
+"""One changeover: intent, RPC and result for each stage; if one fails, the finished ones are undone."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import TYPE_CHECKING, TypeVar
 
-from tasuki.coordinator.admission import Admission
+import grpc
+import grpc.aio
+
+from tasuki.config.schema import CoordinatorConfig
 from tasuki.coordinator.headroom import TAKES
 from tasuki.coordinator.journal import Intent, Journal, Outcome, timestamp
-from tasuki.coordinator.peers import Observed, Peers
-from tasuki.coordinator.phases import advance, path, since_phase, turns_back, undo_path
+from tasuki.coordinator.phases import Observed, advance, path, since_phase, turns_back, undo_path
+from tasuki.v1 import memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
 from tasuki.v1.coordinator_pb2 import StageEvent
+from tasuki.v1.memory_pb2 import GetUsageResponse
+from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
+from tasuki.v1.metrics_pb2_grpc import MetricsServiceStub
+from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
+from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
+from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import (
     DeadlineExceeded,
     DiskFull,
@@ -25,11 +36,18 @@ from tasuki.wire.errors import (
     StaleEpoch,
     StaleSequence,
     TasukiError,
+    from_rpc_error,
 )
-from tasuki.wire.stages import RULES, Phase, Service, Stage, StageStatus
+from tasuki.wire.stages import RULES, Phase, Rpc, Service, Stage, StageStatus, Undo
 from tasuki.wire.tracing import CHANGEOVER_ID, NO_TRACER, REQUEST_ID, Span, SpanKind, Tracer, current, spanning
 
+if TYPE_CHECKING:
+    from tasuki.coordinator.admission import Admission
+
 _log = logging.getLogger("tasuki.coordinator")
+_READ_TIMEOUT_S = 10.0
+_USAGE_TIMEOUT_S = 2.0
+_Answer = TypeVar("_Answer")
 # After these errors the stage may be done, running or never begun. It is not sent again, but its undo is: a service runs commands one
 # at a time in order, so the undo finds the stage finished, or is refused because it never began. DiskFull does not say which write
 # failed, the intent or the result.
@@ -41,6 +59,127 @@ Done = Callable[..., StageEvent]
 """Records a result, as `Journal.done` does."""
 Restart = Callable[[Service, str], None]
 """Kills and restarts a service that hangs; takes the cause."""
+
+
+class Peers:
+    """The two services of this node. Each call may raise TasukiError."""
+
+    def __init__(
+        self, targets: Mapping[str, str], config: CoordinatorConfig, *, epoch: int, tracer: Tracer = NO_TRACER
+    ) -> None:
+        """targets: by service. epoch: the coordinator's; a service whose state it has read refuses stage commands of older epochs."""
+        self._channels = {service: tracer.link(open_channel(targets[service])) for service in Service}
+        self._trainer = TrainerServiceStub(self._channels[Service.TRAINER])
+        self._rollout = RolloutServiceStub(self._channels[Service.ROLLOUT])
+        self._memory = {service: MemoryServiceStub(channel) for service, channel in self._channels.items()}
+        self._metrics = {service: MetricsServiceStub(channel) for service, channel in self._channels.items()}
+        self._epoch, self._timeout_s, self._drain_grace_s = epoch, config.stage_timeout_s, config.drain_grace_s
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    async def observe(self) -> Observed:
+        """States of the services that answer."""
+        asked = trainer_pb2.GetTrainerStateRequest(epoch=self._epoch), rollout_pb2.GetRolloutStateRequest(epoch=self._epoch)
+        trainer, rollout = await asyncio.gather(
+            _state(Service.TRAINER, self._trainer.GetTrainerState(asked[0], timeout=_READ_TIMEOUT_S)),
+            _state(Service.ROLLOUT, self._rollout.GetRolloutState(asked[1], timeout=_READ_TIMEOUT_S)),
+        )
+        trainer, rollout = trainer or trainer_pb2.GetTrainerStateResponse(), rollout or rollout_pb2.GetRolloutStateResponse()
+        states = ((Service.TRAINER, trainer), (Service.ROLLOUT, rollout))
+        return Observed(
+            trainer_boot_id=trainer.boot_id,
+            rollout_boot_id=rollout.boot_id,
+            trainer_stage=Stage.of(trainer.stage),
+            rollout_stage=Stage.of(rollout.stage),
+            trainer_version=trainer.policy_version if trainer.boot_id else None,
+            served_version=rollout.policy_version if rollout.HasField("policy_version") else None,
+            received_version=rollout.received_version if rollout.HasField("received_version") else None,
+            poison=(rollout.poison_reason or "unknown cause") if rollout.is_poisoned else "",
+            absent=tuple(service for service, state in states if not state.boot_id),
+            in_stage=tuple(service for service, state in states if state.is_in_stage),
+        )
+
+    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> GetUsageResponse:
+        """Memory of the service's ranks by tag and device, and of the devices. Raises TasukiError, also if the ranks are busy."""
+        request = memory_pb2.GetUsageRequest(skip_torch_cache=skip_torch_cache)
+        call = self._memory[service].GetUsage(request, timeout=_USAGE_TIMEOUT_S)
+        return await _answer(service, call)
+
+    async def metrics(self, service: Service, *, timeout_s: float) -> bytes:
+        """Metrics of the service in Prometheus' format. Raises TasukiError."""
+        call = self._metrics[service].GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=timeout_s)
+        return (await _answer(service, call)).text
+
+    async def carry_out(self, intent: Intent, *, published: bytes) -> Outcome:
+        """Runs the stage, or its undo. `published`: the answer of LOAD_WEIGHTS, which SYNC needs."""
+        command = types_pb2.CommandId(epoch=intent.epoch, sequence=intent.sequence, request_id=intent.request_id)
+        match RULES[intent.stage].undo if intent.is_undo else intent.stage:
+            case Stage() as stage:
+                pass
+            case Undo.WITHDRAW_WEIGHTS:
+                request = trainer_pb2.WithdrawWeightsRequest(command=command)
+                await _answer(Service.TRAINER, self._trainer.WithdrawWeights(request, timeout=self._timeout_s))
+                return Outcome()
+            case Undo.WITH_EARLIER:
+                return Outcome()
+            case Undo.NEVER:
+                raise AssertionError(f"{intent.stage} cannot be taken back")
+        service, number, tags = RULES[stage].service, stage.number, [tag.number for tag in RULES[stage].named_tags]
+        memory = self._memory[service]
+        match RULES[stage].rpc:
+            case Rpc.PUBLISH_WEIGHTS:
+                return await self._publish(command)
+            case Rpc.RECEIVE_WEIGHTS:
+                return await self._receive(command, published)
+            case Rpc.DRAIN:
+                return await self._drain(command)
+            case Rpc.PAUSE:
+                # LOAD_TRAINER is undone by OFFLOAD only to let an engine start on the trainer's GPUs.
+                makes_room = intent.is_undo and stage is Stage.OFFLOAD
+                pause = memory_pb2.PauseRequest(command=command, stage=number, tags=tags, makes_room=makes_room)
+                answer = await _answer(service, memory.Pause(pause, timeout=self._timeout_s))
+                return Outcome(answer.released_bytes)
+            case Rpc.RESUME:
+                resume = memory_pb2.ResumeRequest(command=command, stage=number, tags=tags)
+                answer = await _answer(service, memory.Resume(resume, timeout=self._timeout_s))
+                return Outcome(answer.mapped_bytes)
+
+    async def _publish(self, command: types_pb2.CommandId) -> Outcome:
+        request = trainer_pb2.PublishWeightsRequest(command=command)
+        answer = await _answer(Service.TRAINER, self._trainer.PublishWeights(request, timeout=self._timeout_s))
+        weights = answer.weights
+        return Outcome(answer.published_bytes, answer=weights.SerializeToString(), policy_version=weights.policy_version)
+
+    async def _receive(self, command: types_pb2.CommandId, published: bytes) -> Outcome:
+        request = rollout_pb2.ReceiveWeightsRequest(command=command, weights=weights_pb2.PublishedWeights.FromString(published))
+        answer = await _answer(Service.ROLLOUT, self._rollout.ReceiveWeights(request, timeout=self._timeout_s))
+        return Outcome(answer.copied_bytes, answer=answer.sums.SerializeToString(), policy_version=answer.policy_version)
+
+    async def _drain(self, command: types_pb2.CommandId) -> Outcome:
+        request = rollout_pb2.DrainRequest(command=command, grace_ms=round(1000 * self._drain_grace_s))
+        await _answer(Service.ROLLOUT, self._rollout.Drain(request, timeout=self._timeout_s + self._drain_grace_s))
+        return Outcome()
+
+
+async def _answer(service: Service, call: Awaitable[_Answer]) -> _Answer:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as rpc_error:
+        error = from_rpc_error(rpc_error)
+        if isinstance(error, PeerUnavailable):
+            raise PeerUnavailable(f"{service} does not answer: {error.message}", peer=service) from rpc_error
+        if isinstance(error, DeadlineExceeded):
+            raise DeadlineExceeded(f"{service} did not answer in time: {error.message}", peer=service) from rpc_error
+        raise error from rpc_error
+
+
+async def _state(service: Service, call: Awaitable[_Answer]) -> _Answer | None:
+    """State of a service; None if it does not answer."""
+    with suppress(PeerUnavailable, DeadlineExceeded):
+        return await _answer(service, call)
+    return None
 
 
 class ChangeoverTrace:

@@ -10,11 +10,10 @@ from contextlib import suppress
 from typing import Any
 
 from tasuki.coordinator.admission import Admission
-from tasuki.coordinator.changeover import Changeover, ChangeoverTrace, Restart
+from tasuki.coordinator.changeover import Changeover, ChangeoverTrace, Peers, Restart
 from tasuki.coordinator.journal import Journal, Outcome, ending, timestamp
 from tasuki.coordinator.operations import LOSSES, Operation, Operations, next_attempt_id
-from tasuki.coordinator.peers import Observed, Peers
-from tasuki.coordinator.phases import advance, leads_to, next_stage, phase_of, since_phase
+from tasuki.coordinator.phases import Observed, advance, leads_to, next_stage, phase_of, since_phase
 from tasuki.v1.coordinator_pb2 import NodeState, StageEvent
 from tasuki.wire.errors import (
     DiskFull,
@@ -38,47 +37,6 @@ _RESTART_S = 10.0
 """Longest wait for the supervisor to end a service that must be restarted."""
 
 
-class ReadinessProbe:
-    """`waiting` names the awaited service, or is empty; `poison` is the last observed reason to restart rollout."""
-
-    def __init__(self, peers: Peers, *, timeout_s: float) -> None:
-        """timeout_s: longest wait for a service."""
-        self._peers, self._timeout_s = peers, timeout_s
-        self.waiting = self.poison = ""
-
-    async def wait_idle(self) -> Observed:
-        """State of both services once no command of an earlier coordinator runs. Raises PeerUnavailable on timeout."""
-        clock = asyncio.get_running_loop().time
-        ends = clock() + self._timeout_s
-        seen = await self._peers.observe()
-        while seen.in_stage:
-            if clock() > ends:
-                seen.require_all()
-            self.waiting = f"waiting for {seen.in_stage[0]} to end a stage that was cut off"
-            await asyncio.sleep(_POLL_IDLE_S)
-            seen = await self._peers.observe()
-        return seen
-
-    async def wait_ready(self, phase: Phase) -> Observed:
-        """State of both services once no service needed to reach `phase` is missing.
-
-        Raises PeerUnavailable, or EnginePoisoned, if one does not come back in time.
-        """
-        clock = asyncio.get_running_loop().time
-        ends = clock() + self._timeout_s
-        while True:
-            seen = await self.wait_idle()
-            lacking, self.poison = seen.lacks(phase), seen.poison
-            self.waiting = "" if lacking is None else f"waiting for {lacking} to come back"
-            if lacking is None:
-                return seen
-            if clock() > ends and seen.poison:
-                raise EnginePoisoned(f"rollout has not been restarted in {self._timeout_s:g} s: {seen.poison}")
-            if clock() > ends:
-                raise PeerUnavailable(f"{lacking} did not come back in {self._timeout_s:g} s", peer=lacking)
-            await asyncio.sleep(_POLL_S)
-
-
 class Node:
     """Runs one operation at a time. Made inside the event loop, after the journal's epoch began."""
 
@@ -97,7 +55,9 @@ class Node:
     ) -> None:
         """recovery_timeout_s: longest wait of a changeover for a missing service. admission: None admits every stage."""
         self._journal, self._peers = journal, peers
-        self._restart, self._readiness = restart, ReadinessProbe(peers, timeout_s=recovery_timeout_s)
+        self._restart, self._recovery_timeout_s = restart, recovery_timeout_s
+        self._waiting = self._poison = ""
+        """Service that is waited for, and the reason to restart rollout, as observed last; empty if none."""
         self._admission, self._tracer = admission, tracer
         self._boot_id, self._trainer_target, self._rollout_target = boot_id, trainer_target, rollout_target
         self._at: Stage | None = None
@@ -109,7 +69,7 @@ class Node:
         self._last_error, self._missed = journal.close_interrupted(), ""
 
     def state(self) -> NodeState:
-        poison = f"rollout is unusable until it is restarted: {self._readiness.poison}" if self._readiness.poison else ""
+        poison = f"rollout is unusable until it is restarted: {self._poison}" if self._poison else ""
         return NodeState(
             **place_fields(self._at),
             epoch=self._journal.epoch,
@@ -119,7 +79,7 @@ class Node:
             trainer_target=self._trainer_target,
             rollout_target=self._rollout_target,
             num_changeovers=self._num_done,
-            last_error="; ".join(part for part in (self._missed or self._last_error, poison, self._readiness.waiting) if part),
+            last_error="; ".join(part for part in (self._missed or self._last_error, poison, self._waiting) if part),
             weights_digest=self._weights_digest() if self._at in _HOLDS_WEIGHTS else b"",
         )
 
@@ -177,7 +137,7 @@ class Node:
         """Retries, as another changeover, if a service was lost on the way and has come back."""
         async with self._operations.turn():
             for number in range(1, _MAX_TRIES + 1):
-                seen = await self._readiness.wait_ready(phase)
+                seen = await self._wait_ready(phase)
                 at = self._take(seen)
                 if phase_of(at) is phase and not seen.is_on_the_way_back:
                     self._tell(held_event(), at)
@@ -198,6 +158,31 @@ class Node:
                 if number == _MAX_TRIES or not isinstance(cause, (*LOSSES, Interrupted)):
                     raise cause
                 _log.warning("event=try_again phase=%s number=%d reason=%s", phase, number + 1, cause.reason)
+
+    async def _wait_ready(self, phase: Phase) -> Observed:
+        """State of both services once none runs a command of an earlier coordinator and none needed to reach `phase` is missing.
+
+        Raises PeerUnavailable, or EnginePoisoned, if one does not come back in time.
+        """
+        clock = asyncio.get_running_loop().time
+        ends = clock() + self._recovery_timeout_s
+        while True:
+            seen = await self._peers.observe()
+            if seen.in_stage:
+                if clock() > ends:
+                    seen.require_all()
+                self._waiting = f"waiting for {seen.in_stage[0]} to end a stage that was cut off"
+                await asyncio.sleep(_POLL_IDLE_S)
+                continue
+            lacking, self._poison = seen.lacks(phase), seen.poison
+            self._waiting = "" if lacking is None else f"waiting for {lacking} to come back"
+            if lacking is None:
+                return seen
+            if clock() > ends and seen.poison:
+                raise EnginePoisoned(f"rollout has not been restarted in {self._recovery_timeout_s:g} s: {seen.poison}")
+            if clock() > ends:
+                raise PeerUnavailable(f"{lacking} did not come back in {self._recovery_timeout_s:g} s", peer=lacking)
+            await asyncio.sleep(_POLL_S)
 
     def _close_left(self, at: Stage, phase: Phase) -> None:
         """Ends the changeover that RunStage began, before another begins."""
@@ -246,7 +231,7 @@ class Node:
 
     def _take(self, seen: Observed) -> Stage:
         """Adopts the state that the services report. Raises StageOrder if they contradict each other."""
-        self._readiness.poison = seen.poison
+        self._poison = seen.poison
         if seen.served_version is not None:
             self._policy_version = seen.served_version
         elif self._policy_version is None:

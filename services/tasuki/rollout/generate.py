@@ -1,16 +1,24 @@
-"""Generation requests: their validation, and the concurrent samples of one call."""
+"""Generation requests: their validation, and the samples of one call."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tasuki.algorithms.sampling import GREEDY_BELOW, RANGES
 from tasuki.rollout.model import ModelFacts
+from tasuki.rollout.seeds import sample_seed
+from tasuki.v1 import types_pb2
 from tasuki.v1.rollout_pb2 import GenerateRequest
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, PolicyDiverged
+
+if TYPE_CHECKING:
+    from tasuki.rollout.engine import RolloutEngine
 
 _MAX_SAMPLES = 65_536
 _MAX_REQUEST_ID = 128
@@ -27,6 +35,11 @@ _WITHOUT_EFFECT = {
 }
 CUT = "abort"
 """SGLang's finish reason for an aborted completion."""
+_REASONS = {
+    "stop": types_pb2.FINISH_REASON_STOP,
+    "length": types_pb2.FINISH_REASON_LENGTH,
+    CUT: types_pb2.FINISH_REASON_CUT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +63,6 @@ class EngineRequest:
     id: str
     token_ids: Sequence[int]
     sampling: Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One completion of one prompt, with the version of the weights that generated it."""
-
-    prompt_index: int
-    sample_index: int
-    completion: Completion
-    policy_version: int
-    temperature: float
-    """Temperature behind the log-probs."""
-    has_exact_log_probs: bool
-    """Whether every token was drawn from the distribution of its log-prob."""
 
 
 def question(request: GenerateRequest) -> str:
@@ -189,3 +188,49 @@ def sampling_of(given: Mapping[str, object], model: ModelFacts, *, num_prompt_to
         sampling["temperature"] = 0.0
         sampling.pop("top_k", None)
     return sampling
+
+
+async def generate(
+    engine: RolloutEngine, request: GenerateRequest, *, call_id: str, policy_version: int, seed: int | str | None
+) -> AsyncIterator[list[types_pb2.Sample]]:
+    """Yields samples in order of completion; those that ended together come together. Raises PolicyDiverged.
+
+    seed: base of the samples' seeds; None if the engine does not use seeds.
+    """
+    given = given_sampling(request)
+    temperature, is_exact = log_prob_temperature(given), has_exact_log_probs(given)
+    # SGLang aborts by prefix: the separators keep this call from aborting another, and sample 1 from aborting sample 10.
+    prefix = f"{call_id}-"
+    requests = _engine_requests(request, engine.model, prefix=prefix, seed=seed)
+    num_requests = len(request.prompts) * request.num_samples
+    async with aclosing(engine.generate(requests, num_requests=num_requests, prefix=prefix)) as completions:
+        async for ended in completions:
+            if not all(math.isfinite(log_prob) for _, completion in ended for log_prob in completion.log_probs):
+                text = f"policy version {policy_version} yields log-probs that are not finite; load a checkpoint"
+                raise PolicyDiverged(text, policy_version=policy_version)
+            yield [
+                types_pb2.Sample(
+                    prompt_index=index // request.num_samples,
+                    sample_index=index % request.num_samples,
+                    token_ids=completion.token_ids,
+                    rollout_log_probs=completion.log_probs,
+                    finish_reason=_REASONS[completion.reason],
+                    policy_version=policy_version,
+                    temperature=temperature,
+                    has_exact_log_probs=is_exact,
+                )
+                for index, completion in ended
+            ]
+
+
+def _engine_requests(
+    request: GenerateRequest, model: ModelFacts, *, prefix: str, seed: int | str | None
+) -> Iterator[EngineRequest]:
+    """Created lazily: a call may have very many."""
+    given = given_sampling(request)
+    for prompt, token_ids in enumerate([list(prompt.token_ids) for prompt in request.prompts]):
+        for sample in range(request.num_samples):
+            sampling = sampling_of(given, model, num_prompt_tokens=len(token_ids))
+            if seed is not None:
+                sampling["sampling_seed"] = sample_seed(seed, prompt=request.first_prompt + prompt, sample=sample)
+            yield EngineRequest(f"{prefix}{prompt}-{sample}.", token_ids, sampling)

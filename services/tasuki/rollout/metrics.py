@@ -12,8 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from tasuki.rollout.generate import CUT, Completion
-from tasuki.rollout.rank_calls import RankCalls
+from tasuki.rollout.rollout import RankCalls
 from tasuki.rpc.metric_names import (
     KV_CAPACITY,
     KV_TOKENS,
@@ -25,6 +24,7 @@ from tasuki.rpc.metric_names import (
 )
 from tasuki.rpc.metrics import GpuSeconds, joined
 from tasuki.v1.ranks_pb2 import LoadResult
+from tasuki.v1.types_pb2 import FinishReason, Sample
 from tasuki.wire.errors import TasukiError
 
 _PREFIX = "sglang:"
@@ -71,10 +71,10 @@ class GenerationMetrics:
         with self._gpu_seconds.using("generate"):
             yield
 
-    def ended(self, completions: Sequence[Completion]) -> None:
-        for completion in completions:
-            self._samples.labels("cut" if completion.reason == CUT else completion.reason).inc()
-        self._tokens.inc(sum(len(completion.token_ids) for completion in completions))
+    def ended(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            self._samples.labels(FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_").lower()).inc()
+        self._tokens.inc(sum(len(sample.token_ids) for sample in samples))
 
 
 class EngineLoad(Collector):

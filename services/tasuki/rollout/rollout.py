@@ -1,50 +1,166 @@
-"""State of the rollout service and the effect of each stage."""
+"""State of the rollout service, and each stage's effect on its engine ranks and their memory."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasuki.rollout.generate import (
-    EngineRequest,
-    Sample,
-    check_request,
-    given_sampling,
-    has_exact_log_probs,
-    log_prob_temperature,
-    question,
-    sampling_of,
-)
-from tasuki.rollout.rank_calls import RankCalls
-from tasuki.rollout.seeds import CallNumbers, sample_seed
+import grpc.aio
+
+from tasuki.rollout.generate import check_request, generate, question
+from tasuki.rollout.seeds import CallNumbers
 from tasuki.rollout.sync import SyncReport, WeightSync
-from tasuki.rpc.commands import REFUSALS
-from tasuki.v1 import weights_pb2
+from tasuki.rpc.calls import remaining_s
+from tasuki.rpc.commands import REFUSALS, CommandGate
+from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, joined, watch_usage
+from tasuki.rpc.ranks import RankFront
+from tasuki.v1 import memory_pb2, memory_pb2_grpc, ranks_pb2, types_pb2, weights_pb2
 from tasuki.v1.rollout_pb2 import GenerateRequest
 from tasuki.wire.errors import (
     Asleep,
+    Busy,
     DeadlineExceeded,
     Draining,
     EnginePoisoned,
     InternalError,
     OutOfGpuMemory,
-    PolicyDiverged,
+    StageOrder,
     TasukiError,
     VersionOrder,
+    from_reason,
 )
-from tasuki.wire.stages import START, MemoryTag, Stage
+from tasuki.wire.stages import RULES, START, MemoryTag, Rpc, Service, Stage, allowed_after
 
 if TYPE_CHECKING:
     from tasuki.rollout.engine import RolloutEngine
 
-from tasuki.wire.errors import Busy, StageOrder
-from tasuki.wire.stages import RULES, Rpc, Service, allowed_after
+_log = logging.getLogger(__name__)
+_CUT_AGAIN_S = 0.05
+_IDLE_TIMEOUT_S = 5.0
+_IDLE_POLL_S = 0.005
+_STRAIGHT = ("receive", "pause", "resume", "get_usage")
+"""Commands that need not come between the same two batches of all ranks: they are refused while requests run, or only read."""
+
+
+class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResult]):
+    """Calls the ranks of all replicas. The first command, sent through SGLang, tells them where to answer.
+
+    Their memory is awake when the engine has started. Pause and resume are idempotent and all-or-nothing.
+
+    Every call raises DeadlineExceeded when not all ranks have answered in time. A call that was given up goes on in the ranks: the
+    next one waits for its end.
+    """
+
+    def __init__(self, engine: RolloutEngine, *, socket_dir: Path, staying: frozenset[MemoryTag] = frozenset()) -> None:
+        """staying: tags that the ranks do not release."""
+        self._engine, self._staying = engine, staying
+        self._awake = {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
+        self._running: asyncio.Future[None] | None = None
+        path = socket_dir / "rollout-ranks.sock"
+        super().__init__(path, ranks_pb2.EngineRankResult, service="engine", num_ranks=engine.num_ranks)
+
+    @property
+    def resident_tags(self) -> list[MemoryTag]:
+        """Tags that are mapped on every rank."""
+        return [tag for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE) if tag in self._awake]
+
+    async def call(
+        self, command: ranks_pb2.EngineRankCommand | Sequence[ranks_pb2.EngineRankCommand], *, timeout_s: float | None = None
+    ) -> list[ranks_pb2.EngineRankResult]:
+        """Runs one command, the same in every rank.
+
+        Once the ranks are connected, those in `_STRAIGHT` go directly to them: SGLang's own way takes longer than a command that moves
+        nothing. All others run between the same two batches on every rank.
+        """
+        assert isinstance(command, ranks_pb2.EngineRankCommand)
+        commands = [command] * self.num_ranks
+        async with self._calling(commands, timeout_s=timeout_s) as results:
+            if self._running is not None:
+                await asyncio.wait([self._running])
+            command.reply_address = self.address
+            if command.WhichOneof("command") in _STRAIGHT and self.is_connected:
+                await self._send(commands)
+            else:
+                self._running = asyncio.ensure_future(self._engine.run_on_ranks(command.SerializeToString()))
+                await asyncio.shield(self._running)
+        return results
+
+    async def receive(self, receive: ranks_pb2.ReceiveCommand, *, timeout_s: float) -> list[ranks_pb2.ReceiveResult]:
+        """Copies the published weights on every rank. After any error the engine's weights are unknown.
+
+        No request may be running.
+        """
+        results = await self.call(ranks_pb2.EngineRankCommand(receive=receive), timeout_s=timeout_s)
+        return [result.receive for result in results]
+
+    async def pause(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> int:
+        """Gives the pages of `tags` back, cached prefixes with them. Returns the bytes released over all ranks.
+
+        Raises Busy when requests still run after 5 seconds.
+        """
+        command = ranks_pb2.EngineRankCommand(pause=memory_pb2.PauseRequest(tags=[tag.number for tag in tags]))
+        patience = asyncio.get_running_loop().time() + min(timeout_s, _IDLE_TIMEOUT_S)
+        while True:
+            try:
+                results = await self.call(command, timeout_s=timeout_s)
+                break
+            except Busy:
+                # The scheduler may take a moment to notice that its last request has ended. The tags of some ranks may sleep by then.
+                if asyncio.get_running_loop().time() > patience:
+                    raise
+                await asyncio.sleep(_IDLE_POLL_S)
+        self._awake -= set(tags) - self._staying
+        return sum(result.pause.released_bytes for result in results)
+
+    async def resume(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> int:
+        """Takes pages for `tags` at the same addresses, on all ranks. Returns the bytes mapped over all ranks.
+
+        Raises OutOfGpuMemory when a rank has no room; then what slept before sleeps on every rank. After any other error the memory's
+        state is unknown.
+        """
+        command = ranks_pb2.EngineRankCommand(resume=memory_pb2.ResumeRequest(tags=[tag.number for tag in tags]))
+        try:
+            results = await self.call(command, timeout_s=timeout_s)
+        except OutOfGpuMemory:
+            await self.pause([tag for tag in tags if tag not in self._awake], timeout_s=timeout_s)
+            raise
+        self._awake |= set(tags)
+        return sum(result.resume.mapped_bytes for result in results)
+
+    async def usage(self, request: memory_pb2.GetUsageRequest, *, timeout_s: float) -> memory_pb2.GetUsageResponse:
+        """Memory usage as every rank reports it. Raises DeadlineExceeded when they are busy for longer."""
+        command = ranks_pb2.EngineRankCommand(get_usage=request)
+        return joined([result.get_usage for result in await self.call(command, timeout_s=timeout_s)])
+
+    async def load(self, *, timeout_s: float) -> list[ranks_pb2.LoadResult]:
+        """Load of every rank's scheduler."""
+        command = ranks_pb2.EngineRankCommand(get_load=ranks_pb2.GetLoadCommand())
+        return [result.get_load for result in await self.call(command, timeout_s=timeout_s)]
+
+    async def _raise_errors(self, results: Sequence[ranks_pb2.EngineRankResult]) -> None:
+        """Raises what a rank reported; a mere lack of memory, which has changed nothing, only when no rank has worse to say."""
+        errors = [_error_of(result) for result in results if result.HasField("error")]
+        for error in sorted(errors, key=lambda error: isinstance(error, OutOfGpuMemory)):
+            raise error
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+        super().close()
+
+
+def _error_of(result: ranks_pb2.EngineRankResult) -> TasukiError:
+    message = f"engine rank {result.rank}: {result.error.message}"
+    if not result.error.reason:
+        return InternalError(message)
+    return from_reason(result.error.reason, message, {**result.error.metadata, "rank": str(result.rank)})
 
 
 def check_stage(stage: Stage, *, after: Stage | None, poison_reason: str | None) -> None:
@@ -59,20 +175,6 @@ def check_stage(stage: Stage, *, after: Stage | None, poison_reason: str | None)
     elif stage not in accepted:
         place, allowed = after or START, ", ".join(accepted)
         raise StageOrder(f"stage {stage} cannot follow {place}; allowed: {allowed}", stage=stage, after=place, allowed=allowed)
-
-
-def check_idle(stage: Stage, *, num_running: int) -> None:
-    """Raises Busy if running requests would lose their memory."""
-    if RULES[stage].rpc is Rpc.PAUSE and num_running:
-        raise Busy(f"{num_running} requests run; drain before {stage}", stage=stage, num_running=num_running)
-
-
-def is_serving(after: Stage | None) -> bool:
-    return after is Stage.RESUME_KV
-
-
-_log = logging.getLogger(__name__)
-_CUT_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +244,7 @@ class Rollout:
         with self._poisoning(stage, unless=OutOfGpuMemory):
             mapped = await self.ranks.resume(tags, timeout_s=timeout_s)
         self.stage = stage
-        if is_serving(stage):
+        if stage is Stage.RESUME_KV:
             self._highest_served = self._held_version
             self._calls.begin_version(self._held_version)
             await self._open()
@@ -152,8 +254,9 @@ class Rollout:
     async def pause(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> int:
         """Runs PAUSE_KV, which evicts cached prefixes, or PAUSE_WEIGHTS, after which no version is held. Returns the bytes released."""
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
-        if self.poison_reason is None:
-            check_idle(stage, num_running=self.num_running)
+        if self.poison_reason is None and self.num_running:
+            text = f"{self.num_running} requests run; drain before {stage}"
+            raise Busy(text, stage=stage, num_running=self.num_running)
         await self._close()
         with self._poisoning(stage):
             released = await self.ranks.pause(tags, timeout_s=timeout_s)
@@ -211,45 +314,19 @@ class Rollout:
         _log.info("event=stage stage=DRAIN finished=%d cut=%d", drained.num_finished, drained.num_cut)
         return drained
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Sample]]:
-        """Yields samples in order of completion; those that ended together come together.
+    def generate(self, request: GenerateRequest) -> AsyncIterator[list[types_pb2.Sample]]:
+        """Samples in order of completion; those that ended together come together.
 
         Raises EnginePoisoned, Draining or Asleep if no version is served.
         """
         check_request(request, self.engine.model)
         self._check_open()
-        call, version = uuid.uuid4().hex, self._held_version
-        assert version is not None
+        assert self._held_version is not None
+        call_id = uuid.uuid4().hex
+        seed = self._seed(request, call_id=call_id)
+        return generate(self.engine, request, call_id=call_id, policy_version=self._held_version, seed=seed)
 
-        # SGLang aborts by prefix: the separators keep this call from aborting another, and sample 1 from aborting sample 10.
-        prefix = f"{call}-"
-        num_requests = len(request.prompts) * request.num_samples
-        requests = self._engine_requests(request, prefix=prefix, seed=self._seed(request, call=call))
-        sampling = given_sampling(request)
-        temperature, is_exact = log_prob_temperature(sampling), has_exact_log_probs(sampling)
-        async with aclosing(self.engine.generate(requests, num_requests=num_requests, prefix=prefix)) as completions:
-            async for ended in completions:
-                if not all(math.isfinite(log_prob) for _, completion in ended for log_prob in completion.log_probs):
-                    raise PolicyDiverged(
-                        f"policy version {version} yields log-probs that are not finite; load a checkpoint",
-                        policy_version=version,
-                    )
-                yield [
-                    Sample(*divmod(index, request.num_samples), completion, version, temperature, is_exact)
-                    for index, completion in ended
-                ]
-
-    def _engine_requests(self, request: GenerateRequest, *, prefix: str, seed: int | str | None) -> Iterator[EngineRequest]:
-        """Created lazily: a call may have very many. seed: see `_seed`."""
-        given = given_sampling(request)
-        for prompt, token_ids in enumerate([list(prompt.token_ids) for prompt in request.prompts]):
-            for sample in range(request.num_samples):
-                sampling = sampling_of(given, self.engine.model, num_prompt_tokens=len(token_ids))
-                if seed is not None:
-                    sampling["sampling_seed"] = sample_seed(seed, prompt=request.first_prompt + prompt, sample=sample)
-                yield EngineRequest(f"{prefix}{prompt}-{sample}.", token_ids, sampling)
-
-    def _seed(self, request: GenerateRequest, *, call: str) -> int | str | None:
+    def _seed(self, request: GenerateRequest, *, call_id: str) -> int | str | None:
         """Base of the samples' seeds; None if the engine does not use seeds.
 
         Without a caller's seed it depends on the version, the call's content, and how often that was asked before. A restarted engine
@@ -260,7 +337,7 @@ class Rollout:
         if request.sampling_params.HasField("sampling_seed"):
             return request.sampling_params.sampling_seed
         asked = question(request)
-        number = self._calls.number(asked, call_id=request.request_id or call)
+        number = self._calls.number(asked, call_id=request.request_id or call_id)
         return f"{self._rollout_seed}/{self._held_version}/{asked}/{number}"
 
     def _check_open(self) -> None:
@@ -302,3 +379,43 @@ class Rollout:
                 text = f"{stage} failed half-way, and the engine is restarted: {error.message}"
                 raise InternalError(text, **error.metadata) from error
             raise
+
+
+class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
+    """gRPC interface to the engine's memory, moved by stages."""
+
+    def __init__(self, rollout: Rollout, gate: CommandGate) -> None:
+        self._rollout, self._gate = rollout, gate
+
+    async def Pause(self, request: memory_pb2.PauseRequest, context: grpc.aio.ServicerContext) -> memory_pb2.PauseResponse:
+        stage, tags = decode_move(request, Service.ROLLOUT)
+        timeout_s = remaining_s(context)
+
+        async def pause() -> memory_pb2.PauseResponse:
+            return memory_pb2.PauseResponse(released_bytes=await self._rollout.pause(stage, tags, timeout_s=timeout_s))
+
+        return await self._gate.stage(request, pause)
+
+    async def Resume(self, request: memory_pb2.ResumeRequest, context: grpc.aio.ServicerContext) -> memory_pb2.ResumeResponse:
+        stage, tags = decode_move(request, Service.ROLLOUT)
+        timeout_s = remaining_s(context)
+
+        async def resume() -> memory_pb2.ResumeResponse:
+            return memory_pb2.ResumeResponse(mapped_bytes=await self._rollout.resume(stage, tags, timeout_s=timeout_s))
+
+        return await self._gate.stage(request, resume)
+
+    async def GetUsage(
+        self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext
+    ) -> memory_pb2.GetUsageResponse:
+        # Of a shorter deadline a part, so that the caller hears why it was not met.
+        return await self._rollout.ranks.usage(request, timeout_s=min(USAGE_TIMEOUT_S, 0.9 * remaining_s(context)))
+
+    async def WatchUsage(
+        self, request: memory_pb2.WatchUsageRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
+        def usage() -> Awaitable[memory_pb2.GetUsageResponse]:
+            return self._rollout.ranks.usage(memory_pb2.GetUsageRequest(), timeout_s=USAGE_TIMEOUT_S)
+
+        async for response in watch_usage(request, usage):
+            yield response

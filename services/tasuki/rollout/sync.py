@@ -10,15 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tasuki.rollout.rank_calls import RankCalls
 from tasuki.v1 import ranks_pb2, weights_pb2
 from tasuki.weights.imported_weights import ImportedWeights, import_weights
 from tasuki.weights.plan import Slice
 from tasuki.weights.verify import Comparison, HeldSlice
 from tasuki.wire.errors import BadHandle
+
+if TYPE_CHECKING:
+    from tasuki.rollout.rollout import RankCalls
 
 _IMPORT_TIMEOUT_S = 10.0
 

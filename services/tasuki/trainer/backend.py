@@ -5,7 +5,7 @@ All ranks make the same calls in the same order. A backend handles models, meshe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -16,9 +16,9 @@ from torch import Tensor
 from tasuki.algorithms.batch import Metric
 from tasuki.trainer.data.micro_batch import SequencePart, TokenBatch
 from tasuki.trainer.roles import Role
+from tasuki.v1.memory_pb2 import PauseRequest, PauseResponse, ResumeRequest, ResumeResponse
 from tasuki.v1.ranks_pb2 import RankPublished
 from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
-from tasuki.wire.stages import MemoryTag
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class LearnerFacts:
 class Memory(Protocol):
     """A rank's memory by tag."""
 
-    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
-        """Gives pages back, of tags that stay only when it makes room. Returns the bytes released."""
+    def pause(self, request: PauseRequest) -> PauseResponse:
+        """Gives pages back, of tags that stay only when it makes room."""
         ...
 
-    def resume(self, tags: Sequence[MemoryTag]) -> int:
-        """Takes pages at the same addresses. Returns the bytes mapped. Raises OutOfGpuMemory with every tag asleep as before."""
+    def resume(self, request: ResumeRequest) -> ResumeResponse:
+        """Takes pages at the same addresses. Raises OutOfGpuMemory with every tag asleep as before."""
         ...
 
     def usage(self) -> list[TagUsage]: ...

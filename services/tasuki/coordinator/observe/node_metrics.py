@@ -14,10 +14,10 @@ from prometheus_client.registry import Collector
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.changeover import Peers
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.run_figures import RunFigures
-from tasuki.coordinator.peers import Peers
 from tasuki.coordinator.planning import PlannedMemory, Planning
 from tasuki.rpc.metric_names import (
     CHANGEOVERS,

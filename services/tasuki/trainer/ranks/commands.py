@@ -20,13 +20,12 @@ from tasuki.trainer.ranks.wire import ROLE_MESSAGES, ROLES, decode_columns, deco
 from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2
 from tasuki.v1.ranks_pb2 import RankReady, TrainerRankCommand, TrainerRankResult
 from tasuki.v1.trainer_pb2 import RoleState
-from tasuki.wire.stages import MemoryTag
 
 _log = logging.getLogger("tasuki.trainer")
 
 
 class RankCommands:
-    """Command handlers: one method per field of TrainerRankCommand."""
+    """Command handlers, by field of TrainerRankCommand."""
 
     def __init__(self, learner: Learner, *, failpoints: Failpoints) -> None:
         self._learner, self._backend, self._failpoints = learner, learner.backend, failpoints
@@ -43,8 +42,8 @@ class RankCommands:
             "save_checkpoint": self.save_checkpoint,
             "load_checkpoint": self.load_checkpoint,
             "export_model": self.export_model,
-            "pause": self.pause,
-            "resume": self.resume,
+            "pause": self._backend.memory.pause,
+            "resume": self._backend.memory.resume,
             "get_usage": self.get_usage,
         }
 
@@ -130,13 +129,6 @@ class RankCommands:
         return trainer_pb2.ExportModelResponse(
             policy_version=self._learner.policy_version, bytes=num_bytes, seconds=time.perf_counter() - started
         )
-
-    def pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
-        released = self._backend.memory.pause(MemoryTag.all_of(request.tags), makes_room=request.makes_room)
-        return memory_pb2.PauseResponse(released_bytes=released)
-
-    def resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
-        return memory_pb2.ResumeResponse(mapped_bytes=self._backend.memory.resume(MemoryTag.all_of(request.tags)))
 
     def get_usage(self, request: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
         memory = self._backend.memory

@@ -29,6 +29,7 @@ from tasuki.trainer.backends.fsdp.onload import TAGS as ONLOAD_TAGS
 from tasuki.trainer.backends.fsdp.onload import Onload
 from tasuki.trainer.backends.fsdp.resident_tags import NONE_RESIDENT, TAGS, ExportChoice, ResidentTags
 from tasuki.trainer.mesh import mesh_device
+from tasuki.v1 import memory_pb2
 from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
 from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
@@ -177,7 +178,14 @@ class TrainerMemory:
             with self._export.released():
                 self._allocator.pause(copies)
 
-    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
+    def pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
+        released = self.pause_tags(MemoryTag.all_of(request.tags), makes_room=request.makes_room)
+        return memory_pb2.PauseResponse(released_bytes=released)
+
+    def resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
+        return memory_pb2.ResumeResponse(mapped_bytes=self.resume_tags(MemoryTag.all_of(request.tags)))
+
+    def pause_tags(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
         """Releases the pages of `tags`; parameters and optimizer state move to host memory. Returns the bytes released.
 
         makes_room: also releases tags that stay during OFFLOAD. Raises OutOfGpuMemory, with every tag still
@@ -194,7 +202,7 @@ class TrainerMemory:
             self._cache.return_blocks()
         return released
 
-    def resume(self, tags: Sequence[MemoryTag]) -> int:
+    def resume_tags(self, tags: Sequence[MemoryTag]) -> int:
         """Maps pages for `tags` and restores their content. Returns the bytes mapped.
 
         Content may still be arriving on return. Forward passes through `guard`ed groups may begin; everything else needs
@@ -297,7 +305,7 @@ class TrainerMemory:
         if error is not None and not lacking:
             raise error
         if error is None:
-            self.pause(woken, makes_room=True)
+            self.pause_tags(woken, makes_room=True)
         rank, needed, free = max(failures, key=lambda failure: failure[1] - failure[2])
         tags = woken if of is None else of
         raise OutOfGpuMemory(
