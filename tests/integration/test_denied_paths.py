@@ -88,7 +88,7 @@ UP, TRAIN, PLAN = ("up", "node.toml"), ("train", "node.toml"), ("plan", "node.to
         ("model", UP, "model.path: {folder}/model/config.json"),
         ("model/model.safetensors", UP, "model.path: {folder}/model/model.safetensors"),
         ("model/tokenizer.json", TRAIN, "model.path: {folder}/model/tokenizer.json"),
-        ("model", PLAN, "model: {folder}/model/config.json"),
+        ("model", PLAN, "model.path: {folder}/model"),
         ("model/config.json", ("plan", "model", "--gpu-gb", "80"), "model: model/config.json"),
         ("data/train.jsonl", TRAIN, "train.dataset: {folder}/data/train.jsonl"),
         ("journal", ("audit", "journal/journal.sqlite"), "journal/journal.sqlite"),

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tests.extent import IS_WHOLE, examples
+from tests.sparse_weights import write_sparse_weights
 from tests.unit.fake_node import make_node
 from tests.unit.fake_services import FakeServices
 from tests.unit.memory_folder import memory_folder
@@ -33,14 +34,14 @@ def tmp_path() -> Iterator[Path]:
 
 @pytest.fixture
 def node_file(tmp_path: Path) -> Path:
-    """Returns the configuration of a node that would start on a CPU if its model folder had weights."""
+    """Returns the configuration of a node that would start on a CPU."""
     from tests.unit.test_plan_cli import CONFIG
 
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
     (model / "tokenizer_config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
+    write_sparse_weights(model)
     file = tmp_path / "node.toml"
     file.write_text(f'state_dir = "{tmp_path}/node"\n[model]\npath = "model"\n')
     return file

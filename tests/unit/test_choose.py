@@ -23,9 +23,11 @@ from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import Stage
+from tests.sparse_weights import write_sparse_weights
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
     "hidden_size": 1024,
     "intermediate_size": 4096,
     "num_hidden_layers": 8,
@@ -121,8 +123,8 @@ def test_more_tokens_than_fit_are_refused_before_anything_starts(model: Path, mo
 
 
 def test_a_refused_start_leaves_nothing_open(model: Path) -> None:
-    for name in ("model.safetensors", "tokenizer_config.json"):
-        (model / name).write_text("{}")
+    write_sparse_weights(model)
+    (model / "tokenizer_config.json").write_text("{}")
     config = node(model, device="cpu", rollout={"engine": {"max_total_tokens": 8}})
     before = os.listdir("/proc/self/fd")
     with pytest.raises(InvalidArgument, match=r"rollout.engine.max_total_tokens: = 8 cannot hold one sequence"):

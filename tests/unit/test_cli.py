@@ -12,6 +12,7 @@ import pytest
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.node.exit_report import write_exit_report
 from tests.conftest import called
+from tests.sparse_weights import write_sparse_weights
 
 
 def tasuki(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -34,8 +35,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "node.toml").write_text('state_dir = "state"\n[model]\npath = "model"\n')
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], **SIZES}))
-    (model / "model.safetensors").write_bytes(b"")
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SIZES}))
+    write_sparse_weights(model)
     (model / "tokenizer_config.json").write_text("{}")
     return tmp_path
 

@@ -166,6 +166,12 @@ def test_missing_key_is_named(tmp_path: Path) -> None:
         load_config(write(tmp_path, 'state_dir = "state"\n'))
 
 
+def test_a_byte_order_mark_is_no_part_of_the_configuration(tmp_path: Path) -> None:
+    file = write(tmp_path, 'state_dir = "state"\n[model]\npath = "m"\n')
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert load_config(file).model.path == tmp_path / "m"
+
+
 def test_missing_file_and_broken_toml_are_errors_of_ours(tmp_path: Path) -> None:
     with pytest.raises(PathNotFound, match=r"nowhere\.toml does not exist"):
         load_config(tmp_path / "nowhere.toml")

@@ -29,7 +29,13 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 def table_of(architecture: str = "LlamaForCausalLM", **values: object) -> dict[str, Any]:
-    return {"architectures": [architecture], **SIZES, **NEEDED.get(architecture, {}), **values}
+    return {
+        "architectures": [architecture],
+        "model_type": FAMILIES[architecture].model_type,
+        **SIZES,
+        **NEEDED.get(architecture, {}),
+        **values,
+    }
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

@@ -16,6 +16,7 @@ from tasuki.node.start import start_node
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.wire.errors import InvalidArgument
 from tests.choices import choices_for
+from tests.sparse_weights import write_sparse_weights
 
 SIZES = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -33,7 +34,7 @@ def node(folder: Path, *overrides: str, **critic: int) -> NodeConfig:
     for name, sizes in (("policy", SIZES), ("critic", SIZES | critic)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(sizes))
-        (folder / name / "model.safetensors").touch()
+        write_sparse_weights(folder / name)
         (folder / name / "tokenizer_config.json").write_text("{}")
     (folder / "node.toml").write_text('state_dir = "node"\n[model]\npath = "policy"\n[trainer.critic]\npath = "critic"\n')
     return load_config(folder / "node.toml", overrides=overrides)

@@ -12,6 +12,7 @@ from tasuki.wire.errors import InvalidArgument
 
 TINY = {
     "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
     "hidden_size": 64,
     "intermediate_size": 160,
     "num_hidden_layers": 2,

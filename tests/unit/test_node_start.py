@@ -21,6 +21,7 @@ from tasuki.node.services import node_services, without_secrets
 from tasuki.rpc.process_start import StartSeconds, read_start_seconds
 from tasuki.wire.errors import InvalidArgument
 from tests.conftest import ENVIRONMENT
+from tests.sparse_weights import write_sparse_weights
 
 
 def test_modules_in_the_working_folder_are_not_imported(tmp_path: Path) -> None:
@@ -101,9 +102,9 @@ SIZES = {
 def node(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **SIZES}))
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES}))
     (model / "tokenizer_config.json").write_text("{}")
-    (model / "model.safetensors").touch()
+    write_sparse_weights(model)
     file = tmp_path / "node.toml"
     file.write_text('state_dir = "node"\n[model]\npath = "model"\n')
     return file

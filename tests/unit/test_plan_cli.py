@@ -16,6 +16,7 @@ from tasuki.planner.presets import PRESETS
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
     "hidden_size": 64,
     "intermediate_size": 160,
     "num_hidden_layers": 2,

@@ -152,7 +152,8 @@ def test_shards_are_padded_to_the_largest_on_every_rank():
 
 
 def test_an_embedding_that_the_engine_does_not_split_is_on_every_rank():
-    table = {**GEMMA, "hidden_size": 1024, "vocab_size": 262_144, "architectures": ["Gemma3ForCausalLM"]}
+    table = {**GEMMA, "hidden_size": 1024, "vocab_size": 262_144, "model_type": "gemma3_text"}
+    table["architectures"] = ["Gemma3ForCausalLM"]
     whole, split = (replace(read_model(table).shape, has_whole_embedding=is_whole) for is_whole in (True, False))
     sizes = [
         engine_weights(Layout(model=model, num_gpus=2, gpu_bytes=GB, host_bytes=GB, num_ranks=1, tp_size=2))

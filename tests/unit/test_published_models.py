@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.models.families import read_model
+from tasuki.models.families import FAMILIES, read_model
 
 NOTES = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -21,6 +21,7 @@ def table(
     """heads: of queries, and of keys and values."""
     sizes = {
         "architectures": [architecture],
+        "model_type": FAMILIES[architecture].model_type,
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": layers,

@@ -31,7 +31,7 @@ from tasuki.wire.stages import MemoryTag, Phase, Service, Stage
 MODEL = MODELS["qwen2.5-7b"]
 NOTHING = Choices(micro_batch_tokens=1, checkpointing="none")
 SMALL = {
-    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 32_000, "max_position_embeddings": 4096,
 }  # fmt: skip
 TRAIN = {

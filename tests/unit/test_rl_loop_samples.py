@@ -84,6 +84,12 @@ def test_empty_completions_and_failed_rewards_are_left_out(settings: TrainConfig
     assert (step.num_failed_rewards, step.mean_reward) == (3, pytest.approx(4 / 3))
 
 
+def test_a_step_whose_rewards_all_failed_has_no_mean_reward(settings: TrainConfig):
+    (step,) = steps_of(loop_of(LoopClient(), settings, reward=lambda prompt, number: NAN))
+    assert (step.num_failed_rewards, step.num_policy_steps, step.mean_reward) == (12, 0, None)
+    assert not step.is_evaluation
+
+
 def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(settings: TrainConfig):
     client = LoopClient()
     evaluation = EvalConfig(num_samples=4, temperature=0.75, pass_at=(1, 4))

@@ -15,7 +15,7 @@ from tasuki.trainer.serve import sample_costs
 from tasuki.wire.errors import InvalidArgument
 
 QWEN = {
-    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28,
     "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064, "max_position_embeddings": 32_768,
 }  # fmt: skip
 

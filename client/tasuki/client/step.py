@@ -31,6 +31,7 @@ class Step:
     """Optimizer steps of the critic."""
     eval_score: float | None = None
     mean_reward: float | None = None
+    """None also if every reward failed."""
     num_failed_rewards: int = 0
     num_equal_groups: int = 0
     """Groups of several completions with equal rewards, including those that dynamic sampling discards."""
@@ -83,7 +84,7 @@ class Step:
     def is_evaluation(self) -> bool:
         """Whether the step only evaluated, as the last step of a run does."""
         num_updates = self.num_policy_steps + self.num_critic_steps + self.num_skipped_updates
-        return self.mean_reward is None and not num_updates
+        return self.mean_reward is None and self.mean_num_tokens is None and not num_updates
 
     @property
     def why_no_update(self) -> str:
@@ -121,7 +122,8 @@ def measure_samples(step: Step, generated: Sequence[tuple[list[Sample], Scores]]
     samples = [sample for made, _ in generated for sample in made]
     rewards_S = np.concatenate([scores.rewards for _, scores in generated])
     step.num_failed_rewards = sum(scores.num_failed for _, scores in generated)
-    step.mean_reward = float(rewards_S[np.isfinite(rewards_S)].mean()) if np.isfinite(rewards_S).any() else 0.0
+    if np.isfinite(rewards_S).any():
+        step.mean_reward = float(rewards_S[np.isfinite(rewards_S)].mean())
     step.mean_num_tokens = float(np.mean([len(sample.token_ids) for sample in samples]))
     step.metrics["truncated_fraction"] = truncated_fraction(samples)
     step.metrics["inexact_fraction"] = sum(not sample.has_exact_log_probs for sample in samples) / len(samples)

@@ -80,7 +80,7 @@ def fleet_config(
 def _not_in(path: Path, told: Sequence[str]) -> list[str]:
     """Keys set by the environment but not by the file."""
     try:
-        table = tomllib.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode())
+        table = tomllib.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError):  # reported by load_config
         table = {}
     fleet = table.get("fleet")

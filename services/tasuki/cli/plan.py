@@ -19,6 +19,7 @@ from tasuki.config.engine_arguments import uncounted_arguments
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
+from tasuki.node.model_folder import check_planned_folder
 from tasuki.planner.advice import advise
 from tasuki.planner.layout import GB, Checkpointing, Layout, Strategy
 from tasuki.planner.model_shape import read_model_shape
@@ -101,6 +102,8 @@ def layout_of(model: Path | None, wishes: Wishes) -> Layout:
     """Layout of a model folder, a config.json or a preset. Raises InvalidArgument naming a missing or wrong setting."""
     if model is None and wishes.preset is None:
         raise InvalidArgument("CONFIG", "give a node's TOML, a model folder, a config.json, or --preset")
+    if model is not None:
+        check_planned_folder(model, key="model")
     shape = None if model is None else read_model_shape(model)
     preset = None if wishes.preset is None else find_preset(wishes.preset)
     if wishes.overrides:
@@ -134,6 +137,7 @@ def layout_of(model: Path | None, wishes: Wishes) -> Layout:
 def _of_node(node: NodeConfig, wishes: Wishes) -> Layout:
     # Unused on a CPU.
     gpu_bytes = _gpu_bytes(wishes, default=1.0 if node.device == "cpu" else None)
+    check_planned_folder(node.model.path)
     shape = read_model_shape(node.model.path)
     return node_layout(node, shape, gpu_bytes=gpu_bytes, host_bytes=_host_bytes(wishes, node), num_gpus=wishes.num_gpus)
 

@@ -23,7 +23,7 @@ def read_json_object(file: Path, *, field: str) -> dict[str, Any]:
     with named_if_denied(file, key=field):
         content = read_regular(file, max_bytes=_MAX_FILE_BYTES)
     try:
-        table = json.loads(content)
+        table = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(field, f"{file} is not JSON: {error}") from error
     if not isinstance(table, dict):

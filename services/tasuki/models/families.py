@@ -151,11 +151,23 @@ def _gemma3_layers(config: Config, num_layers: int) -> list[str]:
 
 _FAMILIES = (
     # Also models of the same form, such as SmolLM2. SGLang's Llama MLP has no bias, so models with `mlp_bias` are refused.
-    Family(architecture="LlamaForCausalLM", keys={"attention_bias": None, "mlp_bias": (False,)}, shape_of=_biases),
+    Family(
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        keys={"attention_bias": None, "mlp_bias": (False,)},
+        shape_of=_biases,
+    ),
     # And Qwen2.5.
-    Family(architecture="Qwen2ForCausalLM", keys=_QWEN_KEYS, shape={"has_qkv_bias": True}, checks=(refuse_layer_types,)),
+    Family(
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        keys=_QWEN_KEYS,
+        shape={"has_qkv_bias": True},
+        checks=(refuse_layer_types,),
+    ),
     Family(
         architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
         keys={**_QWEN_KEYS, "attention_bias": None},
         shape={"head_dim": 128, "qk_norm": QkNorm.HEAD},
         shape_of=_biases,
@@ -164,6 +176,7 @@ _FAMILIES = (
     # Experts in some or all layers, separate in a checkpoint.
     Family(
         architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
         keys={**_QWEN_KEYS, "attention_bias": None, "norm_topk_prob": (False, True), **dict.fromkeys(_EXPERT_KEYS)},
         shape={"qk_norm": QkNorm.HEAD},
         shape_of=_qwen_experts,
@@ -172,11 +185,13 @@ _FAMILIES = (
     # Mistral 7B and similar models without a sliding window, from v0.2 on.
     Family(
         architecture="MistralForCausalLM",
+        model_type="mistral",
         keys={"sliding_window": None, "layer_types": None},
         checks=(refuse_layer_types, partial(refuse_window, default=4096)),
     ),
     Family(
         architecture="Gemma2ForCausalLM",
+        model_type="gemma2",
         keys=_GEMMA_KEYS,
         rope_types=rope.DEFAULT,
         shape=_GEMMA_SHAPE,
@@ -188,6 +203,7 @@ _FAMILIES = (
     # vision tower.
     Family(
         architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
         keys={**_GEMMA_KEYS, "sliding_window_pattern": None, "rope_local_base_freq": None},
         rope_types=rope.DEFAULT,
         shape={**_GEMMA_SHAPE, "qk_norm": QkNorm.HEAD, "has_whole_embedding": True},
@@ -198,6 +214,7 @@ _FAMILIES = (
     # Phi 3 and Phi 4 (14B).
     Family(
         architecture="Phi3ForCausalLM",
+        model_type="phi3",
         keys={
             "sliding_window": None,
             "resid_pdrop": None,
@@ -214,6 +231,7 @@ _FAMILIES = (
     # GLM 4 (0414): rotates half of each head, in adjacent pairs.
     Family(
         architecture="Glm4ForCausalLM",
+        model_type="glm4",
         keys={"attention_bias": None},
         rope_types=rope.DEFAULT,
         has_partial_rope=True,
@@ -227,6 +245,7 @@ _FAMILIES = (
     ),
     Family(
         architecture="Olmo2ForCausalLM",
+        model_type="olmo2",
         keys={"attention_bias": None},
         rope_types=rope.DEFAULT,
         shape={
@@ -241,6 +260,7 @@ _FAMILIES = (
     # Experts in every layer, separate in a checkpoint as w1 (gate), w3 (up) and w2 (down) of block_sparse_moe.
     Family(
         architecture="MixtralForCausalLM",
+        model_type="mixtral",
         keys={
             "sliding_window": None,
             "num_local_experts": None,

@@ -91,6 +91,8 @@ class Family:
     """
 
     architecture: str
+    model_type: str
+    """Value of this key in config.json, by which transformers chooses the class to build."""
     keys: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     """Extra keys of config.json and their supported values; None for any value."""
     checks: tuple[Callable[[Config], None], ...] = ()
@@ -128,7 +130,7 @@ _DECODER_KEYS: dict[str, tuple[Any, ...] | None] = {
 _LIMITS = frozenset({"max_position_embeddings", "attention_dropout"})
 # Keys without effect on computation. Those that start with "_" are transformers' own notes.
 _KEYS_WITHOUT_EFFECT = frozenset({
-    "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "name_or_path", "auto_map", "tokenizer_class",
+    "architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "auto_map", "tokenizer_class",
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "initializer_range", "pretraining_tp", "use_cache",
     "cache_implementation", "id2label", "label2id", "return_dict", "output_attentions", "output_hidden_states", "problem_type",
     "task_specific_params", "output_router_logits", "router_aux_loss_coef", "is_llama_config", "transformers.js_config",
@@ -148,7 +150,11 @@ def check_keys(config: Config, family: Family) -> None:
     """Raises UnsupportedModel for a key with an unknown effect and for an unsupported value; InvalidArgument for an impossible
     number.
     """
-    known = {**_DECODER_KEYS, **family.keys}
+    known = {"model_type": (family.model_type,), **_DECODER_KEYS, **family.keys}
+    if "model_type" not in config:
+        raise InvalidArgument(
+            "model_type", f"missing in the model's config.json; {family.architecture} has {family.model_type!r}"
+        )
     for key, value in config.items():
         if key in _KEYS_WITHOUT_EFFECT or key.startswith("_"):
             continue

@@ -9,6 +9,7 @@ from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 _KEY = "model.path"
 _NETWORK = {"beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3"}
 _LOCAL_FUSE = {"fuse.fuse-overlayfs", "fuse.overlayfs"}
@@ -23,22 +24,37 @@ def model_files(folder: Path) -> list[Path]:
     with named_if_denied(folder, key=_KEY):
         if not folder.is_dir():
             raise PathNotFound(f"{_KEY}: {folder} is not a folder", path=folder)
-        indexed = _indexed(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else None
+        weight_map = read_weight_map(folder)
+        indexed = None if weight_map is None else set(weight_map.values())
         return sorted(path for path in folder.iterdir() if path.is_file() and _is_read(path, indexed))
 
 
-def _indexed(index: Path) -> set[str]:
-    """Names of the files with weights."""
-    weight_map = read_json_object(index, field=_KEY).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise InvalidArgument(_KEY, f"{index} has no `weight_map`")
-    return {str(name) for name in weight_map.values()}
+def read_weight_map(folder: Path, *, key: str = _KEY) -> dict[str, str] | None:
+    """Name of the file of each tensor, or None without an index. Raises PathPermissionDenied, InvalidArgument for a damaged index."""
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        return None
+    weight_map = read_json_object(index, field=key).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InvalidArgument(key, f"{index} has no `weight_map`; download it again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or Path(file).suffix != ".safetensors":
+            raise InvalidArgument(
+                key, f"{index} names {file!r} for {name}, which is no safetensors file of the folder; download it again"
+            )
+    return weight_map
 
 
 def _is_read(path: Path, indexed: set[str] | None) -> bool:
     if path.suffix == ".safetensors":
         return indexed is None or path.name in indexed
     return path.suffix in _TEXTS
+
+
+def other_files(folder: Path) -> list[Path]:
+    """Lists what an export copies: configuration, generation configuration and tokenizer, everything but weights and adapters."""
+    found = sorted(path for path in folder.iterdir() if path.suffix not in WEIGHT_SUFFIXES and path.name != "adapter")
+    return [path for path in found if path.is_file() and not path.name.endswith(".index.json")]
 
 
 def model_files_bytes(folder: Path) -> int:

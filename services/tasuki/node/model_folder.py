@@ -7,57 +7,65 @@ from pathlib import Path
 from tasuki.config.schema import NodeConfig
 from tasuki.models.config_json import architecture_of, read_json_object
 from tasuki.models.families import FAMILIES, read_model
-from tasuki.models.folder_files import model_files
+from tasuki.models.folder_files import INDEX_FILE, WEIGHT_SUFFIXES, model_files, other_files
+from tasuki.models.stored_tensors import check_stored, read_stored
+from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import check_critic
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular
-
-_KEY = "model.path"
 
 
 def check_model_folders(config: NodeConfig) -> None:
     """Checks policy and critic. Raises as check_model_folder and check_critic."""
     check_model_folder(config.model.path)
     check_critic(config)
+    if config.trainer.critic is not None and (critic := config.trainer.critic.path) is not None:
+        check_stored(critic, read_model_shape(critic), key="trainer.critic.path", is_critic=True)
 
 
-def check_model_folder(path: Path) -> None:
-    """Raises PathNotFound or InvalidArgument naming what is missing, PathPermissionDenied, and the errors of read_model for config.json.
+def check_planned_folder(path: Path, *, key: str = "model.path") -> None:
+    """Checks a folder with weights, for `tasuki plan`, which needs no more than config.json. Raises as check_model_folder."""
+    with named_if_denied(path, key=key):
+        if path.is_dir() and any(file.suffix in WEIGHT_SUFFIXES or file.name == INDEX_FILE for file in path.iterdir()):
+            check_model_folder(path, key=key)
 
-    The services check whether the architecture is supported.
+
+def check_model_folder(path: Path, *, key: str = "model.path") -> None:
+    """Judges a folder by everything but the values of its weights: config.json, the tensors' headers, the tokenizer.
+
+    Raises PathNotFound or InvalidArgument naming what is missing, PathPermissionDenied, and the errors of read_model for config.json and of
+    check_stored. The services check whether the architecture is supported.
     """
-    with named_if_denied(path, key=_KEY):
-        _check_files(path)
+    with named_if_denied(path, key=key):
+        _check_files(path, key)
 
 
-def _check_files(path: Path) -> None:
+def _check_files(path: Path, key: str) -> None:
     if not path.is_dir():
-        raise PathNotFound(f"{_KEY}: {path} is not a folder; give a Hugging Face model folder", path=path)
+        raise PathNotFound(f"{key}: {path} is not a folder; give a Hugging Face model folder", path=path)
     config = path / "config.json"
     if not config.is_file():
         found = "'s config.json is not a regular file" if config.exists() else " has no config.json"
-        raise PathNotFound(f"{_KEY}: {path}{found}; give a Hugging Face model folder", path=config)
-    table = read_json_object(config, field=_KEY)
+        raise PathNotFound(f"{key}: {path}{found}; give a Hugging Face model folder", path=config)
+    table = read_json_object(config, field=key)
     if not table.get("architectures"):
-        raise InvalidArgument(_KEY, f"{config} has no `architectures`, so the model is unknown")
+        raise InvalidArgument(key, f"{config} has no `architectures`, so the model is unknown")
     if architecture_of(table) in FAMILIES:
-        read_model(table)
-    weights = sorted(file for file in path.iterdir() if file.suffix == ".safetensors")
-    if not weights:
-        raise PathNotFound(f"{_KEY}: {path} has no *.safetensors; convert the model first", path=path)
-    for file in sorted({*weights, *model_files(path)}):
-        _check_readable(file)
+        check_stored(path, read_model(table).shape, key=key)
+    else:
+        read_stored(path, key=key)
+    for file in sorted({*model_files(path), *other_files(path)}):
+        _check_readable(file, key=key)
     if not (path / "tokenizer_config.json").is_file():
-        raise PathNotFound(f"{_KEY}: {path} has no tokenizer_config.json; save the tokenizer into the folder", path=path)
+        raise PathNotFound(f"{key}: {path} has no tokenizer_config.json; save the tokenizer into the folder", path=path)
 
 
-def _check_readable(file: Path) -> None:
-    """Distinguishes an unreadable file from a missing one, for which safetensors gives the same error."""
+def _check_readable(file: Path, *, key: str) -> None:
+    """Distinguishes an unreadable file from a missing one. An export copies it at the end of a run."""
     try:
         open_regular(file).close()
     except PermissionError:
         raise
     except OSError as error:
-        text = f"{file} cannot be read ({error.strerror}): check its links"
-        raise InvalidArgument(_KEY, text) from error
+        raise InvalidArgument(key, f"{file} cannot be read ({error.strerror}): check its links") from error

@@ -96,7 +96,7 @@ def summarize(steps: Sequence[Step], *, seed: int, seconds: float, changeovers: 
         "eval_score_after": after,
         "mean_reward_last": rewards[-1] if rewards else None,
         "seconds": round(seconds, 1),
-        "steps": len(rewards),
+        "steps": sum(not step.is_evaluation for step in steps),
         "steps_without_update": sum(bool(step.why_no_update) for step in steps),
         "changeovers": changeovers,
         "log_prob_gap_max": max(gaps, default=0.0),

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,18 +15,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tasuki.models.folder_files import INDEX_FILE
+from tasuki.models.folder_files import INDEX_FILE, other_files
+from tasuki.models.shape import ModelShape
+from tasuki.models.stored_tensors import SINGLE_FILE, check_stored, read_stored, stored_shapes
 from tasuki.weights.shards import Shard
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular
 
-_SINGLE_FILE = "model.safetensors"
 _BLOCK_BYTES = 64 << 20
 _OS_CODE = re.compile(r"(?:code: |os error )(\d+)")
 _MAX_FILE_BYTES = 4 * 2**30
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 
 
 @torch.no_grad()
@@ -35,21 +35,19 @@ def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
 
     Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor that is missing or misshapen.
     """
-    file_of = tensor_files(folder)
+    stored = read_stored(folder)
     for shard in shards:
-        if shard.name not in file_of:
+        if shard.name not in stored:
             raise InvalidArgument("model.path", f"{folder} lacks tensor {shard.name}, which its config.json asks for")
+        if (shape := stored[shard.name].shape) != shard.global_shape:
+            problem = f"{folder}: {shard.name} has shape {list(shape)}, config.json asks for {list(shard.global_shape)}"
+            raise InvalidArgument("model.path", problem)
     with ExitStack() as stack:
-        names = sorted({file_of[shard.name] for shard in shards})
-        opened = {name: stack.enter_context(_opened(folder / name)) for name in names}
+        files = sorted({stored[shard.name].file for shard in shards})
+        opened = {file: stack.enter_context(_opened(file)) for file in files}
         for shard in shards:
-            stored = opened[file_of[shard.name]].get_slice(shard.name)
-            if tuple(stored.get_shape()) != shard.global_shape:
-                problem = (
-                    f"{folder}: {shard.name} has shape {stored.get_shape()}, config.json asks for {list(shard.global_shape)}"
-                )
-                raise InvalidArgument("model.path", problem)
-            _fill(shard.local, stored[tuple(map(slice, shard.offsets, shard.box.ends))])
+            tensor = opened[stored[shard.name].file].get_slice(shard.name)
+            _fill(shard.local, tensor[tuple(map(slice, shard.offsets, shard.box.ends))])
 
 
 def _fill(local: Tensor, stored: Tensor) -> None:
@@ -61,15 +59,10 @@ def _fill(local: Tensor, stored: Tensor) -> None:
         target.copy_(source.to(local.device))
 
 
-def tensor_files(folder: Path) -> dict[str, str]:
-    """Name of the file that holds each tensor of a Hugging Face folder. Raises PathNotFound without safetensors."""
-    if (folder / INDEX_FILE).is_file():
-        weight_map: dict[str, str] = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
-        return weight_map
-    if not (folder / _SINGLE_FILE).is_file():
-        raise PathNotFound(f"model.path: {folder} has no {_SINGLE_FILE}; other weight formats are not read", path=folder)
-    with _opened(folder / _SINGLE_FILE) as file:
-        return dict.fromkeys(file.keys(), _SINGLE_FILE)
+def stored_dtypes(folder: Path, model: ModelShape) -> dict[str, torch.dtype]:
+    """Dtype in the folder of each tensor of the model. Raises as check_stored."""
+    stored = check_stored(folder, model)
+    return {name: _DTYPES[stored[name].dtype] for name in stored_shapes(model)}
 
 
 def _opened(file: Path) -> safe_open:
@@ -84,9 +77,9 @@ def _opened(file: Path) -> safe_open:
 class SafetensorsWriter:
     """Writes tensors to files of bounded size as they arrive."""
 
-    def __init__(self, folder: Path, *, source: Path) -> None:
-        self._folder = folder
-        self._dtypes = _stored_dtypes(source)
+    def __init__(self, folder: Path, *, dtypes: Mapping[str, torch.dtype]) -> None:
+        """dtypes: of every tensor to write."""
+        self._folder, self._dtypes = folder, dtypes
         self._pending: dict[str, Tensor] = {}
         self._files: list[list[str]] = []
         self._total_bytes = 0
@@ -107,7 +100,7 @@ class SafetensorsWriter:
         """Writes the rest. Several files get Hugging Face's names and index."""
         self._flush()
         if len(self._files) == 1:
-            self._file(0).rename(self._folder / _SINGLE_FILE)
+            self._file(0).rename(self._folder / SINGLE_FILE)
             return
         weight_map: dict[str, str] = {}
         for index, names in enumerate(self._files):
@@ -142,17 +135,11 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
         raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
 
 
-def _stored_dtypes(source: Path) -> dict[str, torch.dtype]:
-    dtypes: dict[str, torch.dtype] = {}
-    files = tensor_files(source)
-    for file_name in sorted(set(files.values())):
-        with safe_open(source / file_name, framework="pt") as file:
-            dtypes |= {name: _DTYPES[file.get_slice(name).get_dtype()] for name in file.keys()}  # noqa: SIM118 - not a dict
-    return dtypes
-
-
 def copy_other_files(source: Path, folder: Path) -> None:
     """Copies configuration, generation configuration and tokenizer: everything but weights."""
-    for file in source.iterdir():
-        if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
+    try:
+        for file in other_files(source):
             shutil.copyfile(file, folder / file.name)
+    except FileNotFoundError as error:
+        text = f"{error.filename} was there at the start and is gone; restore the folder, then --resume exports the model"
+        raise PathNotFound(f"model.path: {text}", path=source) from error

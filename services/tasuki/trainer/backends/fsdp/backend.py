@@ -21,6 +21,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import CriticConfig, LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.planner.layout import Checkpointing
+from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import check_critic, layout_of
 from tasuki.planner.step_bytes import TRIAL_TOKENS, offloaded_per_token
 from tasuki.rpc.heartbeat import Heartbeat
@@ -59,6 +60,7 @@ from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice, ResidentTag
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, export_model, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import map_base
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
+from tasuki.trainer.durable.model_folder import stored_dtypes
 from tasuki.trainer.mesh import mesh_device
 from tasuki.trainer.modules.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
 from tasuki.trainer.modules.routing import ExpertLoad
@@ -91,7 +93,7 @@ class FsdpBackend:
 
         heartbeat: shows the progress of background work.
 
-        Raises the errors of read_model_config, check_critic and load_shards.
+        Raises the errors of read_model_config, check_critic, check_stored and load_shards.
         """
         config = node.trainer
         self.device, self.num_ranks = mesh_device(mesh), mesh.size()
@@ -102,6 +104,7 @@ class FsdpBackend:
         self._model_path = model_source(node)
         self._model_config = read_model_config(self._model_path)
         check_critic(node)
+        self._stored_dtypes = stored_dtypes(self._model_path, read_model_shape(self._model_path))
         torch.manual_seed(node.seed)
         self._layout, self._to_close = layout_of(node, choices), ExitStack()
         self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=node.coordinator.stage_timeout_s)
@@ -263,7 +266,8 @@ class FsdpBackend:
 
     def export_model(self, path: Path) -> int:
         self.memory.wait_for_content()
-        return export_model(path, causal_lm=self._policy.causal_lm, source=self._node.model.path)
+        source = self._node.model.path
+        return export_model(path, causal_lm=self._policy.causal_lm, source=source, dtypes=self._stored_dtypes)
 
     def close(self) -> None:
         """Closes the export, so that no one else receives the weights, and frees host memory."""

@@ -24,6 +24,7 @@ from tasuki.models.config_json import read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.models.shape import check_lora_targets
+from tasuki.models.stored_tensors import check_head, read_stored
 from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.attention.trial import choose_kernel, fault_with_shared_prompts
@@ -33,7 +34,7 @@ from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_
 from tasuki.trainer.backends.fsdp.shards import head_shards, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import engine_placement, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
-from tasuki.trainer.durable.model_folder import load_shards, tensor_files
+from tasuki.trainer.durable.model_folder import load_shards
 from tasuki.trainer.mesh import mesh_device
 from tasuki.trainer.modules.compiled_blocks import compile_blocks
 from tasuki.trainer.modules.pointwise import fuse_pointwise
@@ -179,13 +180,16 @@ class NetworkSource:
 def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) -> Policy:
     """Loads the model of `source`, sharded. Every rank reads only its own rows. Allocates the shards in `region`.
 
-    Gradients are summed, not averaged, over ranks in float32. Raises as read_model, check_module, check_lora_targets and load_shards.
+    Gradients are summed, not averaged, over ranks in float32. Raises as read_model, check_module,
+    check_lora_targets, load_shards and check_head.
     """
     softcap = source.model.final_logit_softcap
     policy = Policy(_on_meta(source), attention=_attention(source), final_logit_softcap=softcap)
     _materialize(policy, source, region=region)
     if source.base is None:
         load_shards(source.path, local_shards(policy.causal_lm))
+    if source.model.shape.is_tied:
+        check_head(read_stored(source.path), first=source.mesh.get_local_rank(), step=source.mesh.size())
     return policy
 
 
@@ -200,7 +204,7 @@ def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) 
     _materialize(critic, source, region=region)
     load_shards(source.path, local_shards(critic.causal_lm))
     head = head_shards(critic)
-    if all(shard.name in tensor_files(source.path) for shard in head):
+    if all(shard.name in read_stored(source.path) for shard in head):
         load_shards(source.path, head)
     else:
         critic.value_head.weight.data.zero_()

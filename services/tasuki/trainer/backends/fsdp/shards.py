@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -63,15 +64,16 @@ def _checkpoint_names(causal_lm: nn.Module) -> CheckpointNames:
     return find_family(type(causal_lm).__name__.removeprefix("FSDP")).checkpoint
 
 
-def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
+def export_model(path: Path, *, causal_lm: nn.Module, source: Path, dtypes: Mapping[str, torch.dtype]) -> int:
     """Collective: gathers tensors one by one; rank 0 writes them. Returns the bytes written.
 
-    Tensors keep their dtype in `source`, so that from_pretrained treats both models alike. With bfloat16 weights they equal those that
-    rollout serves, bit for bit. Adapters are merged, and also saved in adapter/ for PEFT.
+    source: the folder of the initial weights. dtypes: of the tensors there, which they keep, so that from_pretrained treats both models
+    alike. With bfloat16 weights they equal those that rollout serves, bit for bit. Adapters are merged, and also saved in adapter/ for
+    PEFT.
     Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be written.
     """
     aside = start_aside(path, mode=0o777)  # less the umask: a model may be shared
-    writer = SafetensorsWriter(aside, source=source)
+    writer = SafetensorsWriter(aside, dtypes=dtypes)
     adapted = MergedWeights(causal_lm).by_name
     try:
         for name, param in base_parameters(causal_lm):

@@ -1,0 +1,261 @@
+"""The tensors of a Hugging Face model folder, read from its files' headers and judged against its config.json. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, BinaryIO, Never
+
+from tasuki.models.families import find_family
+from tasuki.models.folder_files import INDEX_FILE, WEIGHT_SUFFIXES, read_weight_map
+from tasuki.models.shape import ModelShape
+from tasuki.wire.denied_path import named_if_denied
+from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.regular_file import open_regular
+
+SINGLE_FILE = "model.safetensors"
+EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "value_head.weight"
+_LFS = b"version https://git-lfs"
+_MAX_HEADER_BYTES = 100_000_000
+"""safetensors' own limit."""
+_READ = ("F32", "BF16", "F16")
+_BITS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+_COMPUTED = (".inv_freq", ".cos_cached", ".sin_cached", ".position_ids", ".masked_bias")
+"""Buffers that older releases of transformers saved, and that every reader computes from config.json."""
+_AGAIN = "download or convert the model again"
+_BLOCK_BYTES = 1 << 20
+_NUM_BLOCKS = 16
+"""Blocks of an embedding that are compared at a start. The trainer compares all while it loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    file: Path
+    dtype: str
+    """safetensors' name, such as "BF16"."""
+    shape: tuple[int, ...]
+    offset: int
+    """Its first byte in the file."""
+    num_bytes: int
+
+
+def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTensor]:
+    """Every tensor by name. Reads only headers.
+
+    Raises PathNotFound without weights in safetensors, PathPermissionDenied, and InvalidArgument for a file that is missing, cut off,
+    damaged or no safetensors file, an index that differs from the files, and a tensor that two files hold.
+    """
+    with named_if_denied(folder, key=key):
+        indexed = read_weight_map(folder, key=key)
+        single = folder / SINGLE_FILE
+        if indexed is None:
+            if not os.path.lexists(single):
+                raise _without_weights(folder, key=key)
+            stored = _read_file(single, key=key)
+            _check_strays(folder, stored, key=key)
+            return stored
+        tensor_in = {file_name: name for name, file_name in sorted(indexed.items(), reverse=True)}
+        if single.is_file() and SINGLE_FILE not in tensor_in:
+            problem = f"{single} is not in {INDEX_FILE}, and readers disagree on which of the two counts; remove one of them"
+            raise InvalidArgument(key, problem)
+        files = {name: _read_file(folder / name, key=key, tensor=tensor) for name, tensor in sorted(tensor_in.items())}
+    return _joined(folder / INDEX_FILE, indexed, files, key=key)
+
+
+def check_stored(
+    folder: Path, model: ModelShape, *, key: str = "model.path", is_critic: bool = False
+) -> dict[str, StoredTensor]:
+    """Every tensor by name, in a folder that holds this model.
+
+    Raises InvalidArgument naming a tensor that is missing, misshapen, of another dtype than the trainer reads, or read by no layer, and
+    as read_stored and check_head. is_critic: the LM head is not read.
+    """
+    stored, wanted = read_stored(folder, key=key), stored_shapes(model)
+    if is_critic:
+        wanted.pop(HEAD, None)
+        wanted |= {VALUE_HEAD: (1, model.hidden_size)} if VALUE_HEAD in stored else {}
+    missing = [name for name in wanted if name not in stored]
+    ignored = {VALUE_HEAD, HEAD} if is_critic or model.is_tied else {VALUE_HEAD}
+    unread = [name for name in stored if name not in wanted and name not in ignored and not name.endswith(_COMPUTED)]
+    if missing:
+        there = f"; its {_several(unread)} has no place in the model" if unread else ""
+        cure = _AGAIN if missing != [HEAD] else f"set tie_word_embeddings to true if the embedding is the head, or {_AGAIN}"
+        raise InvalidArgument(key, f"{folder} lacks tensor {_several(missing)}, which its config.json asks for{there}; {cure}")
+    for name, shape in wanted.items():
+        tensor = stored[name]
+        if tensor.shape != shape:
+            problem = (
+                f"{name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; {_AGAIN}, or correct config.json"
+            )
+            raise InvalidArgument(key, f"{tensor.file}: {problem}")
+        if tensor.dtype not in _READ:
+            problem = f"{name} is {tensor.dtype}, the trainer reads {', '.join(_READ)}; convert the model to one of them"
+            raise InvalidArgument(key, f"{tensor.file}: {problem}")
+    if unread:
+        problem = f"no layer of {model.architecture} with this config.json reads {_several(unread)}, so an export would lack it"
+        raise InvalidArgument(
+            key, f"{stored[unread[0]].file}: {problem}; correct config.json, or remove the tensor from the file"
+        )
+    if model.is_tied and not is_critic:
+        check_head(stored, step=max(1, stored[EMBEDDING].num_bytes // (_BLOCK_BYTES * _NUM_BLOCKS)), key=key)
+    return stored
+
+
+def check_head(stored: Mapping[str, StoredTensor], *, first: int = 0, step: int = 1, key: str = "model.path") -> None:
+    """Raises InvalidArgument for an LM head in the files of a tied model that differs from its embedding: rollout and export would drop it,
+    transformers would use it. first, step: blocks to compare; also the last one.
+    """
+    if HEAD not in stored:
+        return
+    head, embedding = stored[HEAD], stored[EMBEDDING]
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or _differs(head, embedding, first=first, step=step):
+        problem = f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings true"
+        cure = "set it to false to use this head, or remove the tensor from the file to use the embedding"
+        raise InvalidArgument(key, f"{head.file}: {problem}; {cure}")
+
+
+def stored_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's tensors in a checkpoint, where experts are separate."""
+    names = find_family(model.architecture).checkpoint
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in model.parameters().items():
+        parts = names.fused(name)
+        if not parts:
+            shapes[names.tensor(name)] = shape
+            continue
+        rows = (shape[1] // len(parts), *shape[2:])
+        shapes |= {names.expert(name, index, part): rows for index in range(shape[0]) for part in parts}
+    return shapes
+
+
+def _joined(
+    index: Path, indexed: Mapping[str, str], files: Mapping[str, Mapping[str, StoredTensor]], *, key: str
+) -> dict[str, StoredTensor]:
+    stored: dict[str, StoredTensor] = {}
+    for file_name, tensors in files.items():
+        for name, tensor in tensors.items():
+            if name in stored:
+                raise InvalidArgument(key, f"{stored[name].file.name} and {tensor.file} both hold {name}; {_AGAIN}")
+            if indexed.get(name) != file_name and not name.endswith(_COMPUTED):
+                says = f"names {indexed[name]}" if name in indexed else "does not name it"
+                raise InvalidArgument(key, f"{tensor.file} holds {name}, but {index.name} {says}; {_AGAIN}")
+            stored[name] = tensor
+    for name, file_name in indexed.items():
+        if name not in stored and not name.endswith(_COMPUTED):
+            raise InvalidArgument(key, f"{index} names {file_name} for {name}, which is not in it; {_AGAIN}")
+    return stored
+
+
+def _read_file(file: Path, *, key: str, tensor: str = "") -> dict[str, StoredTensor]:
+    """The tensors of one file. tensor: one that the index promises. Raises as read_stored."""
+    holds = f" and should hold {tensor}" if tensor else ""
+
+    def refuse(problem: str, cure: str = _AGAIN) -> Never:
+        raise InvalidArgument(key, f"{file} {problem}; {cure}")
+
+    try:
+        with open_regular(file) as opened:
+            num_bytes = os.fstat(opened.fileno()).st_size
+            start = opened.read(len(_LFS))
+            if start == _LFS:
+                refuse("is a Git LFS pointer, not the weights", "run `git lfs pull` in the folder")
+            length = int.from_bytes(start[:8], "little")
+            if len(start) > 8 and (length > _MAX_HEADER_BYTES or start[8:9] != b"{"):
+                refuse("is no safetensors file")
+            if len(start) <= 8 or length > num_bytes - 8:
+                refuse(f"is cut off: it has {num_bytes} bytes, and its header has {length}")
+            opened.seek(8)
+            header = opened.read(length)
+    except PermissionError:
+        raise
+    except OSError as error:
+        refuse(f"cannot be read ({error.strerror}){holds}", "check its links" if file.is_symlink() else _AGAIN)
+    try:
+        table = json.loads(header.decode(), object_pairs_hook=_unique)
+        return _tensors(table, file, start=8 + length, end=num_bytes)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        refuse(f"is damaged: {error}")
+
+
+def _tensors(table: dict[str, Any], file: Path, *, start: int, end: int) -> dict[str, StoredTensor]:
+    """start, end: of the values in the file. Raises ValueError unless the tensors fill them in one piece, TypeError, KeyError."""
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its __metadata__ is no table of texts")
+    stored: dict[str, StoredTensor] = {}
+    for name, entry in table.items():
+        dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not all(type(size) is int and size >= 0 for size in (*shape, first, last)):
+            raise ValueError(f"{name} has shape {shape} at {first} to {last}")
+        if dtype not in _BITS:
+            raise ValueError(f"{name} has the unknown dtype {dtype}")
+        if 8 * (last - first) != math.prod(shape) * _BITS[dtype]:
+            raise ValueError(f"{name} has shape {shape} of {dtype} in {last - first} bytes")
+        stored[name] = StoredTensor(file, dtype, tuple(shape), start + first, last - first)
+    spans = sorted((tensor.offset, tensor.offset + tensor.num_bytes, name) for name, tensor in stored.items())
+    for (_, before, _), (first, _, name) in pairwise([(0, start, ""), *spans]):
+        if first != before:
+            raise ValueError(f"{name} begins at byte {first}, the tensor before it ends at {before}")
+    needed = spans[-1][1] if spans else start
+    if needed != end:
+        raise ValueError(f"it has {end} bytes, its header describes {needed}{': it is cut off' if needed > end else ''}")
+    return stored
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("its header has a name twice")
+    return table
+
+
+def _check_strays(folder: Path, stored: Mapping[str, StoredTensor], *, key: str) -> None:
+    """Refuses a second file with the same tensors, which an engine that reads every file would load."""
+    for file in sorted(folder.glob("*.safetensors")):
+        if file.name != SINGLE_FILE and not file.name.startswith("consolidated"):
+            both = sorted(stored.keys() & _read_file(file, key=key).keys())
+            if both:
+                raise InvalidArgument(key, f"{SINGLE_FILE} and {file} both hold {both[0]}; remove one of the files")
+
+
+def _without_weights(folder: Path, *, key: str) -> PathNotFound:
+    others = sorted(file.name for file in folder.iterdir() if file.suffix in WEIGHT_SUFFIXES)
+    if any(name.startswith("model-") and name.endswith(".safetensors") for name in others):
+        text = f"{folder} has {_several(others)} but no {INDEX_FILE}; download it"
+    elif "adapter_model.safetensors" in others:
+        text = f"{folder} has an adapter and no {SINGLE_FILE}; merge it into its model with PEFT, or download the model"
+    else:
+        there = f", only {_several(others)}" if others else ""
+        text = f"{folder} has no {SINGLE_FILE} and no {INDEX_FILE}{there}; download them, or convert it with transformers' save_pretrained"
+    return PathNotFound(f"{key}: {text}", path=folder)
+
+
+def _several(names: list[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def _differs(one: StoredTensor, other: StoredTensor, *, first: int, step: int) -> bool:
+    """Whether blocks first, first + step, ... or the last differ."""
+    last = max(0, one.num_bytes - 1) // _BLOCK_BYTES
+    with open_regular(one.file) as left, open_regular(other.file) as right:
+        return any(
+            _block(left, one, number) != _block(right, other, number) for number in {*range(first, last + 1, step), last}
+        )
+
+
+def _block(file: BinaryIO, tensor: StoredTensor, number: int) -> bytes:
+    at = number * _BLOCK_BYTES
+    return os.pread(file.fileno(), min(_BLOCK_BYTES, tensor.num_bytes - at), tensor.offset + at)

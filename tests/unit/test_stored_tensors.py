@@ -1,0 +1,324 @@
+"""A model folder that is not what its config.json says is refused from its files' headers, by file and tensor."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tasuki.models.config_json import read_json_object
+from tasuki.models.families import read_model
+from tasuki.models.folder_files import INDEX_FILE
+from tasuki.models.stored_tensors import check_head, check_stored, read_stored
+from tasuki.node.model_folder import check_model_folder
+from tasuki.trainer.durable.model_folder import load_shards
+from tasuki.weights.shards import Shard
+from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError, UnsupportedModel
+from tests.models import CONFIGS, make_model, save_checkpoint
+from tests.sparse_weights import write_sparse_weights
+from tests.unit.memory_folder import memory_folder
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+UP, HEAD, EMBEDDING = "model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def folders() -> Iterator[dict[str, Path]]:
+    """Returns whole folders by kind: in one file, in two with an index, and tied."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as place:
+        single = save_checkpoint(make_model("llama", seed=0), Path(place) / "single")
+        sharded, tied = Path(place) / "sharded", save_checkpoint(make_model("llama_tied", seed=0), Path(place) / "tied")
+        shutil.copytree(single, sharded)
+        tensors = load_file(sharded / "model.safetensors")
+        (sharded / "model.safetensors").unlink()
+        second = [name for name in tensors if name.startswith("model.layers.1.")]
+        parts = dict(zip(SHARDS, (sorted(tensors.keys() - second), second), strict=True))
+        for file, names in parts.items():
+            save_file({name: tensors[name] for name in names}, sharded / file)
+        weight_map = {name: file for file, names in parts.items() for name in names}
+        (sharded / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        yield {"single": single, "sharded": sharded, "tied": tied}
+
+
+def copied(folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder, tmp_path / "model"))
+
+
+def rewrite(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def edit(file: Path, change: Callable[[dict], object]) -> None:
+    table = json.loads(file.read_text())
+    change(table)
+    file.write_text(json.dumps(table))
+
+
+def reheader(file: Path, change: Callable[[dict], object]) -> None:
+    """Changes the header alone; the values stay."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises((InvalidArgument, PathNotFound)) as refused:
+        check_model_folder(folder)
+    assert "\n" not in refused.value.message
+    return refused.value.message
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_every_family_s_own_folder_is_accepted(kind: str, tmp_path: Path) -> None:
+    check_model_folder(save_checkpoint(make_model(kind, seed=0), tmp_path))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "missing shard": (lambda folder: (folder / SHARDS[1]).unlink(), [SHARDS[1], "No such file", "layers.1", "again"]),
+    "broken link": (
+        lambda folder: ((folder / SHARDS[1]).unlink(), (folder / SHARDS[1]).symlink_to("../blobs/1")),
+        [SHARDS[1], "check its links"],
+    ),
+    "LFS pointer": (
+        lambda folder: (folder / SHARDS[0]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        [SHARDS[0], "git lfs pull"],
+    ),
+    "web page": (lambda folder: (folder / SHARDS[0]).write_text("<!DOCTYPE html>" * 9), [SHARDS[0], "is no safetensors file"]),
+    "empty": (lambda folder: (folder / SHARDS[0]).write_bytes(b""), [SHARDS[0], "cut off"]),
+    "cut": (lambda folder: (folder / SHARDS[0]).write_bytes((folder / SHARDS[0]).read_bytes()[:-1]), [SHARDS[0], "cut off"]),
+    "cut in its header": (
+        lambda folder: (folder / SHARDS[0]).write_bytes((folder / SHARDS[0]).read_bytes()[:99]),
+        [SHARDS[0], "cut off"],
+    ),
+    "longer": (lambda folder: (folder / SHARDS[0]).open("ab").write(b"\0"), [SHARDS[0], "describes"]),
+    "in both": (
+        lambda folder: rewrite(folder / SHARDS[0], lambda each: each.update({UP: torch.zeros(96, 64)})),
+        [*SHARDS, UP],
+    ),
+    "lost by its file": (lambda folder: rewrite(folder / SHARDS[1], lambda each: each.pop(UP)), [INDEX_FILE, SHARDS[1], UP]),
+    "lost by the index": (
+        lambda folder: edit(folder / INDEX_FILE, lambda index: index["weight_map"].pop(UP)),
+        [SHARDS[1], INDEX_FILE, UP],
+    ),
+    "in another file": (
+        lambda folder: edit(folder / INDEX_FILE, lambda index: index["weight_map"].update({UP: SHARDS[0]})),
+        [*SHARDS, UP],
+    ),
+    "outside": (
+        lambda folder: edit(folder / INDEX_FILE, lambda index: index["weight_map"].update({UP: "../x.safetensors"})),
+        [INDEX_FILE, "../x.safetensors", UP],
+    ),
+    "two sets": (
+        lambda folder: shutil.copy(folder / SHARDS[0], folder / "model.safetensors"),
+        ["model.safetensors", INDEX_FILE, "remove one"],
+    ),
+    "no index": (lambda folder: (folder / INDEX_FILE).unlink(), [SHARDS[0], INDEX_FILE, "download it"]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_or_index_is_named(damage: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders["sharded"], tmp_path)
+    DAMAGES[damage][0](folder)
+    said = refusal(folder)
+    assert all(part in said for part in DAMAGES[damage][1]), said
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], list[str]]] = {
+    "missing": (lambda each: each.pop(UP), [UP, "lacks"]),
+    "renamed": (lambda each: each.update({"model.layers.1.mlp.w3.weight": each.pop(UP)}), [UP, "mlp.w3.weight", "lacks"]),
+    "misshapen": (lambda each: each.update({UP: each[UP].T.contiguous()}), [UP, "[64, 96]", "[96, 64]"]),
+    "wider": (lambda each: each.update({UP: each[UP].double()}), [UP, "F64"]),
+    "quantized": (lambda each: each.update({UP: each[UP].to(torch.float8_e4m3fn)}), [UP, "F8_E4M3"]),
+    "whole numbers": (lambda each: each.update({UP: each[UP].to(torch.int32)}), [UP, "I32"]),
+    "additional": (lambda each: each.update({"score.weight": torch.zeros(1, 64)}), ["score.weight", "no layer"]),
+    "a bias that config.json denies": (
+        lambda each: each.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}),
+        ["q_proj.bias", "no layer"],
+    ),
+    "a layer that config.json denies": (
+        lambda each: each.update({UP.replace("1", "2"): each[UP].clone()}),
+        ["layers.2", "no layer"],
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_config_json_does_not_describe_is_named(change: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders["single"], tmp_path)
+    rewrite(folder / "model.safetensors", CHANGES[change][0])
+    said = refusal(folder)
+    assert all(part in said for part in ["model", *CHANGES[change][1]]), said
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bool, torch.float8_e5m2])
+def test_a_buffer_that_every_reader_computes_may_have_any_dtype(
+    dtype: torch.dtype, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = copied(folders["single"], tmp_path)
+    ids = {
+        "model.position_ids": torch.ones(9).to(dtype),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8).to(dtype),
+    }
+    rewrite(folder / "model.safetensors", lambda each: each.update(ids))
+    check_model_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("names", "cure"),
+    [
+        (["consolidated.safetensors"], "only consolidated.safetensors"),
+        (["pytorch_model.bin"], "save_pretrained"),
+        (["adapter_model.safetensors"], "merge"),
+        ([], "has no model.safetensors"),
+    ],
+)
+def test_weights_in_another_form_are_named(names: list[str], cure: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders["single"], tmp_path)
+    for name in names:
+        shutil.copy(folder / "model.safetensors", folder / name)
+    (folder / "model.safetensors").unlink()
+    assert cure in refusal(folder)
+
+
+def test_a_second_copy_of_a_tensor_in_another_file_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders["single"], tmp_path)
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")  # Mistral's, which every reader skips
+    check_model_folder(folder)
+    shutil.copy(folder / "model.safetensors", folder / "old.safetensors")
+    assert "old.safetensors" in refusal(folder)
+
+
+def test_a_tied_model_may_repeat_its_embedding_but_not_have_another_head(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders["tied"], tmp_path)
+    file = folder / "model.safetensors"
+    rewrite(file, lambda each: each.update({HEAD: each[EMBEDDING].clone()}))
+    check_model_folder(folder)
+    rewrite(file, lambda each: each[HEAD][-1, -1].add_(1))
+    assert HEAD in (said := refusal(folder)) and "tie_word_embeddings" in said
+    edit(folder / "config.json", lambda config: config.update(tie_word_embeddings=False))
+    check_model_folder(folder)
+
+
+def test_the_trainer_compares_every_byte_of_a_large_head(tmp_path: Path) -> None:
+    """The start samples a few blocks; the ranks share the rest."""
+    head = torch.zeros(40_000, 512, dtype=torch.bfloat16)
+    embedding = head.clone()
+    head[2000, 3] = 1
+    save_file({HEAD: head, EMBEDDING: embedding}, tmp_path / "model.safetensors")
+    stored = read_stored(tmp_path)
+    check_head(stored, step=2)
+    with pytest.raises(InvalidArgument, match="lm_head.weight differs"):
+        check_head(stored, first=1, step=2)
+
+
+def test_a_critic_needs_no_lm_head_and_may_have_a_value_head(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders["single"], tmp_path)
+    rewrite(folder / "model.safetensors", lambda each: (each.pop(HEAD), each.update({"value_head.weight": torch.zeros(1, 64)})))
+    shape = read_model(read_json_object(folder / "config.json", field="test")).shape
+    check_stored(folder, shape, is_critic=True)
+    rewrite(folder / "model.safetensors", lambda each: each.update({"value_head.weight": torch.zeros(2, 64)}))
+    with pytest.raises(InvalidArgument, match=r"trainer.critic.path: .*value_head.weight has shape \[2, 64\]"):
+        check_stored(folder, shape, key="trainer.critic.path", is_critic=True)
+
+
+@pytest.mark.parametrize("model_type", ["helium", "ministral3", "ernie4_5", "qwen2", None, 3])
+def test_a_model_type_of_another_class_is_refused_by_key(model_type: object, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders["single"], tmp_path)
+    edit(folder / "config.json", lambda config: config.update(model_type=model_type))
+    with pytest.raises(UnsupportedModel) as refused:
+        check_model_folder(folder)
+    assert refused.value.metadata["field"] == "model_type"
+    edit(folder / "config.json", lambda config: config.pop("model_type"))
+    assert "model_type" in refusal(folder)
+
+
+def test_a_70b_folder_is_judged_within_a_second(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "vocab_size": 128_256}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    named = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps({**named, **sizes, **heads}))
+    write_sparse_weights(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    started = time.process_time()
+    check_model_folder(tmp_path)
+    assert time.process_time() - started < 1.0
+
+
+def trained_from(folder: Path) -> dict[str, torch.Tensor]:
+    """What the trainer loads, by name."""
+    shape = read_model(read_json_object(folder / "config.json", field="test")).shape
+    shards = [Shard(name, size, (0,) * len(size), torch.empty(size)) for name, size in shape.parameters().items()]
+    load_shards(folder, shards)
+    return {shard.name: shard.local for shard in shards}
+
+
+def damage(folder: Path, seed: int) -> None:
+    """One random change of one of the folder's files."""
+    rng = random.Random(seed)
+    file = rng.choice(sorted(path for path in folder.iterdir() if "tokenizer" not in path.name))
+    content = bytearray(file.read_bytes())
+    kind = rng.randrange(8)
+    if kind == 0:
+        file.unlink()
+    elif kind == 1:
+        file.write_bytes(content[: rng.randrange(len(content))])
+    elif kind == 2 and file.name != INDEX_FILE:
+        length = len(content) if file.suffix == ".json" else 8 + int.from_bytes(content[:8], "little")
+        content[rng.randrange(length)] = rng.randrange(256)
+        file.write_bytes(content)
+    elif kind == 3:
+        file.rename(file.with_name(rng.choice(["x", "model.safetensors", "consolidated.safetensors"])))
+    elif file.suffix == ".safetensors":
+        kinds = [torch.float16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn, torch.float32]
+        tensors = load_file(file)
+        name = rng.choice(sorted(tensors))
+        tensor = tensors.pop(name)
+        other = rng.choice([name, f"{name}.x", name.replace("0", "1"), "lm_head.weight", "model.norm.weight"])
+        tensors[other] = rng.choice([tensor, tensor[:-1], tensor.to(rng.choice(kinds)), tensor.unsqueeze(0)]).clone()
+        if kind > 5:
+            tensors[name] = tensor
+        save_file(tensors, file)
+    else:
+        table = json.loads(content)
+        place = table.get("weight_map", table)
+        key = rng.choice(sorted(place))
+        place[key] = rng.choice([None, 1, "x", True, *place.values()])
+        file.write_text(json.dumps(table))
+
+
+@given(kind=st.sampled_from(["single", "sharded", "tied"]), seed=st.integers(0, 10**9))
+def test_random_damage_is_refused_or_the_trainer_reads_what_transformers_reads(
+    kind: str, seed: int, folders: dict[str, Path]
+) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory(dir=memory_folder()) as place:
+        folder = copied(folders[kind], Path(place))
+        damage(folder, seed)
+        try:
+            check_model_folder(folder)
+        except TasukiError:
+            return
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+        ours = trained_from(folder)
+        assert ours.keys() >= theirs.keys() - {HEAD}
+        for name, tensor in ours.items():
+            assert torch.equal(tensor, theirs[name]), name
