@@ -87,7 +87,7 @@ def test_empty_completions_and_failed_rewards_are_left_out(settings: TrainConfig
 def test_a_step_whose_rewards_all_failed_has_no_mean_reward(settings: TrainConfig):
     (step,) = steps_of(loop_of(LoopClient(), settings, reward=lambda prompt, number: NAN))
     assert (step.num_failed_rewards, step.num_policy_steps, step.mean_reward) == (12, 0, None)
-    assert not step.is_evaluation
+    assert (step.is_evaluation, step.why_no_update) == (False, "every reward failed")
 
 
 def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(settings: TrainConfig):

@@ -89,8 +89,10 @@ class Step:
     @property
     def why_no_update(self) -> str:
         """Why a step that generated changed no weights; empty for other steps."""
-        if self.mean_reward is None or self.num_policy_steps + self.num_critic_steps + self.num_skipped_updates:
+        if self.is_evaluation or self.num_policy_steps + self.num_critic_steps + self.num_skipped_updates:
             return ""
+        if self.mean_reward is None:
+            return "every reward failed"
         if self.num_equal_groups and not self.metrics.get("signal_fraction"):
             return f"{self.num_equal_groups} of {self.num_equal_groups} groups have equal rewards"
         return "no counted token has an advantage"
