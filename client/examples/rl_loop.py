@@ -26,7 +26,7 @@ from tasuki.client.estimation import (
     without_truncated,
 )
 from tasuki.client.evaluation import eval_figures
-from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
+from tasuki.client.loop_state import is_save_due, save_checkpoint, write_pending
 from tasuki.client.rewards import Completion, RewardPool, Scores
 from tasuki.client.sample_dump import SampleDump
 from tasuki.client.shown_samples import ShownSamples
@@ -116,8 +116,7 @@ class RlLoop:
             samples, places = self.training_samples(groups)
             if has_loss_tokens(samples):
                 self.update(step, samples, places=places, groups=groups, shown=shown)
-        is_due = self.settings.save_every and (step.step + 1) % self.settings.save_every == 0
-        is_saved = self.save_now() or is_due
+        is_saved = self.save_now() or is_save_due(step, self.settings.save_every)
         if not is_saved and self.needs_rollout(step.step + 1):
             # Runs while the step's figures and samples are written.
             step.begin_acquire(self.client, Phase.ROLLOUT)
@@ -126,7 +125,7 @@ class RlLoop:
                 self.dump.write(shown)
         step.estimator = self.state.numbers()
         if is_saved:
-            self.save(step)
+            save_checkpoint(step, self.client, self.dataset.position(), output_dir=self.settings.output_dir)
 
     def sample_groups(self, step: Step, shown: ShownSamples) -> list[Group]:
         """Generates the groups of a step; with dynamic sampling, only groups whose rewards differ."""
@@ -324,13 +323,3 @@ class RlLoop:
         step.num_critic_steps += not stepped.is_skipped
         figures = {**done.metrics, "grad_norm": stepped.grad_norm, "learning_rate": stepped.learning_rate}
         return {f"critic/{name}": value for name, value in figures.items()}
-
-    def save(self, step: Step) -> None:
-        """Saves a checkpoint, unless the step learned nothing and its policy version already has one."""
-        path = checkpoint_path(self.settings.output_dir / "checkpoints", step)
-        if path is None:
-            return
-        step.acquire(self.client, Phase.TRAIN)
-        with step.timed("save"):
-            saved = self.client.save(path)
-        write_loop_state(saved.path, LoopState(step, self.dataset.position()))

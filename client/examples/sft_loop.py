@@ -13,7 +13,7 @@ import numpy as np
 from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.client.dataset import Dataset
-from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
+from tasuki.client.loop_state import is_save_due, save_checkpoint, write_pending
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import Phase, TrainingSample
@@ -69,15 +69,5 @@ class SftLoop:
         step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
         step.mean_num_tokens = float(np.mean([len(sample.completion_token_ids) for sample in samples]))
         step.metrics |= {**done.metrics, "loss": done.loss, "num_tokens": done.num_tokens}
-        is_due = self.settings.save_every and (step.step + 1) % self.settings.save_every == 0
-        if self.save_now() or is_due:
-            self.save(step)
-
-    def save(self, step: Step) -> None:
-        """Saves a checkpoint, unless the step learned nothing and its policy version already has one."""
-        path = checkpoint_path(self.settings.output_dir / "checkpoints", step)
-        if path is None:
-            return
-        with step.timed("save"):
-            saved = self.client.save(path)
-        write_loop_state(saved.path, LoopState(step, self.dataset.position()))
+        if self.save_now() or is_save_due(step, self.settings.save_every):
+            save_checkpoint(step, self.client, self.dataset.position(), output_dir=self.settings.output_dir)

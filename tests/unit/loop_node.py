@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client.dataset import Dataset, Row
-from tasuki.client.encode import role_to_proto
+from tasuki.client.encode import enum_to_proto
 from tasuki.client.rewards import Completion, RewardPool, Scores
 from tasuki.client.rl_loop import RlLoop
 from tasuki.client.step import Step
@@ -86,7 +86,7 @@ class LoopClient:
 
     def trainer_state(self) -> TrainerState:
         roles = {Role.POLICY: self.policy_version, Role.CRITIC: self.critic_version}
-        states = [RoleState(role=role_to_proto(role), version=version) for role, version in roles.items()]
+        states = [RoleState(role=enum_to_proto(Role, role), version=version) for role, version in roles.items()]
         return TrainerState(policy_version=self.policy_version, roles=states)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, num_samples: int) -> list[Sample]:
@@ -175,7 +175,7 @@ class Rewards:
         }
         rewards = np.sum(list(by_name.values()), axis=0, dtype=np.float32)
         num_failed = int(np.isnan(rewards).sum())
-        return Scores(rewards, num_failed, by_name, {name: int(np.isnan(each).sum()) for name, each in by_name.items()})
+        return Scores(rewards, num_failed, by_name)
 
 
 class Tokenizer:

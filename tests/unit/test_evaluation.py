@@ -20,7 +20,7 @@ NAN = float("nan")
 
 def _scores(rewards: list[float], **by_name: list[float]) -> Scores:
     named = {name: np.float32(values) for name, values in (by_name or {"reward": rewards}).items()}
-    return Scores(np.float32(rewards), 0, named, dict.fromkeys(named, 0))
+    return Scores(np.float32(rewards), 0, named)
 
 
 @given(correct=st.lists(st.booleans(), min_size=1, max_size=8), data=st.data())

@@ -54,7 +54,7 @@ def shown_step(step: int, text: str = "text", *, num_tokens: int = 3) -> ShownSa
     )
     completion = Completion.of(sample, text=text, prompt_token_ids=[1])
     rewards = np.array([NAN], dtype=np.float32)
-    shown.add([{"prompt": "p"}], [completion], [sample], Scores(rewards, 1, {"r": rewards}, {"r": 1}), rewards)
+    shown.add([{"prompt": "p"}], [completion], [sample], Scores(rewards, 1, {"r": rewards}), rewards)
     return shown
 
 

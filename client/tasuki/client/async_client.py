@@ -223,12 +223,12 @@ class AsyncClient:
         GradientsNotFinite unless the node skips such steps, and InvalidArgument for a number out of range or missing.
         """
         settings = {"learning_rate": learning_rate, "schedule_step": schedule_step, "schedule_steps": schedule_steps}
-        request = message_of(trainer_pb2.OptimStepRequest, {"role": encode.role_to_proto(role), **settings})
+        request = message_of(trainer_pb2.OptimStepRequest, {"role": encode.enum_to_proto(Role, role), **settings})
         return await self._train(request, lambda trainer: trainer.OptimStep)
 
     async def discard_gradients(self, *, role: Role = Role.POLICY) -> None:
         """Clears accumulated gradients without a step."""
-        request = trainer_pb2.DiscardGradientsRequest(role=encode.role_to_proto(role))
+        request = trainer_pb2.DiscardGradientsRequest(role=encode.enum_to_proto(Role, role))
         await self._train(request, lambda trainer: trainer.DiscardGradients)
 
     async def compute_log_probs(
@@ -239,7 +239,7 @@ class AsyncClient:
         Natural logarithms. Raises InvalidArgument naming the invalid field of a sample.
         """
         chunks = encode.training_chunks(samples)
-        header = trainer_pb2.ComputeLogProbsHeader(role=encode.role_to_proto(role))
+        header = trainer_pb2.ComputeLogProbsHeader(role=encode.enum_to_proto(Role, role))
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> list[NDArray[np.float32]]:
             def messages() -> Iterator[trainer_pb2.ComputeLogProbsRequest]:

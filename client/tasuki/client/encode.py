@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,23 +59,19 @@ def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
     )
 
 
-def phase_to_proto(phase: Phase) -> types_pb2.Phase.ValueType:
-    if phase not in list(map(str, Phase)):  # callers may have no types
-        raise InvalidArgument("phase", f"is {phase!r}; give Phase.TRAIN or Phase.ROLLOUT")
-    return Phase(phase).number
-
-
-def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
-    if role not in list(map(str, Role)):  # callers may have no types
-        raise InvalidArgument("role", f"is {role!r}; give Role.POLICY, Role.REFERENCE or Role.CRITIC")
-    return Role(role).number
+def enum_to_proto(kind: type[Phase | Role], value: object) -> Any:
+    if value not in list(map(str, kind)):  # callers may have no types
+        raise InvalidArgument(
+            kind.__name__.lower(), f"is {value!r}; give {' or '.join(f'{kind.__name__}.{one}' for one in kind)}"
+        )
+    return kind(value).number
 
 
 def forward_backward_header(
     role: Role, loss: LossConfig, *, log_probs_of: Sequence[int], num_samples: int
 ) -> trainer_pb2.ForwardBackwardHeader:
     """Converts to a header without its command id. Raises InvalidArgument naming the invalid argument."""
-    header = trainer_pb2.ForwardBackwardHeader(role=role_to_proto(role), loss=loss_to_proto(loss))
+    header = trainer_pb2.ForwardBackwardHeader(role=enum_to_proto(Role, role), loss=loss_to_proto(loss))
     try:
         header.log_probs_of.extend(log_probs_of)
         is_within = all(position < num_samples for position in header.log_probs_of)

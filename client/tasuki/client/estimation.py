@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tasuki.algorithms import advantages
 from tasuki.algorithms.advantages import RunningBaseline
 from tasuki.algorithms.estimator import Estimator
-from tasuki.algorithms.reward_kl import AdaptiveKlCoef, kl_penalties, token_rewards
+from tasuki.algorithms.reward_kl import adapted_coef, kl_penalties, token_rewards
 from tasuki.client.types import FinishReason, Sample, TrainingSample
 from tasuki.config.train_schema import AdvantageConfig
 
@@ -95,7 +95,9 @@ def estimate_advantages(
             replace(sample, advantages=float(advantages_PG.reshape(-1)[place]))
             for sample, place in zip(samples, places, strict=True)
         ]
-    coef = _next_coef(kl_coef, metrics, num_samples=len(samples), settings=settings)
+    coef = None
+    if settings.kl_target is not None and "reward_kl" in metrics:
+        coef = adapted_coef(kl_coef, metrics["reward_kl"], target=settings.kl_target, num_samples=len(samples))
     return Estimate(estimated, EstimatorState(coef, state.baseline.updated(shaped_PG.reshape(-1))), metrics)
 
 
@@ -173,13 +175,6 @@ def _by_token(
     estimated = [replace(sample, advantages=advantage, returns=returns) for sample, advantage, returns in rows]
     # Explained variance is undefined for constant returns.
     return estimated, {} if np.isnan(explained) else {"explained_variance": explained}
-
-
-def _next_coef(kl_coef: float, metrics: Mapping[str, float], *, num_samples: int, settings: AdvantageConfig) -> float | None:
-    if settings.kl_target is None or "reward_kl" not in metrics:
-        return None
-    adaptive = AdaptiveKlCoef(coef=kl_coef, target=settings.kl_target)
-    return adaptive.updated(metrics["reward_kl"], num_samples=num_samples).coef
 
 
 class _Tokens:

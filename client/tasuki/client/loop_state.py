@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tasuki.client.durable import write_durably
 from tasuki.client.step import Step
+from tasuki.client.sync_client import Client
+from tasuki.client.types import Phase
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.regular_file import read_regular
@@ -68,6 +70,21 @@ def damaged_checkpoint(checkpoint: Path, problem: str) -> InvalidArgument:
     before = complete[: complete.index(checkpoint)] if checkpoint in complete else complete
     follows = f"to resume from {before[-1]}" if before else "to restart the run at step 0: no complete checkpoint precedes it"
     return InvalidArgument("checkpoint", f"{problem}; remove {checkpoint} {follows}")
+
+
+def is_save_due(step: Step, save_every: int | None) -> bool:
+    return save_every is not None and (step.step + 1) % save_every == 0
+
+
+def save_checkpoint(step: Step, client: Client, position: Mapping[str, int], *, output_dir: Path) -> None:
+    """Saves a checkpoint, unless the step learned nothing and its policy version already has one."""
+    path = checkpoint_path(output_dir / "checkpoints", step)
+    if path is None:
+        return
+    step.acquire(client, Phase.TRAIN)
+    with step.timed("save"):
+        saved = client.save(path)
+    write_loop_state(saved.path, LoopState(step, position))
 
 
 def checkpoint_path(folder: Path, step: Step) -> Path | None:

@@ -25,13 +25,13 @@ class Phases:
 
     async def begin(self, phase: Phase) -> None:
         """Starts what `acquire` does and returns at once. Raises InvalidArgument for anything but a phase."""
-        encode.phase_to_proto(phase)
+        encode.enum_to_proto(Phase, phase)
         await self._end_begun()
         self._begun = phase, asyncio.create_task(self._acquire(phase))
 
     async def acquire(self, phase: Phase) -> list[StageEvent]:
         """Brings the node to a phase. Returns the events, including those of a `begin`. Raises InvalidArgument as `begin`."""
-        encode.phase_to_proto(phase)
+        encode.enum_to_proto(Phase, phase)
         begun = await self._end_begun()
         return begun[1] if begun is not None and begun[0] is phase else await self._acquire(phase)
 
@@ -71,7 +71,7 @@ class Phases:
         connection = self._connect()
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> list[StageEvent]:
-            request = coordinator_pb2.AcquireRequest(phase=encode.phase_to_proto(phase), request_id=command.request_id)
+            request = coordinator_pb2.AcquireRequest(phase=encode.enum_to_proto(Phase, phase), request_id=command.request_id)
             events: list[StageEvent] = []
             async for response in connection.coordinator.Acquire(request, timeout=timeout_s):
                 connection.take(response.state)

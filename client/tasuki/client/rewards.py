@@ -17,6 +17,7 @@ from pebble.common.types import CONSTS
 
 from tasuki.client import reward_worker
 from tasuki.client.aside import Aside
+from tasuki.client.encode import TokenIds
 from tasuki.client.pipe_lock import PipeLockContext
 from tasuki.client.reward_worker import Answer, Source
 from tasuki.client.types import FinishReason, Sample
@@ -27,7 +28,6 @@ _START_TIMEOUT_S = 60.0
 # Delay between SIGTERM and SIGKILL for a worker over its limit. pebble's default of three seconds would be waited twice.
 CONSTS.term_timeout = 0.1
 _MAIN_HINT = '; a script creates its RewardPool below `if __name__ == "__main__":`, since each worker imports the script'
-TokenIds = Sequence[int] | NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,6 @@ class Scores:
     """Samples for which at least one reward failed."""
     by_name: Mapping[str, NDArray[np.float32]]
     """[N] for each reward, unweighted."""
-    num_failed_by_name: Mapping[str, int]
 
     def mean(self) -> float | None:
         """Mean of the rewards that are not NaN; None if all are."""
@@ -225,7 +224,6 @@ class RewardPool:
             summed_N.astype(np.float32),
             int(has_failed_NR.any(axis=1).sum()),
             {reward.name: values_NR[:, index] for index, reward in enumerate(self._rewards)},
-            {reward.name: int(has_failed_NR[:, index].sum()) for index, reward in enumerate(self._rewards)},
         )
 
     def _scheduled(self, source: Source, arguments: dict[str, object]) -> pebble.ProcessFuture[Answer]:

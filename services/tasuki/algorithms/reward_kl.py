@@ -5,17 +5,12 @@ Shape suffixes: N completion tokens, concatenated by sample; S samples.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.algorithms.estimator import KL_HORIZON, MAX_KL_ERROR
 from tasuki.algorithms.loss_types import KlEstimator
 from tasuki.algorithms.samples import Floats, Integers, check_shape, sample_ids
-from tasuki.algorithms.setting import SettingError
 
 # As in the loss: larger values carry no information.
 _MAX_LOG_RATIO = 20.0
@@ -66,25 +61,10 @@ def token_rewards(
     return rewards_N.astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveKlCoef:
-    """A coefficient that adapts to keep the KL divergence at a target. A fixed one is a float. Save and restore its fields.
+def adapted_coef(coef: float, kl: float, *, target: float, num_samples: int) -> float:
+    """The KL coefficient after a batch of `num_samples` with this mean KL divergence, in units of the target.
 
     Source: Ziegler et al. (arXiv:1909.08593) sec. 2.2; the horizon as in their code.
     """
-
-    coef: float
-    target: float
-    """Nats per sequence, or per token if `updated` gets nats per token."""
-    horizon: float = KL_HORIZON
-    """Number of samples over which an error of 20 % changes the coefficient by 20 %."""
-
-    def __post_init__(self) -> None:
-        for name in ("coef", "target", "horizon"):
-            if not 0.0 < getattr(self, name) < math.inf:
-                raise SettingError(name, f"is {getattr(self, name)}; must be greater than 0")
-
-    def updated(self, kl: float, *, num_samples: int) -> AdaptiveKlCoef:
-        """The coefficient after a batch of `num_samples` with this mean KL divergence, in units of the target."""
-        error = min(max(kl / self.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
-        return dataclasses.replace(self, coef=self.coef * (1.0 + error * num_samples / self.horizon))
+    error = min(max(kl / target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
+    return coef * (1.0 + error * num_samples / KL_HORIZON)
