@@ -10,7 +10,7 @@ import pytest
 
 from tasuki.config.schema import FleetConfig, NodeConfig
 from tasuki.fleet.member import callable_node, check_member, check_rank
-from tasuki.fleet.membership import config_digest, config_keys, model_digest
+from tasuki.fleet.membership import config_digest, config_keys, this_member
 from tasuki.rpc.fleet_caller import FleetFence, fleet_metadata
 from tasuki.rpc.methods import METHODS
 from tasuki.v1.fleet_pb2 import FleetCommand, FleetNode, JoinRequest
@@ -155,19 +155,9 @@ def test_digests_of_configurations_leave_out_what_is_a_nodes_own(tmp_path: Path)
     assert config_digest(other) != config_digest(first)
 
 
-def test_digests_of_models_are_of_files_and_layout_but_not_of_the_folder(tmp_path: Path) -> None:
-    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-        tensors = len(header).to_bytes(8, "little") + header + b"\0\0\0\0"
-        (tmp_path / name / "model.safetensors").write_bytes(tensors)
-    first = model_digest(tmp_path / "a")
-    assert model_digest(tmp_path / "b") == first
-    (tmp_path / "b" / "config.json").write_text('{"hidden_size": 1}')
-    assert model_digest(tmp_path / "b") != first
-    with pytest.raises(PathNotFound):
-        model_digest(tmp_path)
+def test_a_node_without_a_model_is_no_member(tmp_path: Path) -> None:
+    with pytest.raises(PathNotFound, match=r"config\.json"):
+        this_member(node_config(tmp_path, 0), boot_id="b")
 
 
 def test_a_node_without_a_fleet_takes_no_commands_of_one() -> None:

@@ -61,41 +61,30 @@ def fleet_config(
 
     Raises InvalidArgument naming a key that none of them sets.
     """
+    own = _fleet_of(path)
+    told = {key: value for key, value in fleet_table(environment).items() if key not in own}
     given = {key: value for key, value in flags.items() if value is not None}
-    told = [f"fleet.{key}={_toml(value)}" for key, value in fleet_table(environment).items()]
-    own = [*overrides, *(f"fleet.{key}={_toml(value)}" for key, value in given.items())]
+    sets, last = ([f"fleet.{key}={json.dumps(value)}" for key, value in table.items()] for table in (told, given))
+    missing = "fleet.name"
     try:
-        return _required(load_config(path, overrides=[*_not_in(path, told), *own]))
+        config = load_config(path, overrides=[*sets, *overrides, *last])
+        if config.fleet is not None:
+            return config
     except InvalidArgument as error:
-        field = error.metadata.get("field", "")
-        if field.startswith("fleet.") and "required" in error.message:
-            key = field.removeprefix("fleet.")
-            flag = f"--{key.replace('_', '-')}"
-            raise InvalidArgument(
-                field, f"is not set: give {flag}, or run under Slurm, a JobSet or torchrun's variables"
-            ) from error
-        raise
+        missing = error.metadata["field"]
+        if not missing.startswith("fleet.") or "required" not in error.message:
+            raise
+    flag = f"--{missing.removeprefix('fleet.').replace('_', '-')}"
+    raise InvalidArgument(missing, f"is not set: give {flag}, or run under Slurm, a JobSet or torchrun's variables")
 
 
-def _not_in(path: Path, told: Sequence[str]) -> list[str]:
-    """Keys set by the environment but not by the file."""
+def _fleet_of(path: Path) -> Mapping[str, Any]:
+    """The file's own table [fleet]; empty if load_config has more to say about the file."""
     try:
-        table = tomllib.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode("utf-8-sig"))
-    except (OSError, ValueError, RecursionError):  # reported by load_config
-        table = {}
-    fleet = table.get("fleet")
-    own = fleet if isinstance(fleet, dict) else {}
-    return [one for one in told if one.partition("=")[0].removeprefix("fleet.") not in own]
-
-
-def _toml(value: object) -> str:
-    return json.dumps(value)
-
-
-def _required(config: NodeConfig) -> NodeConfig:
-    if config.fleet is None:
-        raise InvalidArgument("fleet.name", "is not set: give --name, or run under Slurm, a JobSet or torchrun's variables")
-    return config
+        fleet = tomllib.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode("utf-8-sig")).get("fleet")
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return fleet if isinstance(fleet, dict) else {}
 
 
 def up(config: NodeConfig, *, grace_s: float) -> int:

@@ -46,12 +46,9 @@ def main(argv: list[str] | None = None) -> int:
             raise InvalidArgument("fleet", "the configuration has no table [fleet]; `tasuki fleet up` writes it")
         with StateLock.take(config.state_dir, name="fleet"):
             uvloop.run(_run(config))
-    except (FleetEnded, NotJoined) as error:
-        sys.stderr.write(printable(f"tasuki: error {error.reason}: {error.message}") + "\n")
-        return EXIT_FLEET_ENDED
     except TasukiError as error:
         sys.stderr.write(printable(f"tasuki: error {error.reason}: {error.message}") + "\n")
-        return 2
+        return EXIT_FLEET_ENDED if isinstance(error, FleetEnded | NotJoined) else 2
     return 0
 
 

@@ -20,7 +20,7 @@ from tasuki.coordinator.servicer import CoordinatorServicer
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.member import callable_node, check_member
-from tasuki.fleet.nodes import FleetNodes, Joined, NodePeer
+from tasuki.fleet.nodes import FleetNodes, Joined, NodePeer, answered
 from tasuki.fleet.rank_store import RankStoreServicer
 from tasuki.fleet.rollout_front import CallSeeds, RolloutFront
 from tasuki.fleet.trainer_front import Deal, TrainerFront
@@ -39,7 +39,7 @@ from tasuki.v1.fleet_pb2_grpc import add_FleetServiceServicer_to_server
 from tasuki.v1.rank_store_pb2_grpc import add_RankStoreServiceServicer_to_server
 from tasuki.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
-from tasuki.wire.errors import FleetEnded, StaleEpoch, from_rpc_error
+from tasuki.wire.errors import FleetEnded, StaleEpoch
 from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.fleet")
@@ -123,7 +123,7 @@ async def _serve(server: RpcServer, fleet: Fleet, nodes: FleetNodes, stop: async
     await server.start()
     stopped = asyncio.create_task(server.serve(stop))
     ended = asyncio.create_task(nodes.ended())
-    work = [asyncio.create_task(each) for each in (nodes.watch_silence(), nodes.watch_missing(), fleet.recover())]
+    work = [asyncio.create_task(each) for each in (nodes.watch_silence(), fleet.recover())]
     try:
         await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done() and not stop.is_set():
@@ -211,7 +211,4 @@ class PlanOfNodes:
     async def plan(self, *, gpu_bytes: int | None, host_bytes: int | None) -> coordinator_pb2.PlanResponse:
         request = coordinator_pb2.PlanRequest(gpu_bytes=gpu_bytes, host_bytes=host_bytes)
         stub: Any = CoordinatorServiceStub(self._nodes[0].coordinator)
-        try:
-            return await stub.Plan(request, timeout=_PLAN_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+        return await answered(stub.Plan(request, timeout=_PLAN_TIMEOUT_S))

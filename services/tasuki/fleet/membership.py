@@ -8,21 +8,21 @@ import json
 import logging
 import re
 import socket
-import struct
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import grpc
 import grpc.aio
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import node_targets
 from tasuki.config.schema import FleetConfig, NodeConfig
+from tasuki.fleet.nodes import answered
+from tasuki.runs.recipe import model_digest
 from tasuki.v1 import fleet_pb2
 from tasuki.v1.fleet_pb2 import FleetNode
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
@@ -35,7 +35,6 @@ from tasuki.wire.errors import (
     PathNotFound,
     PeerUnavailable,
     TasukiError,
-    from_rpc_error,
 )
 
 _PER_NODE = {
@@ -56,7 +55,6 @@ _PACKAGES = (
     "nvidia-nccl-cu13",
 )
 """Packages whose other versions give other numbers, or do not connect."""
-_SMALL_BYTES = 64 * 1024 * 1024
 _KEY_DIGITS = 16
 
 
@@ -76,7 +74,7 @@ def this_member(config: NodeConfig, *, boot_id: str) -> FleetNode:
         config_digest=config_digest(keys),
         num_ranks=config.trainer.num_ranks,
         num_gpus=len({*gpus.trainer, *gpus.rollout}) if config.device == "cuda" else 0,
-        model_digest=model_digest(config.model.path),
+        model_digest=_model_digest(config.model.path),
         config_keys=keys,
         host=socket.gethostname(),
         packages={name: found for name in _PACKAGES if (found := _version(name)) is not None},
@@ -99,37 +97,12 @@ def config_digest(keys: Mapping[str, str]) -> str:
     return _digest(json.dumps(keys, sort_keys=True))
 
 
-def model_digest(folder: Path) -> str:
-    """SHA-256, in hex, of a model folder: its JSON and tokenizer files, and its tensors' names, dtypes, shapes and sizes.
-
-    Values of weights are not read: SYNC compares them.
-    """
+def _model_digest(folder: Path) -> str:
+    """Weights count by their files' names and sizes: SYNC compares their names, shapes and values."""
     with named_if_denied(folder, key="model.path"):
         if not (folder / "config.json").is_file():
             raise PathNotFound(f"there is no config.json in {folder}", path=folder)
-        digest = hashlib.sha256()
-        for path in sorted(folder.iterdir()):
-            if path.is_file():
-                for part in _meaning(path):
-                    digest.update(len(part).to_bytes(8, "little") + part)
-        return digest.hexdigest()
-
-
-def _meaning(path: Path) -> Iterator[bytes]:
-    if path.suffix == ".safetensors":
-        yield path.name.encode()
-        yield _header(path)
-    elif path.suffix in (".json", ".model", ".txt", ".jinja") and path.stat().st_size < _SMALL_BYTES:
-        yield path.name.encode()
-        yield path.read_bytes()
-
-
-def _header(path: Path) -> bytes:
-    """The JSON header of a safetensors file, including its length prefix, and the file's size."""
-    with path.open("rb") as file:
-        length = file.read(8)
-        num_bytes = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
-        return file.read(min(num_bytes, _SMALL_BYTES)) + str(path.stat().st_size).encode()
+        return model_digest(folder)
 
 
 def _flat(table: Mapping[str, Any], *, above: str = "") -> Iterator[tuple[str, Any]]:
@@ -214,7 +187,7 @@ class Membership:
         """Tells the leader why this node ends, such as "was stopped by its operator". Ignores a leader that does not answer."""
         if self.has_joined.is_set():
             with suppress(TasukiError):
-                await _answer(self._stub.Heartbeat(self._beat(ends_because=why), timeout=_LEAVE_TIMEOUT_S))
+                await answered(self._stub.Heartbeat(self._beat(ends_because=why), timeout=_LEAVE_TIMEOUT_S))
 
     def _beat(self, *, ends_because: str = "") -> fleet_pb2.HeartbeatRequest:
         now = Timestamp()
@@ -232,10 +205,10 @@ class Membership:
         """Joins, or sends a heartbeat. Returns the heartbeat interval in seconds."""
         config = self._config
         if self.has_joined.is_set():
-            await _answer(self._stub.Heartbeat(self._beat(), timeout=config.node_timeout_s / 2))
+            await answered(self._stub.Heartbeat(self._beat(), timeout=config.node_timeout_s / 2))
             return every_s
         join = fleet_pb2.JoinRequest(name=config.name, attempt=config.attempt, num_nodes=config.num_nodes, node=self._node)
-        answer = await _answer(self._stub.Join(join, timeout=config.node_timeout_s / 2))
+        answer = await answered(self._stub.Join(join, timeout=config.node_timeout_s / 2))
         self.has_joined.set()
         _log.info("event=joined leader=%s node_rank=%d joined=%d", config.leader, self._node.node_rank, answer.num_joined)
         return answer.heartbeat_s
@@ -244,10 +217,3 @@ class Membership:
 def _explained(text: str, error: TasukiError) -> str:
     hints = [hint for sign, hint in _HINTS.items() if sign in error.message]
     return "; ".join([text, *hints])
-
-
-async def _answer(call: Awaitable[Any]) -> Any:
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error

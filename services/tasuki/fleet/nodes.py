@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import grpc.aio
@@ -36,7 +36,6 @@ _log = logging.getLogger("tasuki.fleet")
 _Answer = TypeVar("_Answer")
 _BEATS_PER_TIMEOUT = 5
 _OLD_CALLS_S = 1.0
-_TELL_EVERY_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +51,12 @@ class NodeChannels:
             await channel.close(_OLD_CALLS_S)
 
 
-class Nodes(Protocol):
-    """All nodes of a fleet, as in FleetNodes."""
-
-    @property
-    def num_nodes(self) -> int: ...
-
-    def all(self) -> Sequence[NodeChannels]:
-        """Channels by rank. Raises NotJoined and FleetEnded."""
-        ...
+async def answered(call: Awaitable[_Answer]) -> _Answer:
+    """The call's answer. Raises its error as a TasukiError."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
 
 
 async def on_all(nodes: Sequence[NodeChannels], call: Callable[[int, NodeChannels], Awaitable[_Answer]]) -> list[_Answer]:
@@ -68,14 +64,8 @@ async def on_all(nodes: Sequence[NodeChannels], call: Callable[[int, NodeChannel
 
     call: gets a node's rank and channels. Raises the worst error.
     """
-
-    async def answer(rank: int, node: NodeChannels) -> _Answer:
-        try:
-            return await call(rank, node)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-
-    answers = await asyncio.gather(*(answer(rank, node) for rank, node in enumerate(nodes)), return_exceptions=True)
+    calls = (answered(call(rank, node)) for rank, node in enumerate(nodes))
+    answers = await asyncio.gather(*calls, return_exceptions=True)
     if errors := errors_of(answers):
         raise worst(errors)
     return [answer for answer in answers if not isinstance(answer, BaseException)]
@@ -105,7 +95,6 @@ class FleetNodes:
         self._credentials = peer_credentials(config.security)
         self._clock, self._tracer = clock, tracer
         self._joined: dict[int, Joined] = {}
-        self._all_joined = asyncio.Event()
         self._ended: asyncio.Future[FleetEnded] = asyncio.get_running_loop().create_future()
 
     @property
@@ -154,8 +143,6 @@ class FleetNodes:
             return
         self._joined[node.node_rank] = Joined(node, self._open(node), time.time(), self._clock())
         _log.info("event=joined node_rank=%d coordinator=%s", node.node_rank, node.coordinator_target)
-        if len(self._joined) == self.num_nodes:
-            self._all_joined.set()
         if known is not None:
             await known.channels.close()
 
@@ -192,15 +179,6 @@ class FleetNodes:
                 if silent_s > self.config.node_timeout_s:
                     text = f"node {rank} was silent for {silent_s:.1f} s"
                     self.end(FleetEnded(text, node_rank=rank), node_rank=rank)
-
-    async def watch_missing(self, *, every_s: float = _TELL_EVERY_S) -> None:
-        """Logs which nodes are missing until all have joined."""
-        while not self._all_joined.is_set():
-            try:
-                await asyncio.wait_for(self._all_joined.wait(), every_s)
-            except TimeoutError:
-                missing = [str(rank) for rank in range(self.num_nodes) if rank not in self._joined]
-                _log.info("event=waits_for_nodes node_ranks=%s joined=%d", ",".join(missing), len(self._joined))
 
     async def close(self) -> None:
         for joined in self.joined:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import grpc
 import grpc.aio
 
-from tasuki.fleet.nodes import NodeChannels, Nodes, on_all
+from tasuki.fleet.nodes import FleetNodes, NodeChannels, on_all
 from tasuki.fleet.rules import merged_rollout_state, refuse_stage, renumbered, worst
 from tasuki.rollout.seeds import CallNumbers
 from tasuki.rpc.calls import remaining_s
@@ -67,7 +67,7 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
 
     ReceiveWeights = Drain = refuse_stage
 
-    def __init__(self, nodes: Nodes, *, seeds: CallSeeds | None) -> None:
+    def __init__(self, nodes: FleetNodes, *, seeds: CallSeeds | None) -> None:
         """seeds: None if engines do not use seeds."""
         self._nodes, self._seeds = nodes, seeds
         self._loads = [0] * nodes.num_nodes

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from tasuki.fleet.nodes import NodeChannels, Nodes, on_all
+from tasuki.fleet.nodes import FleetNodes, NodeChannels, on_all
 from tasuki.fleet.rules import merged_trainer_state, refuse_stage, renumbered
 from tasuki.rpc.calls import chunks, remaining_s
 from tasuki.rpc.commands import CommandGate, digest
@@ -60,7 +60,7 @@ class TrainerFront(TrainerServiceServicer):
 
     PublishWeights = WithdrawWeights = refuse_stage
 
-    def __init__(self, nodes: Nodes, *, epoch: int, deal: Deal) -> None:
+    def __init__(self, nodes: FleetNodes, *, epoch: int, deal: Deal) -> None:
         """epoch: of the fleet's coordinator."""
         self._nodes, self._deal = nodes, deal
         self._gate = CommandGate(passing=_PASSING)

@@ -38,7 +38,7 @@ def recipe(config: NodeConfig) -> Recipe:
         tables["train.reward"] = run.reward.model_dump(mode="json", include={"function", "weights", "on_error"})
     values = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
     values["seed"] = config.seed
-    values["model.path"] = _model_digest(config.model.path)
+    values["model.path"] = model_digest(config.model.path)
     values[f"{table}.dataset"] = _file_digest(run.dataset)
     values[f"{table}.eval_dataset"] = None if run.eval_dataset is None else _file_digest(run.eval_dataset)
     return json.loads(json.dumps(values))
@@ -80,7 +80,7 @@ def _file_digest(path: Path) -> str:
         return _DIGEST + hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _model_digest(folder: Path) -> str:
+def model_digest(folder: Path) -> str:
     """Digest that does not read the weights, which may be hundreds of GB."""
     files = sorted(path for path in folder.iterdir() if path.suffix in (*_MODEL_TEXTS, ".safetensors"))
     parts = [
