@@ -12,20 +12,15 @@ import pytest
 import torch
 
 from tasuki.rollout import receive as receiving
-from tasuki.rollout.rank_commands import EngineRank, rank_allocator
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.rollout import RankCalls
 from tasuki.rollout.sync import WeightSync
-from tasuki.v1 import ranks_pb2, weights_pb2
 from tasuki.weights.copies import HostCopies, HostSummedCopies, ViewCopy
 from tasuki.weights.imported_weights import import_weights
-from tasuki.weights.plan import Slice
 from tasuki.wire.errors import VersionOrder, WeightsCorrupt
-from tasuki.wire.stages import MemoryTag
 from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, receive, trainer
 from tests.integration.breaking_rank import BreakingRank
 from tests.integration.exporting_rank import Replacing
-from tests.received import ReceivedPiece, check_received
 
 __all__ = ["trainer"]
 
@@ -133,36 +128,6 @@ def test_a_plan_that_was_lowered_wrongly_is_noticed_at_its_first_sync(
     monkeypatch.setattr(receiving, "prepare_summed_copies", lowered_wrongly)
     with pytest.raises(WeightsCorrupt, match=r"1 of 6 tensors.*plain: checksum differs \(engine rank 0\)"):
         receive(WeightReceiver(AwkwardModel()), trainer.publish(0))
-
-
-def received_by(rank: EngineRank, weights: weights_pb2.PublishedWeights, *, full_read_back: bool) -> list[ReceivedPiece]:
-    command = ranks_pb2.ReceiveCommand(weights=weights, import_timeout_ms=2000, full_read_back=full_read_back)
-    result = rank.commands.run(ranks_pb2.EngineRankCommand(receive=command))
-    assert not result.HasField("error"), result.error
-    return [
-        ReceivedPiece(0, one.name, Slice(one.offset, tuple(one.shape), tuple(one.strides)), one.checksum)
-        for one in result.receive.checksums
-    ]
-
-
-def test_a_copy_that_later_goes_astray_is_noticed_by_a_full_read_back_alone(trainer: Trainer) -> None:
-    allocator = rank_allocator("cpu")
-    with allocator.region(MemoryTag.WEIGHTS):
-        model = AwkwardModel()
-    rank = EngineRank(model, allocator, rank=0)
-    weights = trainer.publish(0)
-    imported = import_weights(weights, timeout_s=2)
-    check_received(received_by(rank, weights, full_read_back=False), imported)
-    prepared = rank.receiver._prepared
-    first, *others = prepared._copies._copies
-    prepared._copies = HostSummedCopies([astray(first), *others], num_sums=len(prepared._copies.sums()))
-    trainer.tensors["plain"].add_(1)
-    trainer.publish(1)
-    weights.policy_version = 1
-    check_received(received_by(rank, weights, full_read_back=False), imported)
-    with pytest.raises(WeightsCorrupt, match=r"1 of 6 tensors.*plain: checksum differs \(engine rank 0\)"):
-        check_received(received_by(rank, weights, full_read_back=True), imported)
-    imported.close()
 
 
 def test_rows_that_must_be_constant_and_are_not_are_noticed_at_every_sync(trainer: Trainer) -> None:

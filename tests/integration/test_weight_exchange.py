@@ -235,13 +235,10 @@ def counted(ranks: EngineRanks, folder: Path, stack: ExitStack) -> tuple[Publish
     return published, engine, calls
 
 
-@pytest.mark.parametrize("full_read_back", [False, True])
-async def test_later_syncs_go_straight_to_the_ranks_and_are_compared_as_the_first(
-    ranks: EngineRanks, full_read_back: bool, tmp_path: Path
-) -> None:
+async def test_later_syncs_go_straight_to_the_ranks_and_are_compared_as_the_first(ranks: EngineRanks, tmp_path: Path) -> None:
     with ExitStack() as stack:
         published, engine, calls = counted(ranks, tmp_path, stack)
-        sync = WeightSync(calls, socket_dir=tmp_path, full_read_back=full_read_back)
+        sync = WeightSync(calls, socket_dir=tmp_path)
         stack.callback(sync.close)
         reports = []
         for version in (3, 4, 5):

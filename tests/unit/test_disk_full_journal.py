@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.phases import path
+from tasuki.node.__main__ import check_restart
 from tasuki.rpc.failpoints import Action, Failpoints, plant
 from tasuki.wire.errors import DiskFull
 from tasuki.wire.stages import HOLDS, Phase, Stage, StageStatus
@@ -100,3 +102,13 @@ def test_journal_on_a_read_only_disk_is_a_clear_error(tmp_path: Path) -> None:
             closing(Journal(disk.folder / "journal.sqlite")) as journal,
         ):
             journal.begin_epoch("boot-2")
+
+
+def test_a_coordinator_waits_for_room_before_it_is_restarted(disk: TinyDisk) -> None:
+    config = NodeConfig(state_dir=disk.folder, model={"path": disk.folder})
+    disk.fill()
+    with pytest.raises(DiskFull, match="cannot be written"):
+        check_restart(config, "coordinator")
+    check_restart(config, "rollout")
+    disk.free()
+    check_restart(config, "coordinator")

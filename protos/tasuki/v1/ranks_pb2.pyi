@@ -617,11 +617,8 @@ class ReceiveCommand(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     IMPORT_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     KNOWN_LAYOUTS_FIELD_NUMBER: _builtins.int
-    FULL_READ_BACK_FIELD_NUMBER: _builtins.int
     import_timeout_ms: _builtins.int
     """Time limit for a trainer rank's socket to hand out its memory."""
-    full_read_back: _builtins.bool
-    """Whether to read back every slice after all copies, in addition to each part right after it was written."""
     @_builtins.property
     def weights(self) -> _weights_pb2.PublishedWeights: ...
     @_builtins.property
@@ -634,11 +631,10 @@ class ReceiveCommand(_message.Message):
         weights: _weights_pb2.PublishedWeights | None = ...,
         import_timeout_ms: _builtins.int = ...,
         known_layouts: _abc.Iterable[_builtins.bytes] | None = ...,
-        full_read_back: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full_read_back", b"full_read_back", "import_timeout_ms", b"import_timeout_ms", "known_layouts", b"known_layouts", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["import_timeout_ms", b"import_timeout_ms", "known_layouts", b"known_layouts", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,6 +28,13 @@ _MAX_BYTES = 1 << 20
 _KEYS = {"reason": str, "time": str, "first": str | None, "restarts": dict, "services": dict}
 KILLED_FOR_MEMORY = "the kernel has killed a process for lack of memory"
 """Part of the reason of a node that ended so: its services' logs cannot know."""
+_OURS = re.compile(r"^tasuki(?:\.\w+)?: (?:error )?([A-Z_]+): (.*)$", re.MULTILINE)
+_TRACEBACK = "Traceback (most recent call last):"
+_CRASH = "Fatal Python error: "
+_NUM_LINES = 12
+_LOG_BYTES = 16_000_000
+_STOP_TIMEOUT_S = 10.0
+_LOOK_EVERY_S = 0.1
 _log = logging.getLogger("tasuki.node")
 
 
@@ -102,13 +109,6 @@ def write_exit_report(
             partial.unlink(missing_ok=True)
 
 
-_OURS = re.compile(r"^tasuki(?:\.\w+)?: (?:error )?([A-Z_]+): (.*)$", re.MULTILINE)
-_TRACEBACK = "Traceback (most recent call last):"
-_CRASH = "Fatal Python error: "
-_NUM_LINES = 12
-_LOG_BYTES = 16_000_000
-
-
 @dataclass(frozen=True, slots=True)
 class LoggedError:
     """`reason` is one of tasuki.wire.errors if the service ended with one, else empty."""
@@ -143,10 +143,6 @@ def find_error(log: str) -> LoggedError:
     while end < len(lines) and lines[end][margin : margin + 1] in (" ", ""):
         end += 1
     return LoggedError("\n".join(lines[start : end + 1][-_NUM_LINES:]))
-
-
-_STOP_TIMEOUT_S = 10.0
-_LOOK_EVERY_S = 0.1
 
 
 def why_it_ended(config: NodeConfig) -> TasukiError:

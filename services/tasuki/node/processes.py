@@ -21,6 +21,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SHM = Path("/dev/shm")  # noqa: S108 - looked into, never written to
 _POLL_S = 0.02
+_SCAN_EVERY_S = 10.0
 _PF_EXITING = 0x4
 EXIT_LIMIT_S = 120.0
 """Longest wait for processes that are exiting, whose pinned memory and memory of a GPU the kernel frees."""
@@ -213,9 +214,6 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
 def _prctl(option: int, value: int) -> None:
     if _libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
-
-
-_SCAN_EVERY_S = 10.0
 
 
 class ResourceTracker:

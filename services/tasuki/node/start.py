@@ -58,6 +58,16 @@ from tasuki.wire.extras import install_extras
 
 # Each may contain all samples since a checkpoint.
 _KEPT_TRAINING_LOGS = 2
+_POLL_S = 0.1
+CALL_TIMEOUT_S = 2.0
+# In addition to the engine's start, since the trainer may load its model only once the engine sleeps.
+_START_MARGIN_S = 300.0
+_TELL_EVERY_S = 15.0
+Tell = Callable[[str], None]
+WaitsFor = Callable[[], str]
+"""A line naming what a node waits for besides this machine, or an empty string."""
+_EXTRAS = {"torch": "trainer", "transformers": "trainer", "safetensors": "trainer", "sglang": "rollout"}
+"""Extra that installs each package."""
 
 
 class StartedNode:
@@ -233,16 +243,6 @@ def _without_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-_POLL_S = 0.1
-CALL_TIMEOUT_S = 2.0
-# In addition to the engine's start, since the trainer may load its model only once the engine sleeps.
-_START_MARGIN_S = 300.0
-_TELL_EVERY_S = 15.0
-Tell = Callable[[str], None]
-WaitsFor = Callable[[], str]
-"""A line naming what a node waits for besides this machine, or an empty string."""
-
-
 def wait_until_serving(
     config: NodeConfig, *, tell: Tell, supervisor: subprocess.Popen[bytes] | None, waits_for: WaitsFor = lambda: ""
 ) -> None:
@@ -312,10 +312,6 @@ def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
             return CoordinatorServiceStub(channel).GetState(request, timeout=CALL_TIMEOUT_S, wait_for_ready=True).state
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
-
-
-_EXTRAS = {"torch": "trainer", "transformers": "trainer", "safetensors": "trainer", "sglang": "rollout"}
-"""Extra that installs each package."""
 
 
 def check_node_installed() -> None:

@@ -51,6 +51,11 @@ KILL_S = 3.0
 TICK_S = 0.1
 _CHECK_EVERY_S = 1.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 10.0
+# A pause doubles with each restart within the last of these seconds.
+_PAUSE_WINDOW_S = 60.0
+_WINDOW_S = 600.0
 
 
 class Supervisor:
@@ -311,13 +316,6 @@ def _fresh_log(path: Path) -> BinaryIO:
     except OSError as error:
         _log.error("event=no_log path=%s error=%s", path, error)
         return Path(os.devnull).open("wb")
-
-
-_FIRST_PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 10.0
-# A pause doubles with each restart within the last of these seconds.
-_PAUSE_WINDOW_S = 60.0
-_WINDOW_S = 600.0
 
 
 class RestartPolicy:

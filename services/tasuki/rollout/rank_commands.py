@@ -38,6 +38,12 @@ from tasuki.wire.stages import MemoryTag
 _log = logging.getLogger("tasuki.rollout")
 # If nobody takes a result, the front is gone and this process will end too.
 _LINGER_MS = 5000
+# Beside the cache itself SGLang keeps tables of its layers' addresses in the same region.
+_MAX_CACHE_TABLE_BYTES = 64 * 1024
+# What is used only while tokens are generated sleeps together.
+_TOGETHER = {MemoryTag.KV_CACHE: (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)}
+COMMAND_LOADER = "tasuki.rollout.rank_commands.run_command"
+"""Name under which SGLang finds `run_command`."""
 
 
 class RankLine:
@@ -74,14 +80,6 @@ class RankLine:
         self._commands.close()
         self._results.close()
         os.close(self._closed)
-
-
-# Beside the cache itself SGLang keeps tables of its layers' addresses in the same region.
-_MAX_CACHE_TABLE_BYTES = 64 * 1024
-# What is used only while tokens are generated sleeps together.
-_TOGETHER = {MemoryTag.KV_CACHE: (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)}
-COMMAND_LOADER = "tasuki.rollout.rank_commands.run_command"
-"""Name under which SGLang finds `run_command`."""
 
 
 def rank_allocator(device: str) -> NativeAllocator:
@@ -241,7 +239,7 @@ class EngineRank:
         if self._scheduler is not None and not self._scheduler.is_fully_idle():
             raise Busy("requests run", num_running=len(self._scheduler.running_batch.reqs))
         timeout_s = command.import_timeout_ms / 1000
-        received = self.receiver.receive(command.weights, import_timeout_s=timeout_s, reads_back_in_full=command.full_read_back)
+        received = self.receiver.receive(command.weights, import_timeout_s=timeout_s)
         if self._layout[0] is not received.held:
             self._layout = received.held, hashlib.sha256(repr(received.held).encode()).digest()
         result = _encode_received(command.weights.policy_version, received)

@@ -71,33 +71,29 @@ class WeightReceiver:
         """
         self._recorded = RecordedPlan(self.model, layout)
 
-    def receive(
-        self, weights: weights_pb2.PublishedWeights, *, import_timeout_s: float, reads_back_in_full: bool = False
-    ) -> Received:
+    def receive(self, weights: weights_pb2.PublishedWeights, *, import_timeout_s: float) -> Received:
         """Copies the published version into the model, computes checksums, and waits for both.
 
-        reads_back_in_full: reads everything back after all copies, in addition to each part right after it was written.
         Raises BadHandle or VersionOrder before anything is written. After any other error the model must not be served.
         """
         self._timings = dict.fromkeys(("import", "record", "copy", "verify"), 0.0)
         with self._timed("import"):
             imported = self._import(weights, import_timeout_s)
         try:
-            return self._receive(imported, weights, reads_back_in_full=reads_back_in_full)
+            return self._receive(imported, weights)
         finally:
             imported.release()
 
-    def _receive(
-        self, imported: ImportedWeights, weights: weights_pb2.PublishedWeights, *, reads_back_in_full: bool
-    ) -> Received:
+    def _receive(self, imported: ImportedWeights, weights: weights_pb2.PublishedWeights) -> Received:
         # If parameters have moved, the second attempt fills their new memory.
         prepared = self._replay(imported) or self._replay(imported)
         if prepared is None:
             raise InternalError("the engine's model parameters keep moving")
         with self._timed("verify"):
-            if self.failpoints.corrupts(RECEIVED):
+            is_damaged = self.failpoints.corrupts(RECEIVED)
+            if is_damaged:
                 self._damage(prepared.plan)
-            sums = prepared.sums(read_back=reads_back_in_full)
+            sums = prepared.sums(read_back=is_damaged)
             # The trainer may have begun to overwrite the source during the copy.
             imported.check_version(weights.policy_version)
         return Received(prepared.copied_bytes, prepared.plan.fallback_names, dict(self._timings), prepared.held, sums)

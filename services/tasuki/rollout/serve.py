@@ -10,7 +10,6 @@ import uvloop
 
 from tasuki.config import paths
 from tasuki.config.choices import read_choices
-from tasuki.config.environment import failpoint_specs
 from tasuki.config.gpus import gpus_of
 from tasuki.config.lock import read_instance
 from tasuki.config.schema import NodeConfig
@@ -25,7 +24,7 @@ from tasuki.rollout.servicer import RolloutServicer
 from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import CommandGate
-from tasuki.rpc.failpoints import RECEIVED, Failpoints, parse_failpoint
+from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging, open_service_tracer
 from tasuki.rpc.memory import staying_tags
@@ -64,7 +63,7 @@ async def _serve(
     socket_dir = paths.socket_dir(config.state_dir)
     staying = staying_tags(config, read_choices(config.state_dir), Service.ROLLOUT)
     rank_calls = RankCalls(engine, socket_dir=socket_dir, staying=staying)
-    sync = WeightSync(rank_calls, socket_dir=socket_dir, num_replicas=config.dp_size, full_read_back=_is_damaged_on_purpose())
+    sync = WeightSync(rank_calls, socket_dir=socket_dir, num_replicas=config.dp_size)
     heartbeat = Heartbeat(config.state_dir, "rollout")
     numbers = CallNumbers(paths.generate_calls_path(config.state_dir), instance_id=read_instance(config.state_dir).id)
     try:
@@ -101,11 +100,6 @@ async def _serve(
     if not shutdown.is_death:
         numbers.remove()
     return 1 if shutdown.is_death else 0
-
-
-def _is_damaged_on_purpose() -> bool:
-    """Whether a failpoint damages received weights, which only a plan's first sync would notice."""
-    return any(parse_failpoint(spec).point == RECEIVED for spec in failpoint_specs() or ())
 
 
 class Shutdown:

@@ -46,15 +46,14 @@ class SyncReport:
 class WeightSync:
     """Moves published weights into the engine; `close` releases the trainer's memory.
 
-    socket_dir: the node's private folder; handles that point elsewhere are refused. full_read_back: ranks read everything back after
-    all copies in every sync, not only in a plan's first. num_replicas: of the engine; each must hold everything.
+    socket_dir: the node's private folder; handles that point elsewhere are refused. num_replicas: of the engine; each must hold
+    everything.
     """
 
-    def __init__(self, calls: RankCalls, *, socket_dir: Path, num_replicas: int = 1, full_read_back: bool = False) -> None:
+    def __init__(self, calls: RankCalls, *, socket_dir: Path, num_replicas: int = 1) -> None:
         self._calls = calls
         self._num_replicas = num_replicas
         self._socket_dir = socket_dir
-        self._full_read_back = full_read_back
         self._imported: ImportedWeights | None = None
         self._layouts: dict[bytes, Sequence[HeldSlice]] = {}
         """Layouts of the ranks by digest, from the last sync; ranks then send checksums only."""
@@ -86,7 +85,6 @@ class WeightSync:
             weights=weights,
             import_timeout_ms=int(_IMPORT_TIMEOUT_S * 1000),
             known_layouts=list(self._layouts),
-            full_read_back=self._full_read_back,
         )
         try:
             started = time.perf_counter()

@@ -13,7 +13,10 @@ from tasuki.config.schema import NodeConfig
 from tasuki.wire.credentials import read_headers
 from tasuki.wire.tracing import Tracer, check_tracing_installed, open_tracer
 
+_log = logging.getLogger("tasuki.rpc")
 LINES_LOST = "log_lines_lost"
+_AT_ONCE = 100.0
+_PER_S = 5.0
 
 
 class _OneLine(logging.Formatter):
@@ -61,11 +64,6 @@ def configure_logging(service: str) -> None:
     lines.addFilter(is_not_by_callers)
     lines.setFormatter(_OneLine(f"%(asctime)s %(levelname)s service={service} logger=%(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[lines], force=True)
-
-
-_log = logging.getLogger("tasuki.rpc")
-_AT_ONCE = 100.0
-_PER_S = 5.0
 
 
 class RateLimitedLog:
