@@ -53,6 +53,6 @@ def kept(history: History) -> set[str]:
     """Returns every line that a writer may have printed about the journal's content."""
     lines = {f"epoch {epoch}" for epoch in history.epochs}
     lines |= {f"changeover {one.id}" for one in history.changeovers}
-    lines |= {f"ending {one.changeover_id}" for one in history.endings}
-    lines |= {f"intent {one.id}" for one in history.intents}
-    return lines | {f"result {one.id}" for one in history.results}
+    lines |= {f"ending {one.id}" for one in history.changeovers if one.status}
+    lines |= {f"intent {one.id}" for one in history.stages}
+    return lines | {f"result {one.id}" for one in history.stages if one.status}

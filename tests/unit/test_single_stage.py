@@ -13,7 +13,7 @@ from tasuki.coordinator.audit.replay import audit
 from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2
 from tasuki.wire.errors import InvalidArgument, StageOrder, StaleEpoch, StaleSequence, TasukiError
 from tasuki.wire.stages import Phase
-from tests.unit.simulated_node import RESTART_S, SimulatedNode
+from tests.unit.simulated_node import SimulatedNode
 from tests.unit.virtual_time import VirtualTimeLoop
 
 
@@ -58,7 +58,7 @@ def test_after_a_number_that_somebody_else_took_the_coordinator_goes_on_and_the_
         assert await round_trip(node, "second") == [None, None]
         history, lives = read_history(tmp_path / "journal.sqlite"), node.logs.read(tmp_path)
         node.logs.close()
-        assert max(intent.sequence for intent in history.intents) > 5000
+        assert max(intent.sequence for intent in history.stages) > 5000
         violation = audit(history).violation or audit_commands(history, lives)
         assert violation is not None
         assert violation.invariant in (Invariant.ORIGIN, Invariant.AS_ASKED)
@@ -91,8 +91,7 @@ def test_a_service_that_took_a_foreign_epoch_is_restarted_and_the_coordinator_go
         assert trainer is not None
         trainer.gate.look(2**62)
         await trainer.PublishWeights(trainer_pb2.PublishWeightsRequest(command=manual(2**62, 1)))
-        assert isinstance(await node.acquire(Phase.TRAIN, "back"), StaleEpoch)
-        await asyncio.sleep(2 * RESTART_S)
+        assert await node.acquire(Phase.TRAIN, "back") is None
         assert node.trainer is not trainer
         assert await round_trip(node, "second") == [None, None]
         node.logs.close()

@@ -194,8 +194,9 @@ class Node:
         self._at = None
         now = await self._peers.observe()
         if isinstance(error, StaleEpoch) and not self._journal.has_epoch(int(error.metadata["current_epoch"])):
-            ends = time.monotonic() + _RESTART_S  # the changeover has asked for it
-            while now.restarted_since(seen) is None and time.monotonic() < ends:
+            clock = asyncio.get_running_loop().time
+            ends = clock() + _RESTART_S  # the changeover has asked for it
+            while now.restarted_since(seen) is None and clock() < ends:
                 await asyncio.sleep(_POLL_S)
                 now = await self._peers.observe()
         if not now.absent and not now.in_stage:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import grpc
 
-from tasuki.coordinator.audit.history import Broken, History, Invariant, StageIntent, StageResult, Violation
+from tasuki.coordinator.audit.history import Broken, History, Invariant, StageRecord, Violation
 from tasuki.rpc.command_log import LoggedCommand, LoggedLife
 from tasuki.wire.errors import DiskFull, from_reason
 from tasuki.wire.stages import RULES, Service, StageStatus
@@ -59,24 +59,20 @@ class _Comparison:
     def __init__(self, history: History, service: Service, lives: Sequence[LoggedLife]) -> None:
         self._service, self._lives = service, lives
         self._intents = {
-            ascii(intent.request_id): intent for intent in history.intents if RULES[intent.stage].service is service
+            ascii(intent.request_id): intent for intent in history.stages if RULES[intent.stage].service is service
         }
-        self._results = {result.id: result for result in history.results}
         self._logged = {command.request_id: command for life in lives for command in life.commands}
         self._first_seen: dict[str, int] = {}
         """Boot id to the first intent that mentions it."""
-        for intent in history.intents:
+        for intent in history.stages:
             self._first_seen.setdefault(intent.boot_ids[service], intent.id)
 
     def check_results(self) -> None:
         for intent, command in self._pairs():
-            result = self._results.get(intent.id)
             # An undo is also settled if there was nothing to undo.
-            is_done = (
-                result is not None and result.status is not StageStatus.FAILED and not (intent.is_undo and result.is_settled)
-            )
-            if command.outcome != "OK" and result is not None and is_done:
-                expected = f"FAILED in the journal, since the service answered {command.outcome}, found {result.status}"
+            is_done = intent.status not in (None, StageStatus.FAILED) and not (intent.is_undo and intent.is_settled)
+            if command.outcome != "OK" and is_done:
+                expected = f"FAILED in the journal, since the service answered {command.outcome}, found {intent.status}"
                 raise Broken.at_intent(intent, Invariant.EXECUTED_ONCE, expected)
 
     def check_asked(self) -> None:
@@ -90,18 +86,17 @@ class _Comparison:
             if (command.name, *_number(command)) != (name, intent.epoch, intent.sequence):
                 expected = f"{name} at epoch {intent.epoch} and sequence {intent.sequence} in the log of {self._service}"
                 raise _of(command, Invariant.AS_ASKED, expected)
-            result = self._results.get(intent.id)
-            if command.outcome == "OK" and result is not None and not result.is_settled:
-                self._check_answer(intent, result, command)
+            if command.outcome == "OK" and intent.status is not None and not intent.is_settled:
+                self._check_answer(intent, command)
 
-    def _check_answer(self, intent: StageIntent, result: StageResult, command: LoggedCommand) -> None:
+    def _check_answer(self, intent: StageRecord, command: LoggedCommand) -> None:
         known = intent.boot_ids[self._service]  # empty when it was silent then
         # It may have restarted since it was observed; its new life is then unknown here.
         if known and command.boot_id not in ("", known) and self._first_seen.get(command.boot_id, intent.id + 1) <= intent.id:
             expected = f"{self._service} with boot id {command.boot_id}, which carried it out, found {known}"
             raise Broken.at_intent(intent, Invariant.AS_ASKED, expected)
-        if None not in (versions := {command.policy_version, result.policy_version}) and len(versions) > 1:
-            expected = f"version {command.policy_version}, as {self._service} says, found {result.policy_version}"
+        if None not in (versions := {command.policy_version, intent.policy_version}) and len(versions) > 1:
+            expected = f"version {command.policy_version}, as {self._service} says, found {intent.policy_version}"
             raise Broken.at_intent(intent, Invariant.AS_ASKED, expected)
 
     def check_none_missing(self) -> None:
@@ -112,24 +107,24 @@ class _Comparison:
                 continue
             boots = {command.boot_id for command in life.commands if command.boot_id and life.has_beginning}
             for request_id, intent in self._intents.items():
-                number, result = (intent.epoch, intent.sequence), self._results.get(intent.id)
+                number = (intent.epoch, intent.sequence)
                 is_inside = min(numbers) <= number <= max(numbers)
                 is_inside |= intent.boot_ids[self._service] in boots and number <= max(numbers)
-                if result is None or result.status is StageStatus.FAILED or result.is_settled or not _name(intent):
+                if intent.status in (None, StageStatus.FAILED) or intent.is_settled or not _name(intent):
                     continue
                 if is_inside and request_id not in self._logged:
                     expected = (
-                        f"a line for {request_id} in the log of {self._service}, found {result.status} in the journal alone"
+                        f"a line for {request_id} in the log of {self._service}, found {intent.status} in the journal alone"
                     )
                     raise Broken.at_intent(intent, Invariant.AS_ASKED, expected)
 
-    def _pairs(self) -> Iterator[tuple[StageIntent, LoggedCommand]]:
+    def _pairs(self) -> Iterator[tuple[StageRecord, LoggedCommand]]:
         for request_id, command in self._logged.items():
             if request_id in self._intents:
                 yield self._intents[request_id], command
 
 
-def _name(intent: StageIntent) -> str:
+def _name(intent: StageRecord) -> str:
     """Name of the command in the service's log; empty if none is sent."""
     return RULES[intent.stage].undo_command if intent.is_undo else intent.stage
 

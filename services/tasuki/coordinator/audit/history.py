@@ -20,28 +20,24 @@ _Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, slots=True)
-class BegunChangeover:
-    """A row of `changeovers`."""
+class ChangeoverRecord:
+    """A row of `changeovers` with its outcome. status: None while it is open."""
 
     id: str
     epoch: int
     origin: Stage
     target: Phase
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeoverEnding:
-    """A row of `outcomes`."""
-
-    changeover_id: str
-    status: StageStatus
+    status: StageStatus | None
     policy_version: int | None
     error_reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class StageIntent:
-    """A row of `stages`. boot_ids: of the services, as last observed before it."""
+class StageRecord:
+    """A row of `stages` with its result. boot_ids: of the services, as last observed before it.
+
+    status: None without a result. is_settled: it was inferred from the services' later state, and is no answer.
+    """
 
     id: int
     changeover_id: str
@@ -51,14 +47,7 @@ class StageIntent:
     sequence: int
     request_id: str
     boot_ids: dict[Service, str]
-
-
-@dataclass(frozen=True, slots=True)
-class StageResult:
-    """A row of `results`. id: of the intent. is_settled: inferred from the services' later state, not an answer."""
-
-    id: int
-    status: StageStatus
+    status: StageStatus | None
     policy_version: int | None
     error_reason: str
     is_settled: bool
@@ -66,13 +55,15 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Contents of a journal, in the order written."""
+    """Contents of a journal, in the order written. A row with two outcomes is there twice."""
 
     epochs: tuple[int, ...]
-    changeovers: tuple[BegunChangeover, ...]
-    endings: tuple[ChangeoverEnding, ...]
-    intents: tuple[StageIntent, ...]
-    results: tuple[StageResult, ...]
+    changeovers: tuple[ChangeoverRecord, ...]
+    stages: tuple[StageRecord, ...]
+    lost_results: tuple[int, ...]
+    """Results without an intent."""
+    lost_endings: tuple[str, ...]
+    """Outcomes without a changeover, by its id."""
     highest: dict[str, int] = field(default_factory=dict)
     """Last number given in each table, by table name, from SQLite's own count."""
 
@@ -86,26 +77,30 @@ def read_history(path: Path) -> History:
 
         return History(
             epochs=rows("SELECT epoch FROM epochs ORDER BY epoch", lambda row: _number(row, "epoch")),
-            changeovers=rows("SELECT * FROM changeovers ORDER BY number", _changeover),
-            endings=rows("SELECT * FROM outcomes ORDER BY number", _ending),
-            intents=rows("SELECT * FROM stages ORDER BY id", _intent),
-            results=rows("SELECT * FROM results ORDER BY id", _result),
+            changeovers=rows("SELECT * FROM changeovers LEFT JOIN outcomes USING (number) ORDER BY number", _changeover),
+            stages=rows(
+                "SELECT stages.*, status, seconds, policy_version, error_reason FROM stages LEFT JOIN results USING (id) ORDER BY id",
+                _stage,
+            ),
+            lost_results=rows(
+                "SELECT id FROM results WHERE id NOT IN (SELECT id FROM stages) ORDER BY id", lambda row: _number(row, "id")
+            ),
+            lost_endings=rows(
+                "SELECT number FROM outcomes WHERE number NOT IN (SELECT number FROM changeovers) ORDER BY number",
+                lambda row: id_text(_number(row, "number")),
+            ),
             highest=dict(rows("SELECT * FROM sqlite_sequence", lambda row: (_text(row, "name"), _number(row, "seq")))),
         )
 
 
-def _changeover(row: sqlite3.Row) -> BegunChangeover:
+def _changeover(row: sqlite3.Row) -> ChangeoverRecord:
     number, epoch = _number(row, "number"), _number(row, "epoch")
-    return BegunChangeover(id_text(number), epoch, Stage(row["origin"]), Phase(row["target"]))
+    return ChangeoverRecord(id_text(number), epoch, Stage(row["origin"]), Phase(row["target"]), *_outcome(row))
 
 
-def _ending(row: sqlite3.Row) -> ChangeoverEnding:
-    number, version = _number(row, "number"), _version(row)
-    return ChangeoverEnding(id_text(number), StageStatus(row["status"]), version, _text(row, "error_reason"))
-
-
-def _intent(row: sqlite3.Row) -> StageIntent:
-    return StageIntent(
+def _stage(row: sqlite3.Row) -> StageRecord:
+    status, version, reason = _outcome(row)
+    return StageRecord(
         id=_number(row, "id"),
         changeover_id=id_text(_number(row, "number")),
         stage=Stage(row["stage"]),
@@ -114,12 +109,19 @@ def _intent(row: sqlite3.Row) -> StageIntent:
         sequence=_number(row, "sequence"),
         request_id=_text(row, "request_id"),
         boot_ids={Service.TRAINER: _text(row, "trainer_boot_id"), Service.ROLLOUT: _text(row, "rollout_boot_id")},
+        status=status,
+        policy_version=version,
+        error_reason=reason,
+        is_settled=row["seconds"] == 0.0,  # written so by `resolve_intents`; a real answer takes time
     )
 
 
-def _result(row: sqlite3.Row) -> StageResult:
-    is_settled = row["seconds"] == 0.0  # written so by `resolve_intents`; a real answer takes time
-    return StageResult(_number(row, "id"), StageStatus(row["status"]), _version(row), _text(row, "error_reason"), is_settled)
+def _outcome(row: sqlite3.Row) -> tuple[StageStatus | None, int | None, str]:
+    """Status, policy version and reason of an error."""
+    if row["status"] is None:
+        return None, None, ""
+    version = None if row["policy_version"] is None else _number(row, "policy_version")
+    return StageStatus(row["status"]), version, _text(row, "error_reason")
 
 
 def _number(row: sqlite3.Row, column: str) -> int:
@@ -135,10 +137,6 @@ def _text(row: sqlite3.Row, column: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} as {column}, where a text belongs")
     return value
-
-
-def _version(row: sqlite3.Row) -> int | None:
-    return None if row["policy_version"] is None else _number(row, "policy_version")
 
 
 class Invariant(StrEnum):
@@ -209,7 +207,7 @@ class Broken(Exception):
         return cls(Violation(invariant, expected, changeover_id, epoch=epoch))
 
     @classmethod
-    def at_intent(cls, intent: StageIntent, invariant: Invariant, expected: str) -> Broken:
+    def at_intent(cls, intent: StageRecord, invariant: Invariant, expected: str) -> Broken:
         return cls(Violation(invariant, expected, intent.changeover_id, intent.stage, intent.epoch, intent.sequence))
 
 
@@ -218,10 +216,10 @@ def check_gaps(history: History) -> None:
     _check_none_missing("epochs", history.epochs, history, name=lambda number: f"epoch {number}")
     changeovers = [id_number(changeover.id) for changeover in history.changeovers]
     _check_none_missing("changeovers", changeovers, history, name=id_text)
-    _check_none_missing("stages", [intent.id for intent in history.intents], history, name=lambda number: f"intent {number}")
+    _check_none_missing("stages", [intent.id for intent in history.stages], history, name=lambda number: f"intent {number}")
     _check_sequences(history)
     for service in Service:
-        _check_lives(service, history.intents)
+        _check_lives(service, history.stages)
 
 
 def _check_none_missing(table: str, numbers: Sequence[int], history: History, *, name: Callable[[int], str]) -> None:
@@ -236,9 +234,9 @@ def _check_none_missing(table: str, numbers: Sequence[int], history: History, *,
 
 
 def _check_sequences(history: History) -> None:
-    passed_over = {result.id for result in history.results if result.error_reason == StaleSequence.reason}
+    passed_over = {stage.id for stage in history.stages if stage.error_reason == StaleSequence.reason}
     epoch, sequence = 0, 0
-    for intent in history.intents:
+    for intent in history.stages:
         sequence = sequence + 1 if intent.epoch == epoch else 1
         # Another caller used numbers in a service: the coordinator continues after those.
         if intent.sequence != sequence and not (sequence > 1 and intent.id - 1 in passed_over):
@@ -246,7 +244,7 @@ def _check_sequences(history: History) -> None:
         epoch, sequence = intent.epoch, intent.sequence
 
 
-def _check_lives(service: Service, intents: Sequence[StageIntent]) -> None:
+def _check_lives(service: Service, intents: Sequence[StageRecord]) -> None:
     now, over = "", set[str]()
     for intent in intents:
         boot_id = intent.boot_ids[service]

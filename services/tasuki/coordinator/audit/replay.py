@@ -10,13 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tasuki.coordinator.audit.history import (
-    BegunChangeover,
     Broken,
-    ChangeoverEnding,
+    ChangeoverRecord,
     History,
     Invariant,
-    StageIntent,
-    StageResult,
+    StageRecord,
     Violation,
     check_gaps,
 )
@@ -51,9 +49,8 @@ def audit(history: History) -> Audit:
     """Replays the history until its end or the first violation."""
     found = Audit(num_epochs=len(history.epochs))
     try:
-        results = _results(history)
-        endings = _endings(history)
-        replay = _Replay(history, found, results=results, endings=endings)
+        _check_results(history)
+        replay = _Replay(history, found)
         replay.run()
         found.num_versions_served, found.num_rewinds = replay.weights.num_served, replay.weights.num_rewinds
         check_gaps(history)
@@ -62,39 +59,26 @@ def audit(history: History) -> Audit:
     return found
 
 
-def _results(history: History) -> dict[int, StageResult]:
-    """Results by the intent's id."""
-    intents = {intent.id: intent for intent in history.intents}
-    results: dict[int, StageResult] = {}
-    for result in history.results:
-        intent = intents.get(result.id)
-        if intent is None:
-            raise Broken.at_changeover(Invariant.ONE_RESULT, f"an intent for result {result.id}")
-        if result.id in results:
-            raise Broken.at_intent(intent, Invariant.ONE_RESULT, "one result, found two")
-        possible = (StageStatus.UNDONE if intent.is_undo else StageStatus.DONE, StageStatus.FAILED)
-        if result.status not in possible or (result.status is StageStatus.FAILED) is not bool(result.error_reason):
-            expected = f"{possible[0]}, or FAILED with a reason, found {result.status} with reason {result.error_reason!r}"
-            raise Broken.at_intent(intent, Invariant.ONE_RESULT, expected)
-        results[result.id] = result
-    return results
-
-
-def _endings(history: History) -> dict[str, ChangeoverEnding]:
-    """Endings by the changeover's id."""
-    begun = {changeover.id for changeover in history.changeovers}
-    endings: dict[str, ChangeoverEnding] = {}
-    for ending in history.endings:
-        name = ending.changeover_id
-        if name not in begun:
-            raise Broken.at_changeover(Invariant.ONE_RESULT, "a changeover for this ending", name)
-        if name in endings:
-            raise Broken.at_changeover(Invariant.ONE_RESULT, "one ending, found two", name)
-        if ending.status is not (StageStatus.FAILED if ending.error_reason else StageStatus.DONE):
-            expected = f"DONE, or FAILED with a reason, found {ending.status} with reason {ending.error_reason!r}"
-            raise Broken.at_changeover(Invariant.ONE_RESULT, expected, name)
-        endings[name] = ending
-    return endings
+def _check_results(history: History) -> None:
+    for lost in history.lost_results:
+        raise Broken.at_changeover(Invariant.ONE_RESULT, f"an intent for result {lost}")
+    for number, stage in enumerate(history.stages):
+        if number and history.stages[number - 1].id == stage.id:
+            raise Broken.at_intent(stage, Invariant.ONE_RESULT, "one result, found two")
+        possible = (StageStatus.UNDONE if stage.is_undo else StageStatus.DONE, StageStatus.FAILED)
+        is_failed = stage.status is StageStatus.FAILED
+        if stage.status is not None and (stage.status not in possible or is_failed is not bool(stage.error_reason)):
+            expected = f"{possible[0]}, or FAILED with a reason, found {stage.status} with reason {stage.error_reason!r}"
+            raise Broken.at_intent(stage, Invariant.ONE_RESULT, expected)
+    for lost in history.lost_endings:
+        raise Broken.at_changeover(Invariant.ONE_RESULT, "a changeover for this ending", lost)
+    for number, changeover in enumerate(history.changeovers):
+        if number and history.changeovers[number - 1].id == changeover.id:
+            raise Broken.at_changeover(Invariant.ONE_RESULT, "one ending, found two", changeover.id)
+        status, reason = changeover.status, changeover.error_reason
+        if status not in (None, StageStatus.FAILED if reason else StageStatus.DONE):
+            expected = f"DONE, or FAILED with a reason, found {status} with reason {reason!r}"
+            raise Broken.at_changeover(Invariant.ONE_RESULT, expected, changeover.id)
 
 
 _UNKNOWN = {error.reason for error in (DeadlineExceeded, InternalError, PeerUnavailable, Interrupted)}
@@ -105,8 +89,6 @@ _UNKNOWN = {error.reason for error in (DeadlineExceeded, InternalError, PeerUnav
 class _Replay:
     history: History
     found: Audit
-    results: dict[int, StageResult]
-    endings: dict[str, ChangeoverEnding]
     services: dict[Service, PossibleStages] = field(default_factory=lambda: {service: PossibleStages() for service in Service})
     """Both services, the trainer first."""
     believed: Stage | None = None
@@ -125,12 +107,12 @@ class _Replay:
             self._begin(changeover, intents)
             for intent in intents:
                 self._intend(intent)
-                self._conclude(intent, self.results.get(intent.id))
-            self._end(changeover, self.endings.get(changeover.id))
+                self._conclude(intent)
+            self._end(changeover)
 
     def _check_numbers(self) -> None:
         epoch, sequence = 0, 0
-        for intent in self.history.intents:
+        for intent in self.history.stages:
             if intent.epoch not in self.history.epochs or intent.epoch < epoch:
                 raise Broken.at_intent(intent, Invariant.NUMBERS_GROW, f"an epoch that was begun, and none below {epoch}")
             if intent.epoch == epoch and intent.sequence <= sequence:
@@ -146,22 +128,22 @@ class _Replay:
     def _check_one_open(self) -> None:
         last = 0
         begun = {changeover.id for changeover in self.history.changeovers}
-        for intent in self.history.intents:
+        for intent in self.history.stages:
             number = id_number(intent.changeover_id)
             if intent.changeover_id not in begun or number < last:
                 raise Broken.at_intent(intent, Invariant.ONE_OPEN, f"a changeover that was begun, none before {id_text(last)}")
             last = number
 
     def _check_settled(self) -> None:
-        for intent in self.history.intents[:-1]:
-            if intent.id not in self.results:
+        for intent in self.history.stages[:-1]:
+            if intent.status is None:
                 raise Broken.at_intent(intent, Invariant.SETTLED, "a result, since another intent follows")
 
-    def _changeovers(self) -> Iterator[tuple[BegunChangeover, list[StageIntent]]]:
+    def _changeovers(self) -> Iterator[tuple[ChangeoverRecord, list[StageRecord]]]:
         """Yields each changeover with its intents; it is over when the next one begins. Raises Broken."""
-        intents = list(self.history.intents)
+        intents = list(self.history.stages)
         for number, changeover in enumerate(self.history.changeovers, start=1):
-            own: list[StageIntent] = []
+            own: list[StageRecord] = []
             while intents and intents[0].changeover_id == changeover.id:
                 own.append(intents.pop(0))
             for intent in own:
@@ -169,11 +151,11 @@ class _Replay:
                     expected = f"epoch {changeover.epoch}, in which the changeover began"
                     raise Broken.at_intent(intent, Invariant.ONE_OPEN, expected)
             yield changeover, own
-            if number < len(self.history.changeovers) and changeover.id not in self.endings:
+            if number < len(self.history.changeovers) and changeover.status is None:
                 expected = f"an ending, since {self.history.changeovers[number].id} began after it"
                 raise Broken.at_changeover(Invariant.ONE_OPEN, expected, changeover.id, epoch=changeover.epoch)
 
-    def _begin(self, changeover: BegunChangeover, intents: Sequence[StageIntent]) -> None:
+    def _begin(self, changeover: ChangeoverRecord, intents: Sequence[StageRecord]) -> None:
         self.found.num_changeovers += 1
         self.ways_back = []
         for service, possible in self.services.items():
@@ -188,7 +170,7 @@ class _Replay:
             for possible in self.services.values():
                 possible.seen_again()
 
-    def _intend(self, intent: StageIntent) -> None:
+    def _intend(self, intent: StageRecord) -> None:
         self.found.num_stages += 1
         for service, possible in self.services.items():
             possible.seen(intent.boot_ids[service])
@@ -203,7 +185,7 @@ class _Replay:
             allowed = sorted({next_stage(at) for at in self._places()})
             raise Broken.at_intent(intent, Invariant.RING, f"{_names(allowed)}, since the node is at {_names(self._places())}")
 
-    def _check_holder(self, intent: StageIntent) -> None:
+    def _check_holder(self, intent: StageRecord) -> None:
         trainer, rollout = self.services[Service.TRAINER], self.services[Service.ROLLOUT]
         takes_kv = intent.stage is Stage.RESUME_KV and not intent.is_undo
         if takes_kv and Stage.OFFLOAD not in trainer.may_be():
@@ -213,7 +195,7 @@ class _Replay:
         if takes_back and not asleep & rollout.may_be():
             raise Broken.at_intent(intent, Invariant.ONE_HOLDER, f"rollout asleep, it is at {_names(rollout.may_be())}")
 
-    def _check_undo(self, intent: StageIntent) -> None:
+    def _check_undo(self, intent: StageRecord) -> None:
         if not self.ways_back:
             for at in {*self._places(), *((self.believed,) if self.believed else ())}:
                 done = since_phase(at)
@@ -226,17 +208,17 @@ class _Replay:
         if not self.ways_back:
             raise Broken.at_intent(intent, Invariant.UNDO, f"the undo of {_names(expected)}")
 
-    def _conclude(self, intent: StageIntent, result: StageResult | None) -> None:
+    def _conclude(self, intent: StageRecord) -> None:
         possible = self.services[RULES[intent.stage].service]
-        if result is None:
+        if intent.status is None:
             self.found.num_unanswered += 1
             possible.not_heard(intent.stage, is_undo=intent.is_undo)
-        elif result.status is StageStatus.FAILED:
+        elif intent.status is StageStatus.FAILED:
             self.found.num_stages_failed += 1
-            if result.error_reason == StageOrder.reason:
+            if intent.error_reason == StageOrder.reason:
                 possible.out_of_order(intent.stage, is_undo=intent.is_undo)
                 return
-            if result.error_reason not in _UNKNOWN:
+            if intent.error_reason not in _UNKNOWN:
                 possible.refused(intent.stage, is_undo=intent.is_undo)
                 return
             possible.not_heard(intent.stage, is_undo=intent.is_undo)
@@ -245,29 +227,27 @@ class _Replay:
             self.found.num_stages_undone += intent.is_undo
             self.found.num_stages_done += not intent.is_undo
             at = possible.may_be()
-            if result.is_settled and intent.is_undo:
+            if intent.is_settled and intent.is_undo:
                 # The stage has left nothing behind: its undo ran, or there was nothing to undo.
                 possible.not_heard(intent.stage, is_undo=True)
             elif not possible.carried_out(intent.stage, is_undo=intent.is_undo) and not possible.at_if_new - {None}:
                 raise Broken.at_intent(intent, Invariant.RING, f"a refusal, since the service is at {_names(at)}")
             self.believed = None if intent.is_undo else intent.stage
-            self.weights.carried_out(intent, result)
+            self.weights.carried_out(intent)
 
-    def _end(self, changeover: BegunChangeover, ending: ChangeoverEnding | None) -> None:
-        if ending is None:
-            return
-        self.found.num_done += ending.status is StageStatus.DONE
-        self.found.num_failed += ending.status is StageStatus.FAILED
-        self.found.num_interrupted += ending.error_reason == Interrupted.reason
-        if ending.status is not StageStatus.DONE:
+    def _end(self, changeover: ChangeoverRecord) -> None:
+        self.found.num_done += changeover.status is StageStatus.DONE
+        self.found.num_failed += changeover.status is StageStatus.FAILED
+        self.found.num_interrupted += changeover.error_reason == Interrupted.reason
+        if changeover.status is not StageStatus.DONE:
             return
         places = self._places(or_new=True)
         if HOLDS[changeover.target] not in places:
             expected = f"the node at {HOLDS[changeover.target]}, it is at {_names(places)}"
             raise Broken.at_changeover(Invariant.TARGET, expected, changeover.id, epoch=changeover.epoch)
         served = self.weights.held_version
-        if changeover.target is Phase.ROLLOUT and served is not None and ending.policy_version != served:
-            expected = f"version {served} as the one that is served, found {ending.policy_version}"
+        if changeover.target is Phase.ROLLOUT and served is not None and changeover.policy_version != served:
+            expected = f"version {served} as the one that is served, found {changeover.policy_version}"
             raise Broken.at_changeover(Invariant.TARGET, expected, changeover.id, epoch=changeover.epoch)
 
     def _places(self, *, or_new: bool = False) -> set[Stage]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tasuki.coordinator.audit.history import Broken, Invariant, StageIntent, StageResult
+from tasuki.coordinator.audit.history import Broken, Invariant, StageRecord
 from tasuki.wire.stages import RING, RULES, Rpc, Service, Stage, allowed_after, stages_of
 
 _At = Stage | None
@@ -129,14 +129,14 @@ class WeightsTrace:
     def num_served(self) -> int:
         return len(self._versions)
 
-    def carried_out(self, intent: StageIntent, result: StageResult) -> None:
-        version = result.policy_version
+    def carried_out(self, intent: StageRecord) -> None:
+        version = intent.policy_version
         match (intent.stage, intent.is_undo):
             case (Stage.LOAD_WEIGHTS, False):
                 self._publish(intent, _Weights(intent.boot_ids[Service.TRAINER], version, intent.epoch))
             case (Stage.LOAD_WEIGHTS, True) | (Stage.LOAD_TRAINER, False):
                 self._published = None
-            case (Stage.OFFLOAD, True) if not result.is_settled:
+            case (Stage.OFFLOAD, True) if not intent.is_settled:
                 self._published = None
             case (Stage.SYNC, False):
                 self._receive(intent, version)
@@ -145,12 +145,12 @@ class WeightsTrace:
             case (Stage.RESUME_KV, False) | (Stage.DRAIN, True):
                 self._serve(intent)
 
-    def not_heard(self, intent: StageIntent) -> None:
+    def not_heard(self, intent: StageRecord) -> None:
         """Handles a lost answer: the stage may or may not have run."""
         if intent.stage is Stage.SYNC and not intent.is_undo and self._published is not None:
             self._held = _Weights(intent.boot_ids[Service.ROLLOUT], self._published.version, intent.epoch)
 
-    def _publish(self, intent: StageIntent, weights: _Weights) -> None:
+    def _publish(self, intent: StageRecord, weights: _Weights) -> None:
         last = self._last
         if weights.version is not None and last is not None and last.version is not None and weights.version < last.version:
             if weights.boot_id == last.boot_id or weights.epoch == last.epoch:
@@ -161,7 +161,7 @@ class WeightsTrace:
         if weights.version is not None:
             self._last = weights
 
-    def _receive(self, intent: StageIntent, version: int | None) -> None:
+    def _receive(self, intent: StageRecord, version: int | None) -> None:
         boot_id = intent.boot_ids[Service.TRAINER]
         if self._published is None or self._published.boot_id != boot_id:
             expected = f"LOAD_WEIGHTS of the trainer with boot id {boot_id or 'unknown'} before it"
@@ -171,7 +171,7 @@ class WeightsTrace:
             raise Broken.at_intent(intent, Invariant.SYNC, expected)
         self._held = _Weights(intent.boot_ids[Service.ROLLOUT], self._published.version, intent.epoch)
 
-    def _serve(self, intent: StageIntent) -> None:
+    def _serve(self, intent: StageRecord) -> None:
         boot_id = intent.boot_ids[Service.ROLLOUT]
         if self._held is None or self._held.boot_id != boot_id:
             expected = f"SYNC into the rollout with boot id {boot_id or 'unknown'} before it"
