@@ -1,4 +1,4 @@
-"""A shortened demo, run as a user would: interrupted and resumed; its output, its files, and that no process of it is left."""
+"""A shortened demo, run as a user would: its output, its files, that no process of it is left, and, among the long tests, a resume."""
 
 from __future__ import annotations
 
@@ -24,18 +24,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tasuki.rpc.metric_names import ALL
 from tests.integration.rollout_process import left_of, shared_memory
 from tests.limits import limit_s
-from tests.otlp import ReceivedSpan, Receiver, receiving
+from tests.otlp import ReceivedSpan, receiving
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "client" / "examples" / "demo" / "run.py"
-NUM_STEPS, SAVE_EVERY = 12, 4
+NUM_STEPS, SAVE_EVERY = 6, 2
+SAMPLE_FILES = [f"step-{number:06d}.jsonl" for number in range(NUM_STEPS)]
 MARK = "TASUKI_TEST_RUN"
 # A start takes under a minute on two free cores, and minutes on a busy machine.
 START_S = 540
 STOP_S = 60
 pytestmark = pytest.mark.timeout(2 * START_S)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / root) for root in ("protos", "services", "client"))}
-SHORT = [f"train.num_steps={NUM_STEPS}", "train.eval_every=100", "train.loss.kl_coef=0.001", f"train.save_every={SAVE_EVERY}"]
+SHORT = [
+    f"train.num_steps={NUM_STEPS}", "train.eval_every=100", "train.loss.kl_coef=0.001", f"train.save_every={SAVE_EVERY}",
+    "rollout.engine.chunked_prefill_size=2048",
+]  # fmt: skip
 
 
 def _score(folder: Path, rows: Sequence[dict[str, str]]) -> float:
@@ -48,10 +52,13 @@ def _score(folder: Path, rows: Sequence[dict[str, str]]) -> float:
     return sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True)) / len(rows)
 
 
+def _settings(*overrides: str) -> list[str]:
+    return [argument for override in (*SHORT, *overrides) for argument in ("--set", override)]
+
+
 def _demo(output: Path, *overrides: str) -> subprocess.Popen[str]:
-    arguments = [argument for override in overrides for argument in ("--set", override)]
     return subprocess.Popen(
-        [sys.executable, RUN, "--seed", "0", "--output", output, *arguments],
+        [sys.executable, RUN, "--seed", "0", "--output", output, *_settings(*overrides)],
         env={**ENVIRONMENT, MARK: str(output)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -74,64 +81,39 @@ def _processes_of(output: Path) -> dict[int, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interrupted:
-    """A demo interrupted by Ctrl-C in its fifth step."""
-
-    exit_code: int
-    seconds: float
-    """Seconds from the Ctrl-C to its end."""
-    text: str
-    processes: dict[int, str]
-    shared_memory: list[str]
-    """Files of the run left in shared memory."""
-    has_sockets: bool
-    has_torch: bool
-    """Whether the command's own process had loaded torch while it trained."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Run:
-    """A short demo, interrupted and then resumed to its end."""
+    """A short demo, run to its end."""
 
     output: Path
-    interrupted: Interrupted
-    resumed: subprocess.CompletedProcess[str]
+    text: str
+    maps: str
+    """Libraries of the command's own process while it trained."""
     scraped: str
     """Last complete answer of the node's metrics."""
     spans: list[ReceivedSpan]
-    """Spans of the resumed part."""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, unused_tcp_port_factory: Callable[[], int]) -> Run:
     """Runs the demo with all of an operator's options."""
     output, port = tmp_path_factory.mktemp("runs") / "demo", unused_tcp_port_factory()
-    seen = [f"metrics.listen=127.0.0.1:{port}", 'track.to=["tensorboard"]', "rollout.engine.chunked_prefill_size=2048"]
-    with receiving() as receiver, pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ENVIRONMENT, "OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
-        return _run(output, port, [*SHORT, *seen], receiver)
-
-
-def _run(output: Path, port: int, overrides: Sequence[str], receiver: Receiver) -> Run:
     answers, ended = list[str](), threading.Event()
-    interrupted = _interrupted(output, overrides)
-    receiver.spans.clear()
     scraper = threading.Thread(target=_scrape, args=(port, answers, ended))
     scraper.start()
-    arguments = [argument for override in overrides for argument in ("--set", override)]
-    try:
-        resumed = subprocess.run(
-            [sys.executable, "-m", "tasuki.cli", "train", output / "config.toml", "--resume", *arguments],
-            cwd=output.parent, env={**ENVIRONMENT, MARK: str(output)}, capture_output=True, text=True, timeout=START_S, check=False,
-        )  # fmt: skip
-    finally:
-        ended.set()
-        scraper.join()
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    with receiving() as receiver, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENVIRONMENT, "OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        try:
+            with _demo(output, f"metrics.listen=127.0.0.1:{port}", 'track.to=["tensorboard"]') as process:
+                lines, maps = _read_until(process, "step   1"), Path(f"/proc/{process.pid}/maps").read_text()
+                text = lines + process.communicate(timeout=START_S)[0]
+        finally:
+            ended.set()
+            scraper.join()
+    assert process.returncode == 0, text
     # The last answer before services stopped: afterwards their figures are missing.
     scraped = max(reversed(answers), key=lambda text: text.count("# TYPE "))
-    return Run(output=output, interrupted=interrupted, resumed=resumed, scraped=scraped, spans=receiver.spans)
+    return Run(output, text, maps, scraped, receiver.spans)
 
 
 def _scrape(port: int, answers: list[str], ended: threading.Event) -> None:
@@ -140,49 +122,50 @@ def _scrape(port: int, answers: list[str], ended: threading.Event) -> None:
             answers.append(answer.read().decode())
 
 
-def _interrupted(output: Path, overrides: Sequence[str]) -> Interrupted:
-    with _demo(output, *overrides) as process:
-        assert process.stdout is not None
-        lines, shared, maps = [], set[int](), ""
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("step   1"):
-                shared = shared_memory(list(_processes_of(output)))
-                maps = Path(f"/proc/{process.pid}/maps").read_text()
-            if line.startswith(f"step {SAVE_EVERY:>3}"):  # one step more than is saved
-                break
+def _read_until(process: subprocess.Popen[str], start: str) -> str:
+    """Returns the output up to the line that begins with `start`."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(start):
+            break
+    return "".join(lines)
+
+
+@pytest.mark.long
+def test_ctrl_c_while_it_trains_leaves_nothing_and_the_run_is_resumed_on_the_same_path(tmp_path: Path) -> None:
+    output, options = tmp_path / "demo", ['track.to=["tensorboard"]']
+    with _demo(output, *options) as process:
+        text = _read_until(process, f"step {SAVE_EVERY:>3}")  # one step more than is saved
+        shared = shared_memory(list(_processes_of(output)))
         os.killpg(process.pid, signal.SIGINT)
         started = time.monotonic()
         try:
-            rest, _ = process.communicate(timeout=STOP_S)
+            text += process.communicate(timeout=STOP_S)[0]
         finally:
             process.kill()
-    return Interrupted(
-        exit_code=process.returncode,
-        seconds=time.monotonic() - started,
-        text="".join(lines) + rest,
-        processes=_processes_of(output),
-        shared_memory=left_of(shared),
-        has_sockets=(output / "node" / "run").exists(),
-        has_torch="libtorch" in maps,
-    )
+    assert (process.returncode, time.monotonic() - started < limit_s(20)) == (130, True), text
+    assert "Traceback" not in text and "--resume continues the run" in text
+    assert (_processes_of(output), left_of(shared), (output / "node" / "run").exists()) == ({}, [], False)
 
-
-def test_ctrl_c_while_it_trains_leaves_nothing(run: Run):
-    interrupted = run.interrupted
-    assert interrupted.exit_code == 130, interrupted.text
-    assert interrupted.seconds < limit_s(20)
-    assert "Traceback" not in interrupted.text and "--resume continues the run" in interrupted.text
-    assert (interrupted.processes, interrupted.shared_memory, interrupted.has_sockets) == ({}, [], False)
+    resumed = subprocess.run(
+        [sys.executable, "-m", "tasuki.cli", "train", output / "config.toml", "--resume", *_settings(*options)],
+        cwd=output.parent, env=ENVIRONMENT, capture_output=True, text=True, timeout=START_S, check=False,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert f"version-{SAVE_EVERY:06d}: step {SAVE_EVERY} of {NUM_STEPS}" in resumed.stderr
+    assert [file.name for file in sorted((output / "samples").iterdir())] == SAMPLE_FILES
+    with closing(sqlite3.connect(output / "journal.sqlite")) as journal:
+        (num_changeovers,) = journal.execute("SELECT count(*) FROM changeovers").fetchone()
+    # The step after the checkpoint was made twice, and the interrupt may have come after another changeover.
+    assert num_changeovers - 2 * (NUM_STEPS + 1) in (2, 3)
+    assert json.loads((output / "track/tensorboard.json").read_text()) == {"last_step": NUM_STEPS}
+    assert len(list((output / "track/tensorboard").glob("events.*"))) == 2
 
 
 def test_the_command_trains_without_torch_in_its_own_process(run: Run):
-    assert not run.interrupted.has_torch
-    assert "PyTorch" not in run.interrupted.text
-
-
-def test_the_run_is_resumed_on_the_same_path(run: Run):
-    assert f"version-{SAVE_EVERY:06d}: step {SAVE_EVERY} of {NUM_STEPS}" in run.resumed.stderr
+    assert "libtorch" not in run.maps and "PyTorch" not in run.text
 
 
 def test_the_summary_has_the_figures_and_the_score_has_risen(run: Run):
@@ -203,16 +186,11 @@ def test_the_exported_model_reproduces_the_score_in_transformers(run: Run):
     assert _score(run.output / "model", rows) == pytest.approx(after, abs=0.02)
 
 
-def test_curve_journal_and_checkpoint_are_there(run: Run):
+def test_curve_journal_and_checkpoint_are_there_and_nothing_goes_on(run: Run):
     assert (run.output / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert any((run.output / "checkpoints" / "version-000012").iterdir())
+    assert any((run.output / "checkpoints" / f"version-{NUM_STEPS:06d}").iterdir())
     with closing(sqlite3.connect(run.output / "journal.sqlite")) as journal:
-        (num_changeovers,) = journal.execute("SELECT count(*) FROM changeovers").fetchone()
-    # The step after the checkpoint was made twice, and the interrupt may have come after another changeover.
-    assert num_changeovers - 2 * (NUM_STEPS + 1) in (2, 3)
-
-
-def test_nothing_of_the_demo_goes_on(run: Run):
+        assert journal.execute("SELECT count(*) FROM changeovers").fetchone() == (2 * (NUM_STEPS + 1),)
     assert _processes_of(run.output) == {}
     assert not (run.output / "node" / "run").exists()
 
@@ -238,7 +216,7 @@ def test_a_scrape_of_the_running_node_has_every_metric_and_no_other(run: Run):
 
 def test_samples_have_the_trainers_log_probs_close_to_rollouts(run: Run):
     files = sorted((run.output / "samples").iterdir())
-    assert [file.name for file in files] == [f"step-{number:06d}.jsonl" for number in range(NUM_STEPS)]
+    assert [file.name for file in files] == SAMPLE_FILES
     lines = [json.loads(line) for line in files[-1].read_text().splitlines()]
     assert len(lines) == 4 * 8 and {line["policy_version"] for line in lines} == {NUM_STEPS - 1}
     step = json.loads((run.output / "metrics.jsonl").read_text().splitlines()[NUM_STEPS - 1])
@@ -254,10 +232,9 @@ def test_logs_have_no_prompt(run: Run):
     assert [prompt for prompt in prompts if prompt in logs] == []
 
 
-def test_a_tracker_got_every_step_over_the_resume(run: Run):
+def test_a_tracker_got_every_step(run: Run):
     assert json.loads((run.output / "track/tensorboard.json").read_text()) == {"last_step": NUM_STEPS}
-    assert len(list((run.output / "track/tensorboard").glob("events.*"))) == 2
-    assert "tracker tensorboard" not in run.interrupted.text + run.resumed.stderr
+    assert "tracker tensorboard" not in run.text
 
 
 def test_a_step_is_one_trace_over_all_services(run: Run):

@@ -33,9 +33,33 @@ async def node(tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Node]:
         yield node
 
 
-async def test_metrics_are_on_the_port_that_the_configuration_names(node: Node) -> None:
+async def test_changeovers_both_ways_are_told_by_events_state_metrics_and_pages(node: Node) -> None:
+    state = await node.state()
+    assert (state.trainer_target, state.rollout_target) == tuple(
+        node_targets(node.config)[name] for name in ("trainer", "rollout")
+    )
+    assert (state.stage, state.next_stage, state.epoch) == (STAGE_LOAD_TRAINER, STAGE_LOAD_WEIGHTS, 1)
+    assert not state.HasField("policy_version")
+    there = await node.acquire(PHASE_ROLLOUT)
+    assert [one.event.stage for one in there if one.event.status == pb.STAGE_STATUS_DONE] == [*TO_ROLLOUT, STAGE_UNSPECIFIED]
+    assert (there[-1].state.phase, there[-1].state.policy_version, node.rollout.served) == (PHASE_ROLLOUT, 0, 0)
+    check_metrics(await scraped(node))
+    back = await node.acquire(PHASE_TRAIN)
+    assert (back[-1].state.phase, back[-1].state.num_changeovers) == (PHASE_TRAIN, 2)
+    done = {one.event.stage: one.event.bytes for one in back if one.event.status == pb.STAGE_STATUS_DONE}
+    assert (done[STAGE_DRAIN], done[STAGE_PAUSE_KV]) == (0, 500)
+    held = await node.acquire(PHASE_TRAIN)
+    assert [one.event.status for one in held] == [pb.STAGE_STATUS_HELD]
     await node.acquire(PHASE_ROLLOUT)
-    text = await scraped(node)
+    first = await node.stub.ListChangeovers(pb.ListChangeoversRequest(page_size=2), timeout=DEADLINE_S)
+    request = pb.ListChangeoversRequest(page_size=2, page_token=first.next_page_token)
+    last = await node.stub.ListChangeovers(request, timeout=DEADLINE_S)
+    seen = [[(one.changeover_id, one.target, len(one.stages)) for one in page.changeovers] for page in (first, last)]
+    assert seen == [[("c000003", PHASE_ROLLOUT, 5), ("c000002", PHASE_TRAIN, 4)], [("c000001", PHASE_ROLLOUT, 5)]]
+    assert not last.next_page_token
+
+
+def check_metrics(text: str) -> None:
     method = 'grpc_method="Acquire",grpc_service="tasuki.v1.CoordinatorService",grpc_type="server_stream",service="coordinator"'
     assert f"grpc_server_started_total{{{method}}} 1.0" in text
     assert 'grpc_service="tasuki.v1.TrainerService",grpc_type="server_stream"' not in text
@@ -54,26 +78,6 @@ async def scraped(node: Node) -> str:
     )
 
 
-async def test_both_directions_with_events_and_versions(node: Node) -> None:
-    there = await node.acquire(PHASE_ROLLOUT)
-    assert [one.event.stage for one in there if one.event.status == pb.STAGE_STATUS_DONE] == [*TO_ROLLOUT, STAGE_UNSPECIFIED]
-    assert (there[-1].state.phase, there[-1].state.policy_version, node.rollout.served) == (PHASE_ROLLOUT, 0, 0)
-    back = await node.acquire(PHASE_TRAIN)
-    assert (back[-1].state.phase, back[-1].state.num_changeovers) == (PHASE_TRAIN, 2)
-    done = {one.event.stage: one.event.bytes for one in back if one.event.status == pb.STAGE_STATUS_DONE}
-    assert (done[STAGE_DRAIN], done[STAGE_PAUSE_KV]) == (0, 500)
-    held = await node.acquire(PHASE_TRAIN)
-    assert [one.event.status for one in held] == [pb.STAGE_STATUS_HELD]
-
-
-async def test_state_names_the_targets_and_the_next_stage(node: Node) -> None:
-    state = await node.state()
-    assert state.trainer_target == node_targets(node.config)["trainer"]
-    assert state.rollout_target == node_targets(node.config)["rollout"]
-    assert (state.stage, state.next_stage, state.epoch) == (STAGE_LOAD_TRAINER, STAGE_LOAD_WEIGHTS, 1)
-    assert not state.HasField("policy_version")
-
-
 async def test_failed_stage_comes_back_as_its_own_error_and_the_node_is_back_in_train(node: Node) -> None:
     node.rollout.fail[STAGE_RESUME_KV] = OutOfGpuMemory("needs 12.4 GiB for kv_cache, 9.1 GiB free", tag="kv_cache")
     with pytest.raises(OutOfGpuMemory, match=r"9\.1 GiB free") as failed:
@@ -86,20 +90,6 @@ async def test_failed_stage_comes_back_as_its_own_error_and_the_node_is_back_in_
     assert [event.status for event in listed[0].stages] == [*[pb.STAGE_STATUS_UNDONE] * 4, pb.STAGE_STATUS_FAILED]
     node.rollout.fail.clear()
     assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
-
-
-async def test_changeovers_are_listed_in_pages_newest_first(node: Node) -> None:
-    for phase in (PHASE_ROLLOUT, PHASE_TRAIN, PHASE_ROLLOUT):
-        await node.acquire(phase)
-    seen, token = [], ""
-    while True:
-        request = pb.ListChangeoversRequest(page_size=2, page_token=token)
-        page = await node.stub.ListChangeovers(request, timeout=DEADLINE_S)
-        seen += [(one.changeover_id, one.target, len(one.stages)) for one in page.changeovers]
-        token = page.next_page_token
-        if not token:
-            break
-    assert seen == [("c000003", PHASE_ROLLOUT, 5), ("c000002", PHASE_TRAIN, 4), ("c000001", PHASE_ROLLOUT, 5)]
 
 
 async def test_plan_is_told_while_a_changeover_runs(node: Node) -> None:

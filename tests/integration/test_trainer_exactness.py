@@ -27,23 +27,24 @@ BUDGETS = (23, 64, 4096)
 CUT = ("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe") if IS_WHOLE else ("llama", "qwen3_moe")
 SPARSE = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"}
 # Three ranks have shards of unequal size, and cannot share the experts evenly.
-CASES = [
-    *((2, kind, max_tokens, 1) for kind in CUT for max_tokens in BUDGETS),
-    *((2, kind, 64, 1) for kind in CONFIGS if kind not in CUT),
-    *((3, kind, 64, 1) for kind in ("qwen2_tied", "qwen3_moe")),
-    # The plain step has no dropout; training must have none either.
-    (2, "qwen2_dropout", 64, 1),
-    *((2, kind, 64, 2) for kind in CONFIGS),
-    *((2, "llama", max_tokens, 2) for max_tokens in BUDGETS if max_tokens != 64),
-    # Each rank has separate experts; micro-batches of 64 tokens are recomputed.
-    *((2, f"{kind}_spread", max_tokens, 1) for kind, max_tokens in crossed(SPARSE, (64, 4096))),
-    (3, "qwen3_moe_spread", 64, 1),
-    (4, "mixtral_spread", 64, 2),
-    (2, "one_sided_spread", 64, 1),
-    # Two groups of two ranks, and more ranks than key heads.
-    *((4, kind, 64, 2) for kind in ("qwen2", "gemma2")),
-    *((4, kind, 64, 4) for kind in ("qwen2", "qwen3_moe")),
-]
+CASES = dict.fromkeys(
+    [
+        *((2, kind, max_tokens, 1) for kind in CUT for max_tokens in BUDGETS),
+        *((2, kind, 64, sharing) for kind, sharing in crossed(CONFIGS, (1, 2))),
+        *((3, kind, 64, 1) for kind in ("qwen2_tied", "qwen3_moe")),
+        # The plain step has no dropout; training must have none either.
+        (2, "qwen2_dropout", 64, 1),
+        *((2, "llama", max_tokens, 2) for max_tokens in BUDGETS),
+        # Each rank has separate experts; micro-batches of 64 tokens are recomputed.
+        *((2, f"{kind}_spread", max_tokens, 1) for kind, max_tokens in crossed(SPARSE, (64, 4096))),
+        (3, "qwen3_moe_spread", 64, 1),
+        (4, "mixtral_spread", 64, 2),
+        (2, "one_sided_spread", 64, 1),
+        # Two groups of two ranks, and more ranks than key heads.
+        *((4, kind, 64, 2) for kind in ("qwen2", "gemma2")),
+        *((4, kind, 64, 4) for kind in ("qwen2", "qwen3_moe")),
+    ]
+)
 """Ranks, family, budget, and ranks per micro-batch."""
 
 
