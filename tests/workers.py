@@ -10,7 +10,8 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-# Begun before all other files of these folders, longest first: slow files, and those that share a node, an engine or a trainer.
+# Begun before all other files of these folders, longest first: slow files, and those that share a node, an engine, a trainer, or the
+# server that forks ranks.
 _FIRST = {
     "node": [
         "e2e/test_arithmetic",
@@ -33,6 +34,9 @@ _FIRST = {
         "integration/test_weight_exchange",
         "integration/test_release",
         "integration/test_torn_sync",
+        "integration/test_trainer_ranks",
+        "integration/test_rank_front",
+        "integration/test_atomic_folder",
     ],
     "engine": [
         "integration/test_rollout",

@@ -20,7 +20,7 @@ from tests.unit.memory_folder import memory_folder
 from tests.unit.simulated_fleet import FleetFault, SimulatedFleet
 from tests.unit.virtual_time import VirtualTimeLoop
 
-NUM_SEEDS, NUM_CHUNKS, NUM_STEPS = (150, 15, 3) if IS_WHOLE else (6, 3, 2)
+NUM_SEEDS, NUM_CHUNKS, NUM_STEPS = (150, 15, 3) if IS_WHOLE else (3, 3, 2)
 STRIDE = 1 if IS_WHOLE else 11
 """Runs one in STRIDE of the fault points."""
 POINTS = ("intend", "intended", "begin", "begun", "end", "ended", "note", "noted", "decide", "decided")

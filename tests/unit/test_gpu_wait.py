@@ -42,7 +42,7 @@ def started(wait: Callable[[], None]) -> threading.Thread:
 
 
 def still_waits(waiting: threading.Thread) -> bool:
-    waiting.join(1.0)
+    waiting.join(0.5)
     return waiting.is_alive()
 
 

@@ -155,7 +155,7 @@ while True:
 def test_nothing_acknowledged_is_lost_when_the_writer_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     acknowledged: list[str] = []
-    for _ in range(3):
+    for _ in range(2):
         writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None
         acknowledged += [writer.stdout.readline().strip() for _ in range(50)]
@@ -164,6 +164,6 @@ def test_nothing_acknowledged_is_lost_when_the_writer_is_killed(tmp_path: Path) 
         writer.wait()
     journal = Journal(path)
     kept = {one.changeover_id: one.stages for one in journal.changeovers(limit=100_000)}
-    assert len(acknowledged) >= 150
+    assert len(acknowledged) >= 100
     assert all(StageStatus.of(kept[changeover_id][0].status) is StageStatus.DONE for changeover_id in acknowledged)
     assert journal._db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"

@@ -2,7 +2,7 @@
 
 Promises are asserted where they are kept. The simulated services check that a version is received before it is served, no sample is trained
 twice, the GPUs have one holder and versions grow. The command gate counts executions, and the journal is audited at the end. `make test`
-runs 1,000 steps, `make chaos` 10,000.
+runs 500 steps, `make chaos` 10,000.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.unit.simulated_node import SimulatedNode
 from tests.unit.test_simulation import REFUSALS
 from tests.unit.virtual_time import VirtualTimeLoop
 
-MIN_STEPS = 10_000 if IS_WHOLE else 1_000
+MIN_STEPS = 10_000 if IS_WHOLE else 500
 EXPECTED = (DeadlineExceeded, DiskFull, EnginePoisoned, OutOfGpuMemory, PeerUnavailable, WeightsCorrupt)
 """Errors in which a changeover may end under faults; any other is the coordinator's bug."""
 
