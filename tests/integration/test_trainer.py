@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasuki.v1 import types_pb2
+from tasuki.v1 import loss_pb2, types_pb2
 from tasuki.v1.types_pb2 import ROLE_REFERENCE
 from tests.integration.trainer_process import TrainerClient, samples_of_now
 from tests.integration.trainer_samples import plain_log_probs
+from tests.refusal import refused
 
 
 async def test_metrics_count_tokens_steps_and_the_gap_of_the_last_batch(client: TrainerClient) -> None:
@@ -87,7 +88,28 @@ async def test_gap_is_the_distance_to_the_given_rollout_log_probs(client: Traine
     assert answer.metrics["clip_fraction"] == 0
     samples[3].rollout_log_probs[0] += 0.25
     samples[3].ClearField("loss_mask")
+    await client.discard_gradients()
     assert (await client.forward_backward(samples)).metrics["log_prob_gap_max"] == pytest.approx(0.25, abs=1e-5)
+
+
+async def test_the_calls_of_a_step_have_one_denominator(client: TrainerClient) -> None:
+    samples = await samples_of_now(client)
+    whole = await client.forward_backward(samples)
+    norm = (await client.optim_step(learning_rate=0.0)).grad_norm
+    for sample in samples:
+        sample.policy_version += 1
+    given = loss_pb2.LossConfig(name="ppo")
+    given.settings["denominator"] = whole.denominator
+    parts = [await client.forward_backward(part, loss=given) for part in (samples[:5], samples[5:])]
+    assert sum(part.loss for part in parts) == pytest.approx(whole.loss, rel=1e-5)
+    assert (await refused(client.forward_backward(samples))).metadata["field"] == "header.loss.settings.denominator"
+    assert (await client.optim_step(learning_rate=0.0)).grad_norm == pytest.approx(norm, rel=1e-5)
+    for sample in samples:
+        sample.policy_version += 1
+    await client.forward_backward(samples)
+    assert (await refused(client.forward_backward(samples, loss=given))).metadata["field"] == "header.loss.settings.denominator"
+    await client.discard_gradients()
+    await client.forward_backward(samples)
 
 
 async def test_usage_is_measured_per_rank(client: TrainerClient) -> None:

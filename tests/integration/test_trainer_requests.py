@@ -49,6 +49,7 @@ async def test_log_probs_that_the_loss_saw_come_with_the_answer_in_the_order_ask
     assert [len(row.log_probs) for row in answer.log_probs] == [len(samples[place].completion_token_ids) for place in places]
     for row, place in zip(answer.log_probs, places, strict=True):
         assert list(row.log_probs) == pytest.approx(scored[place], abs=1e-5)
+    await client.discard_gradients()
     assert not (await client.forward_backward(samples)).log_probs
 
 

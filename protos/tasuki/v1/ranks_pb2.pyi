@@ -880,9 +880,11 @@ class LoggedForwardBackward(_message.Message):
     LOSS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     IS_SHARE_FIELD_NUMBER: _builtins.int
+    IS_OWN_DENOMINATOR_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     is_share: _builtins.bool
     """As in ForwardBackwardHeader."""
+    is_own_denominator: _builtins.bool
     @_builtins.property
     def loss(self) -> _loss_pb2.LossConfig:
         """As sent by the caller."""
@@ -896,10 +898,11 @@ class LoggedForwardBackward(_message.Message):
         loss: _loss_pb2.LossConfig | None = ...,
         samples: _abc.Iterable[_types_pb2.TrainingSample] | None = ...,
         is_share: _builtins.bool = ...,
+        is_own_denominator: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_share", b"is_share", "loss", b"loss", "role", b"role", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "loss", b"loss", "role", b"role", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

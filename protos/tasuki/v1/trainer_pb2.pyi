@@ -134,6 +134,7 @@ class ForwardBackwardHeader(_message.Message):
     LOG_PROBS_OF_FIELD_NUMBER: _builtins.int
     IS_SHARE_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    IS_OWN_DENOMINATOR_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     """POLICY or CRITIC."""
     is_share: _builtins.bool
@@ -142,6 +143,8 @@ class ForwardBackwardHeader(_message.Message):
     """
     validate_only: _builtins.bool
     """Validates the call and changes nothing. The answer has num_samples and num_tokens only."""
+    is_own_denominator: _builtins.bool
+    """Set by a fleet beside `is_share`: the caller gave no denominator. A step that takes several calls needs one in each."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     @_builtins.property
@@ -159,10 +162,11 @@ class ForwardBackwardHeader(_message.Message):
         log_probs_of: _abc.Iterable[_builtins.int] | None = ...,
         is_share: _builtins.bool = ...,
         validate_only: _builtins.bool = ...,
+        is_own_denominator: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "loss", b"loss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "is_share", b"is_share", "log_probs_of", b"log_probs_of", "loss", b"loss", "role", b"role", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "log_probs_of", b"log_probs_of", "loss", b"loss", "role", b"role", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

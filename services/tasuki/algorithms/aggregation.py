@@ -5,6 +5,9 @@ Shape suffixes: N completion tokens, concatenated by sample; S samples.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,6 +32,15 @@ def denominator(loss_mask_N: NDArray[np.floating], num_completion_S: NDArray[np.
         case Aggregation.CONSTANT:
             assert config.aggregation_length is not None
             return float(len(num_completion_S) * config.aggregation_length)
+
+
+def call_denominator(
+    loss_masks: Sequence[Sequence[float]], num_completion_tokens: Sequence[int], *, config: LossConfig
+) -> float:
+    """`denominator` of samples given one by one. loss_masks: of each sample; empty if all its tokens count."""
+    masks = [mask or [1.0] * length for mask, length in zip(loss_masks, num_completion_tokens, strict=True)]
+    mask_N = np.fromiter(chain.from_iterable(masks), dtype=np.float64)
+    return denominator(mask_N, np.asarray(num_completion_tokens, dtype=np.int64), config=config)
 
 
 def token_weights(

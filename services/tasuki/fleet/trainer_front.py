@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+from tasuki.algorithms.aggregation import call_denominator
 from tasuki.fleet.nodes import FleetNodes, NodeChannels, on_all
 from tasuki.fleet.rules import merged_trainer_state, refuse_stage, renumbered
 from tasuki.rpc.calls import chunks, remaining_s
 from tasuki.rpc.commands import CommandGate, digest
-from tasuki.trainer.data.split_batch import call_denominator
 from tasuki.trainer.ranks.wire import decode_loss
 from tasuki.trainer.service.merge_responses import merge_metrics, merge_parts
 from tasuki.trainer.service.requests import (
@@ -82,6 +82,7 @@ class TrainerFront(TrainerServiceServicer):
             named = trainer_pb2.ForwardBackwardHeader()
             named.CopyFrom(header)
             denominator = _denominator(header, samples)
+            named.is_own_denominator = "denominator" not in header.loss.settings
             named.loss.settings["denominator"] = denominator
             shares = self._shares(samples)
             merged = _merged(await calls.forward_backward(named, samples, shares), header.log_probs_of, shares)

@@ -106,10 +106,8 @@ async def _carry_out(training: Training, record: TrainingRecord) -> Message:
             return record.save_answer if record.HasField("save_answer") else loaded
         case "forward_backward":
             logged = record.forward_backward
-            role, config, samples = training.decode_forward_backward(
-                logged.role, logged.loss, logged.samples, is_share=logged.is_share
-            )
-            return await training.forward_backward(role, logged.loss, config, samples)
+            role, config, samples = training.decode_forward_backward(logged, logged.samples)
+            return await training.forward_backward(role, logged, config, samples)
         case "begin_run":
             return await training.begin_run(record.begin_run)
         case "optim_step":

@@ -75,12 +75,16 @@ class TrainerServicer(TrainerServiceServicer):
             async with self._state.training():
                 role, config, decoded = self._decode(header, samples)
                 logged = ranks_pb2.LoggedForwardBackward(
-                    role=header.role, loss=header.loss, samples=samples, is_share=header.is_share
+                    role=header.role,
+                    loss=header.loss,
+                    samples=samples,
+                    is_share=header.is_share,
+                    is_own_denominator=header.is_own_denominator,
                 )
                 async with self._log.command(self._record(header, content=content, forward_backward=logged)):
                     with self._metrics.using("forward_backward"):
                         answer = await self._training.forward_backward(
-                            role, header.loss, config, decoded, log_probs_of=header.log_probs_of
+                            role, header, config, decoded, log_probs_of=header.log_probs_of
                         )
                 self._metrics.learned(role, decoded, answer, policy_version=self._state.policy_version)
                 if not header.is_share:
@@ -103,9 +107,7 @@ class TrainerServicer(TrainerServiceServicer):
         self, header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample]
     ) -> tuple[Role, LossConfig, Samples]:
         """Decodes the call. Raises every error for which it would be refused."""
-        role, config, decoded = self._training.decode_forward_backward(
-            header.role, header.loss, samples, is_share=header.is_share
-        )
+        role, config, decoded = self._training.decode_forward_backward(header, samples)
         requests.check_log_probs_of(header.log_probs_of, role=role, samples=decoded)
         return role, config, decoded
 

@@ -27,6 +27,8 @@ from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import GradientsNotFinite, GradientsPending, InvalidArgument, NoGradients
 
+_LossCall = trainer_pb2.ForwardBackwardHeader | ranks_pb2.LoggedForwardBackward
+
 
 class Training:
     """The ranks as one trainer."""
@@ -46,6 +48,8 @@ class Training:
         """
         self.ranks, self.state = ranks, state
         self._limits, self._costs, self._num_sharing, self._sharing = limits, costs, sequence_parallel, sharing
+        self._divided_alone: set[Role] = set()
+        """Roles whose pending gradients were divided by the count of their own call."""
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -64,21 +68,21 @@ class Training:
             state.schedule_start = state.version
         return answers[0].begin_run
 
-    def decode_forward_backward(
-        self,
-        role: RoleMessage.ValueType,
-        loss: loss_pb2.LossConfig,
-        samples: Sequence[TrainingSample],
-        *,
-        is_share: bool = False,
-    ) -> tuple[Role, LossConfig, Samples]:
-        """Decodes the samples and checks them. is_share: of a fleet's call.
+    def decode_forward_backward(self, call: _LossCall, samples: Sequence[TrainingSample]) -> tuple[Role, LossConfig, Samples]:
+        """Decodes the samples and checks them.
 
-        Raises InvalidArgument naming sample and field, VersionOrder for a version that does not exist yet.
+        Raises InvalidArgument naming sample and field, also for a call without denominator that adds to another's gradients;
+        VersionOrder for a version that does not exist yet.
         """
-        trained = self._trained(role, field="header.role")
-        config, decoded = decode_loss(loss), decode_samples(samples)
-        if is_share:
+        trained = self._trained(call.role, field="header.role")
+        config, decoded = decode_loss(call.loss), decode_samples(samples)
+        if self.state.roles[trained].has_gradients and (_divides_alone(call) or trained in self._divided_alone):
+            problem = (
+                f"is missing in a call of this step of the {trained}: each would divide by its own count, and their sum be too large; "
+                "give every call the count of all (`step_loss` of the SDK does), or call DiscardGradients"
+            )
+            raise InvalidArgument("header.loss.settings.denominator", problem)
+        if call.is_share:
             checks.check_share(decoded, config=config, role=trained, limits=self._limits)
         else:
             checks.check_sequences(decoded, limits=self._limits)
@@ -97,17 +101,18 @@ class Training:
     async def forward_backward(
         self,
         role: Role,
-        loss: loss_pb2.LossConfig,
+        call: _LossCall,
         config: LossConfig,
         samples: Samples,
         *,
         log_probs_of: Sequence[int] = (),
     ) -> trainer_pb2.ForwardBackwardResponse:
-        """Takes the result of decode_forward_backward, and its loss message. log_probs_of: checked by `check_log_probs_of`."""
+        """Takes the call of decode_forward_backward with its result. log_probs_of: checked by `check_log_probs_of`."""
         started = time.perf_counter()
         mask_N = samples.columns["loss_mask"]
         divisor = config.denominator or denominator(mask_N, samples.num_completion_S, config=config)
-        named = _with_denominator(loss, divisor)
+        named = _with_denominator(call.loss, divisor)
+        (self._divided_alone.add if _divides_alone(call) else self._divided_alone.discard)(role)
         samples, plan = self._plan(role, samples)
         answers = await self.ranks.call(
             [
@@ -209,6 +214,10 @@ class Training:
 
     def _for_each_rank(self, plan: MicroBatchPlan) -> MicroBatchPlan:
         return [micro_batches for micro_batches in plan for _ in range(self._num_sharing)]
+
+
+def _divides_alone(call: _LossCall) -> bool:
+    return call.is_own_denominator or "denominator" not in call.loss.settings
 
 
 def _with_denominator(loss: loss_pb2.LossConfig, denominator: float) -> loss_pb2.LossConfig:
