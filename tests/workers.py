@@ -13,6 +13,18 @@ from xdist.scheduler import LoadScopeScheduling
 # Begun before all other files of these folders, longest first: slow files, and those that share a node, an engine, a trainer, or the
 # server that forks ranks.
 _FIRST = {
+    "ranks": [
+        "integration/test_trainer_exactness",
+        "integration/test_critic_exactness",
+        "integration/test_trainer_memory",
+        "integration/test_sync_broken",
+        "integration/test_weight_exchange",
+        "integration/test_release",
+        "integration/test_torn_sync",
+        "integration/test_trainer_ranks",
+        "integration/test_rank_front",
+        "integration/test_atomic_folder",
+    ],
     "node": [
         "e2e/test_arithmetic",
         "e2e/test_node",
@@ -26,18 +38,7 @@ _FIRST = {
     "demo": ["e2e/test_demo"],
     "roomy": ["e2e/test_engine_metrics", "e2e/test_ppo", "e2e/test_residency", "e2e/test_secrets"],
     "starting points": ["e2e/test_starting_points"],
-    "ranks": [
-        "integration/test_trainer_exactness",
-        "integration/test_critic_exactness",
-        "integration/test_trainer_memory",
-        "integration/test_sync_broken",
-        "integration/test_weight_exchange",
-        "integration/test_release",
-        "integration/test_torn_sync",
-        "integration/test_trainer_ranks",
-        "integration/test_rank_front",
-        "integration/test_atomic_folder",
-    ],
+    "supervisor": ["integration/test_node_process"],
     "engine": [
         "integration/test_rollout",
         "integration/test_rollout_generate",
@@ -49,7 +50,6 @@ _FIRST = {
     "trainers": ["integration/test_trainer_lifetime"],
     "fleet": ["integration/test_fleet_trainer"],
     "trainer": ["integration/test_trainer", "integration/test_trainer_requests", "integration/test_trainer_weights"],
-    "supervisor": ["integration/test_node_process"],
 }
 _GROUPS = {f"tests/{file}.py": group for group, files in _FIRST.items() for file in files}
 
