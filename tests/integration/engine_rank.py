@@ -8,9 +8,10 @@ import gc
 import multiprocessing
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -135,31 +136,49 @@ def pieces_of(outcomes: list[Outcome]) -> list[ReceivedPiece]:
 def engine_ranks(num_ranks: int = 2, *, device: str = "cpu") -> Iterator[EngineRanks]:
     """device: "cpu", or "cuda" for one GPU per rank."""
     context = processes if device == "cpu" else multiprocessing.get_context("spawn")
-    pipes, ranks = [], []
-    for index in range(num_ranks):
-        ours, theirs = context.Pipe()
-        rank_device = "cpu" if device == "cpu" else f"{device}:{index}"
-        rank = context.Process(target=_run_rank, args=(theirs, rank_device), daemon=True)
+    ours, theirs = zip(*(context.Pipe() for _ in range(num_ranks)), strict=True)
+    if device == "cpu":
+        starts: list[tuple[Any, tuple[Any, ...]]] = [(_fork_ranks, (theirs,))]
+    else:
+        starts = [(_run_rank, (pipe, f"{device}:{index}")) for index, pipe in enumerate(theirs)]
+    ranks = [context.Process(target=target, args=args, daemon=True) for target, args in starts]
+    for rank in ranks:
         rank.start()
-        theirs.close()
-        pipes.append(ours)
-        ranks.append(rank)
+    for pipe in theirs:
+        pipe.close()
     try:
-        yield EngineRanks(pipes)
+        yield EngineRanks(list(ours))
     finally:
+        for pipe in ours:
+            pipe.close()  # ends forked ranks
         for rank in ranks:
             rank.kill()
             rank.join()
 
 
+def _fork_ranks(pipes: Sequence[Connection]) -> None:
+    """Runs the first rank; the others are forked, so that SGLang is imported once."""
+    os.environ |= {
+        "OMP_NUM_THREADS": "1",
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_without_a_test()),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_NCCL_SO_PATH": "/nonexistent",
+    }
+    import_module("sglang.srt.model_loader")
+    for pipe in pipes[1:]:
+        if os.fork() == 0:
+            _run_rank(pipe, "cpu")
+            os._exit(0)
+    _run_rank(pipes[0], "cpu")
+
+
 def _run_rank(pipe: Connection, device: str) -> None:
     import torch
 
-    os.environ |= {"OMP_NUM_THREADS": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_without_a_test())}
     if device == "cpu":
-        os.environ |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
         torch.set_num_threads(1)
     else:
+        os.environ |= {"OMP_NUM_THREADS": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_without_a_test())}
         torch.cuda.set_device(device)
     from tasuki.memory.arena import set_host_budget
     from tasuki.rollout.rank_commands import command_tensors, rank_allocator, run_command
