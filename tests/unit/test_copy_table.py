@@ -22,7 +22,7 @@ from tasuki.weights.manifest import Entry
 from tasuki.weights.plan import Piece, Slice, whole
 from tasuki.weights.split import split_by_entries
 from tasuki.weights.table import BLOCK_WORDS, TILE_UNITS, Table
-from tests.extent import crossed
+from tests.extent import crossed, examples
 from tests.slices import Cut, by_boxes, by_columns, by_rows, by_rows_and_columns, part_of, strided
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def random_view(tensor: torch.Tensor, shape: tuple[int, ...], rng: random.Random
 def test_the_tables_of_random_copies_do_what_copy_does() -> None:
     rng = random.Random(0)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(150):
+    for _ in range(examples(400)):
         shape = tuple(rng.choice([1, 2, 3, 8, 16, 40, 64]) for _ in range(rng.randint(1, 4)))
         padded = tuple(size + rng.choice([0, 0, 1, 8]) for size in shape)
         sources = torch.randn(padded, generator=generator).to(rng.choice(DTYPES))

@@ -79,7 +79,7 @@ def test_a_namespace_that_forbids_what_a_node_calls_is_found(call: str, monkeypa
 
 
 def test_a_disk_that_cannot_be_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode, **_: not mode & os.W_OK)  # root may write everywhere
     found = host.check_disk("state_dir", tmp_path / "node", needed_bytes=0)
     assert is_bad(found, Verdict.FAIL, found=f"{tmp_path} cannot be written", advice="choose another state_dir")
     assert is_bad(host.check_shared_memory(tmp_path), Verdict.FAIL, found="free", advice="--shm-size")
