@@ -15,11 +15,10 @@ from tasuki.rollout.generate import Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rollout import Rollout, check_stage
 from tasuki.rollout.seeds import CallNumbers
-from tasuki.rollout.sync import SyncReport
 from tasuki.rpc.memory import decode_move
 from tasuki.v1 import weights_pb2
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
-from tasuki.v1.rollout_pb2 import GenerateRequest
+from tasuki.v1.rollout_pb2 import GenerateRequest, ReceiveWeightsResponse
 from tasuki.wire.errors import (
     Asleep,
     BadHandle,
@@ -75,10 +74,10 @@ class EasySync:
 
     async def prepare(self, weights: weights_pb2.PublishedWeights) -> None: ...
 
-    async def run(self, weights: weights_pb2.PublishedWeights, imported: None, *, timeout_s: float) -> SyncReport:
+    async def run(self, weights: weights_pb2.PublishedWeights, imported: None, *, timeout_s: float) -> ReceiveWeightsResponse:
         if self.failure is not None:
             raise self.failure
-        return SyncReport(weights.policy_version, 0, (), {}, b"layout", ())
+        return ReceiveWeightsResponse(policy_version=weights.policy_version)
 
 
 class NoMemory:

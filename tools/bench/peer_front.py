@@ -59,7 +59,7 @@ class PeerFront:
             return await self._sync.run(weights, await self._sync.prepare(weights), timeout_s=120)
 
         report = self._engine.loop.run_until_complete(sync())
-        assert report.fallback_names == ()
+        assert not report.fallback_names
         return {"copied_bytes": report.copied_bytes}
 
     def update(self, request: str) -> dict[str, Any]:

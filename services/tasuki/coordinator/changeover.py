@@ -254,7 +254,9 @@ class Changeover:
 
     async def bring_to_target(self) -> None:
         """Brings the node to `target`. If a stage fails, the finished ones are undone and its error is raised."""
-        if self._is_on_the_way_back or self._lacks_publication() or turns_back(self.at, self.target):
+        # SYNC may be still to come while no coordinator learned the answer of LOAD_WEIGHTS.
+        lacks_publication = self.at in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS) and self._journal.published() is None
+        if self._is_on_the_way_back or lacks_publication or turns_back(self.at, self.target):
             await self._take_back(since_phase(self.at))
         stages = path(self.at, self.target)
         for stage, following in zip_longest(stages, stages[1:]):
@@ -269,10 +271,6 @@ class Changeover:
                 suspect = (stage,) if isinstance(error, _OUTCOME_UNKNOWN) else ()
                 await self._take_back_after(error, (*finished, *suspect))
                 raise
-
-    def _lacks_publication(self) -> bool:
-        """Whether SYNC is still to come but no coordinator learned the answer of LOAD_WEIGHTS."""
-        return self.at in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS) and self._journal.published() is None
 
     async def make_room(self) -> None:
         """Undoes LOAD_TRAINER, so that an engine can start on the trainer's GPUs.

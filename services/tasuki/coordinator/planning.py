@@ -62,36 +62,17 @@ class Planning:
         return plan_to_proto(planned, advise(planned))
 
 
-class PlannedMemory:
-    """The node's plan, made once."""
-
-    def __init__(self, planning: Planning, *, device: str) -> None:
-        self._planning, self._device = planning, device
-        self._plan: pb.PlanResponse | None = None
-
-    async def read(self) -> None:
-        """Makes the plan. Raises TasukiError if none can be made now."""
-        if self._plan is None:
-            self._plan = await self._planning.plan(gpu_bytes=None, host_bytes=None)
-
-    def family(self, at: Stage | None) -> GaugeMetricFamily:
-        """Planned bytes at `at`, or the peak of the phase that it completes; empty while stage or plan is unknown."""
-        family = MEMORY_PLANNED.gauges()
-        if self._plan is None or at is None:
-            return family
-        name = phase_of(at) or at
-        for stage in self._plan.stages:
-            if stage.stage == name:
-                for device in stage.devices:
-                    self._add(family, device)
-        return family
-
-    def _add(self, family: GaugeMetricFamily, device: pb.PlannedDevice) -> None:
+def planned_memory(plan: pb.PlanResponse | None, at: Stage | None, *, device: str) -> GaugeMetricFamily:
+    """Planned bytes at `at`, or the peak of the phase that it completes; empty while stage or plan is unknown."""
+    family = MEMORY_PLANNED.gauges()
+    name = None if at is None else phase_of(at) or at
+    for planned in (planned for stage in (plan.stages if plan else ()) if stage.stage == name for planned in stage.devices):
         # On a CPU the measured memory is the host's, under the name of torch's device.
-        name = "cpu" if device.device == "host" and self._device == "cpu" else device.device
-        for part in device.parts:
+        place = "cpu" if planned.device == "host" and device == "cpu" else planned.device
+        for part in planned.parts:
             service, tag = PART_TAGS.get(part.part, ("", part.part))
-            family.add_metric([service, tag, name], part.bytes)
+            family.add_metric([service, tag, place], part.bytes)
+    return family
 
 
 def plan_to_proto(planned: Plan, advice: Advice) -> pb.PlanResponse:

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +15,13 @@ import grpc.aio
 
 from tasuki.rollout.generate import check_request, generate, question
 from tasuki.rollout.seeds import CallNumbers
-from tasuki.rollout.sync import SyncReport, WeightSync
+from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.calls import remaining_s
 from tasuki.rpc.commands import REFUSALS, CommandGate
 from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, joined, watch_usage
 from tasuki.rpc.ranks import RankFront
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, ranks_pb2, types_pb2, weights_pb2
-from tasuki.v1.rollout_pb2 import GenerateRequest
+from tasuki.v1.rollout_pb2 import DrainResponse, GenerateRequest, ReceiveWeightsResponse
 from tasuki.wire.errors import (
     Asleep,
     Busy,
@@ -177,14 +176,6 @@ def check_stage(stage: Stage, *, after: Stage | None, poison_reason: str | None)
         raise StageOrder(f"stage {stage} cannot follow {place}; allowed: {allowed}", stage=stage, after=place, allowed=allowed)
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """How the samples ended that were running when a drain began."""
-
-    num_finished: int
-    num_cut: int
-
-
 class Rollout:
     """One engine, the version of its weights, its memory, and the service's place in the ring.
 
@@ -266,7 +257,7 @@ class Rollout:
         _log.info("event=stage stage=%s released_bytes=%d", stage, released)
         return released
 
-    async def receive(self, weights: weights_pb2.PublishedWeights, *, timeout_s: float) -> SyncReport:
+    async def receive(self, weights: weights_pb2.PublishedWeights, *, timeout_s: float) -> ReceiveWeightsResponse:
         """Runs SYNC. A refusal before any write changes nothing; any other failure poisons the engine."""
         check_stage(Stage.SYNC, after=self.stage, poison_reason=self.poison_reason)
         if self._highest_served is not None and weights.policy_version < self._highest_served:
@@ -287,11 +278,11 @@ class Rollout:
             report.copied_bytes,
             len(report.fallback_names),
             time.perf_counter() - started,
-            " ".join(f"{name}_s={seconds:.4f}" for name, seconds in report.timings.items()),
+            " ".join(f"{timing.name}_s={timing.seconds:.4f}" for timing in report.timings),
         )
         return report
 
-    async def drain(self, *, grace_s: float, timeout_s: float) -> Drained:
+    async def drain(self, *, grace_s: float, timeout_s: float) -> DrainResponse:
         """Runs DRAIN: refuses new requests, lets running samples finish for `grace_s`, then cuts the rest.
 
         If the engine does not release them within `timeout_s`, raises DeadlineExceeded and poisons the engine.
@@ -310,7 +301,7 @@ class Rollout:
                     self.engine.cut_all()
                 await self.engine.become_idle(timeout_s=_CUT_AGAIN_S)
         self.stage = Stage.DRAIN
-        drained = Drained(self.engine.num_finished - finished, self.engine.num_cut - cut)
+        drained = DrainResponse(num_finished=self.engine.num_finished - finished, num_cut=self.engine.num_cut - cut)
         _log.info("event=stage stage=DRAIN finished=%d cut=%d", drained.num_finished, drained.num_cut)
         return drained
 

@@ -12,7 +12,7 @@ from tasuki.rollout.metrics import GenerationMetrics
 from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.calls import remaining_s
 from tasuki.rpc.commands import CommandGate
-from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2, weights_pb2
+from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2
 
 # A token and its log-prob take at most 9 bytes, so that even with the longest last sample a message stays below 4 MiB.
 _MAX_BUNDLE_TOKENS = 131_072
@@ -37,26 +37,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def ReceiveWeights(
         self, request: rollout_pb2.ReceiveWeightsRequest, context: grpc.aio.ServicerContext
     ) -> rollout_pb2.ReceiveWeightsResponse:
-        timeout_s = remaining_s(context)
-
-        async def receive() -> rollout_pb2.ReceiveWeightsResponse:
-            report = await self._rollout.receive(request.weights, timeout_s=timeout_s)
-            return rollout_pb2.ReceiveWeightsResponse(
-                policy_version=report.policy_version,
-                copied_bytes=report.copied_bytes,
-                fallback_names=report.fallback_names,
-                timings=[types_pb2.Timing(name=name, seconds=seconds) for name, seconds in report.timings.items()],
-                sums=weights_pb2.WeightSums(
-                    policy_version=report.policy_version, layout_digest=report.layout_digest, checksums=report.checksums
-                ),
-            )
-
+        receive = partial(self._rollout.receive, request.weights, timeout_s=remaining_s(context))
         return await self._gate.stage(request, receive)
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> rollout_pb2.DrainResponse:
         drain = partial(self._rollout.drain, grace_s=request.grace_ms / 1000, timeout_s=remaining_s(context))
-        drained = await self._gate.stage(request, drain)
-        return rollout_pb2.DrainResponse(num_finished=drained.num_finished, num_cut=drained.num_cut)
+        return await self._gate.stage(request, drain)
 
     async def GetRolloutState(
         self, request: rollout_pb2.GetRolloutStateRequest, context: grpc.aio.ServicerContext

@@ -7,14 +7,14 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tasuki.v1 import ranks_pb2, weights_pb2
+from tasuki.v1 import ranks_pb2, types_pb2, weights_pb2
+from tasuki.v1.rollout_pb2 import ReceiveWeightsResponse
 from tasuki.weights.imported_weights import ImportedWeights, import_weights
 from tasuki.weights.plan import Slice
 from tasuki.weights.verify import Comparison, HeldSlice
@@ -24,23 +24,6 @@ if TYPE_CHECKING:
     from tasuki.rollout.rollout import RankCalls
 
 _IMPORT_TIMEOUT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """A sync completed and verified on every rank.
-
-    layout_digest: SHA-256 of names, dtypes and shapes of the published tensors, in name order. checksums: one per tensor, in the same
-    order. timings: seconds by part, each of the slowest rank; for the front "ranks", from the command to the last rank's answer, and
-    "compare".
-    """
-
-    policy_version: int
-    copied_bytes: int
-    fallback_names: tuple[str, ...]
-    timings: dict[str, float]
-    layout_digest: bytes
-    checksums: Sequence[int]
 
 
 class WeightSync:
@@ -75,8 +58,12 @@ class WeightSync:
             await asyncio.to_thread(hold)
         return self._imported
 
-    async def run(self, weights: weights_pb2.PublishedWeights, imported: ImportedWeights, *, timeout_s: float) -> SyncReport:
+    async def run(
+        self, weights: weights_pb2.PublishedWeights, imported: ImportedWeights, *, timeout_s: float
+    ) -> ReceiveWeightsResponse:
         """Copies on every rank and checks the result. After any error the engine's weights are unknown.
+
+        Timings are those of the slowest rank; for the front "ranks", from the command to the last rank's answer, and "compare".
 
         Raises WeightsCorrupt naming tensors (and, if the front maps the publication, on a CPU, the rank), DeadlineExceeded, or a rank's
         error.
@@ -93,11 +80,15 @@ class WeightSync:
             await self._compare(results, imported)
             # If the publisher started the next version meanwhile, the comparison is invalid.
             imported.check_version(weights.policy_version)
-            report = partial(_report, weights.policy_version, results, imported.layout_digest(), imported.checksums_by_name())
+            sums = weights_pb2.WeightSums(
+                policy_version=weights.policy_version,
+                layout_digest=imported.layout_digest(),
+                checksums=imported.checksums_by_name(),
+            )
             compared = time.perf_counter()
         finally:
             imported.release()
-        return report({"ranks": answered - started, "compare": compared - answered})
+        return _report(results, sums, {"ranks": answered - started, "compare": compared - answered})
 
     async def _compare(self, results: Sequence[ranks_pb2.ReceiveResult], imported: ImportedWeights) -> None:
         digests = [result.layout_digest for result in results]
@@ -136,21 +127,16 @@ def _sums(result: ranks_pb2.ReceiveResult) -> np.ndarray:
 
 
 def _report(
-    policy_version: int,
-    results: Sequence[ranks_pb2.ReceiveResult],
-    layout_digest: bytes,
-    checksums: Sequence[int],
-    front_timings: Mapping[str, float],
-) -> SyncReport:
+    results: Sequence[ranks_pb2.ReceiveResult], sums: weights_pb2.WeightSums, front_timings: Mapping[str, float]
+) -> ReceiveWeightsResponse:
     slowest: defaultdict[str, float] = defaultdict(float)
     for result in results:
         for timing in result.timings:
             slowest[timing.name] = max(slowest[timing.name], timing.seconds)
-    return SyncReport(
-        policy_version=policy_version,
+    return ReceiveWeightsResponse(
+        policy_version=sums.policy_version,
         copied_bytes=sum(result.copied_bytes for result in results),
-        fallback_names=tuple(dict.fromkeys(name for result in results for name in result.fallback_names)),
-        timings={**slowest, **front_timings},
-        layout_digest=layout_digest,
-        checksums=checksums,
+        fallback_names=dict.fromkeys(name for result in results for name in result.fallback_names),
+        timings=[types_pb2.Timing(name=name, seconds=seconds) for name, seconds in {**slowest, **front_timings}.items()],
+        sums=sums,
     )

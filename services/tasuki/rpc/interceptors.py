@@ -89,7 +89,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         async def answers(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             admit = partial(self._admitted, method, context)
             async with _observed(method, context, self._observers, admit) as role:
-                _require_deadline(method, context)
+                if method.needs_deadline and context.time_remaining() is None:
+                    text = f"{method.name} changes state: call it with a deadline (grpcurl: -max-time SECONDS)"
+                    raise DeadlineRequired(text)
                 self._fence.check(method, context, role=role)
                 requests = _decoded(messages, handler.request_deserializer)
                 if not handler.request_streaming:
@@ -166,11 +168,6 @@ def _traced(method: Method, context: Any, tracer: Tracer, *, request_id: str, ou
         if outcome.reason:
             span.fail(outcome.reason)
         span.end()
-
-
-def _require_deadline(method: Method, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    if method.needs_deadline and context.time_remaining() is None:
-        raise DeadlineRequired(f"{method.name} changes state: call it with a deadline (grpcurl: -max-time SECONDS)")
 
 
 @asynccontextmanager

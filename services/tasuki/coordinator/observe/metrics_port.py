@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from http import HTTPStatus
 from typing import Any
@@ -23,7 +23,7 @@ _METHOD = METHODS["/tasuki.v1.MetricsService/GetMetrics"]
 """Method whose callers may also scrape."""
 _ANSWER_TIMEOUT_S = 10.0
 _RETRY_S = 5.0
-Text = Callable[[], Awaitable[bytes]]
+Text = Callable[[], Coroutine[Any, Any, bytes]]
 
 
 async def serve_metrics(config: NodeConfig, text: Text) -> None:
@@ -59,7 +59,7 @@ class MetricsServer(HttpPort):
 
     def text(self) -> bytes:
         """Text of the metrics, made in the event loop; called from a connection's thread. Raises TimeoutError."""
-        future = asyncio.run_coroutine_threadsafe(_awaited(self._text()), self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._text(), self._loop)
         try:
             return future.result(_ANSWER_TIMEOUT_S)
         except FutureTimeoutError:
@@ -96,7 +96,3 @@ class _Handler(HttpHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.write_body(body)
-
-
-async def _awaited(work: Awaitable[bytes]) -> bytes:
-    return await work

@@ -18,7 +18,7 @@ from tasuki.coordinator.changeover import Peers
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.run_figures import RunFigures
-from tasuki.coordinator.planning import PlannedMemory, Planning
+from tasuki.coordinator.planning import Planning, planned_memory
 from tasuki.rpc.metric_names import (
     CHANGEOVERS,
     DEVICE_FREE,
@@ -32,7 +32,7 @@ from tasuki.rpc.metric_names import (
     STAGE_SECONDS,
 )
 from tasuki.rpc.metrics import joined, of_service
-from tasuki.v1.coordinator_pb2 import StageEvent
+from tasuki.v1.coordinator_pb2 import PlanResponse, StageEvent
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.stages import MemoryTag, Phase, Service, Stage, StageStatus
@@ -61,7 +61,8 @@ class NodeMetrics:
     ) -> None:
         self._registry, self._config, self._node = registry, config, node
         self._journal, self._peers = journal, peers
-        self._planned = PlannedMemory(planning, device=config.device)
+        self._planning = planning
+        self._planned: PlanResponse | None = None
         gpus = gpus_of(config)
         self._num_gpus = len({*gpus.trainer, *gpus.rollout})
         self._stages: Histogram = STAGE_SECONDS.histogram(registry, buckets=_STAGE_BUCKETS_S)
@@ -119,7 +120,7 @@ class NodeMetrics:
 
     async def _plan(self) -> None:
         with suppress(TasukiError):
-            await self._planned.read()
+            self._planned = self._planned or await self._planning.plan(gpu_bytes=None, host_bytes=None)
 
     async def _read_run(self) -> None:
         """Reads the run's figures; keeps the old ones if the disk does not answer."""
@@ -157,7 +158,8 @@ class NodeMetrics:
         for device, (free_bytes, total_bytes) in devices.items():
             free.add_metric([device], free_bytes)
             total.add_metric([device], total_bytes)
-        return mapped, staying, self._planned.family(Stage.of(self._node.state().stage)), free, total
+        at = Stage.of(self._node.state().stage)
+        return mapped, staying, planned_memory(self._planned, at, device=self._config.device), free, total
 
 
 def _whole_text(registry: CollectorRegistry, answers: Mapping[Service, bytes | None], own: Sequence[Metric]) -> bytes:
