@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.algorithms.advantages import soft_overlong_penalty
-from tasuki.algorithms.loss_types import LossConfig, OldPolicy
+from tasuki.algorithms.loss_types import OldPolicy
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.estimation import (
     Estimator,
@@ -26,14 +26,18 @@ from tasuki.client.estimation import (
     without_truncated,
 )
 from tasuki.client.evaluation import eval_figures
-from tasuki.client.loop_state import is_save_due, save_checkpoint, write_pending
+from tasuki.client.loop_state import PendingStep, is_save_due, note_updated, save_checkpoint, write_pending
 from tasuki.client.rewards import Completion, RewardPool, Scores
 from tasuki.client.sample_dump import SampleDump
 from tasuki.client.shown_samples import ShownSamples
 from tasuki.client.step import Step, averaged, measure_samples
 from tasuki.client.sync_client import Client
-from tasuki.client.types import Phase, Role, Sample, SamplingParams, TrainingSample, role_versions
+from tasuki.client.types import OptimStepResult, Phase, Role, Sample, SamplingParams, TrainingSample, role_versions
 from tasuki.config.train_schema import TrainConfig
+from tasuki.wire.errors import GradientsNotFinite
+
+_NOTE_EVERY = 128
+"""Updates of a step after which they are recorded as made: the trainer remembers a thousand calls."""
 
 
 class Tokenizer(Protocol):
@@ -68,9 +72,15 @@ class RlLoop:
             stop_token_ids=settings.stop_token_ids,
         )
 
-    def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
-        """Trains from `first_step` on. `report` gets each finished step, and a last one with the final evaluation only."""
+    def run(self, report: Callable[[Step], None], *, first_step: int = 0, pending: PendingStep | None = None) -> None:
+        """Trains from `first_step` on. `report` gets each finished step, and a last one with the final evaluation only.
+
+        pending: the first step, if an interrupted run had begun its updates.
+        """
         settings = self.settings
+        if pending is not None:
+            report(self.completed(pending))
+            first_step += 1
         for number in range(first_step, settings.num_steps + 1):
             step = Step(number)
             is_last = number == settings.num_steps
@@ -102,7 +112,10 @@ class RlLoop:
             stop_token_ids=settings.stop_token_ids,
         )
         with step.timed("evaluate"):
-            prompts, samples = self.complete(self.eval_rows, sampling, num_samples=evaluation.num_samples)
+            call_number = numbered(step, part=0)
+            prompts, samples = self.complete(
+                self.eval_rows, sampling, num_samples=evaluation.num_samples, call_number=call_number
+            )
             figures = eval_figures(self.score(self.eval_rows, prompts, samples), evaluation)
         step.eval_score = figures.pop("mean", None)
         step.metrics |= {f"eval/{name}": value for name, value in figures.items()}
@@ -112,10 +125,27 @@ class RlLoop:
         shown = ShownSamples(step.step) if self.dump is None else self.dump.begin(step.step)
         groups = self.sample_groups(step, shown)
         step.position = self.dataset.position()
+        pending = PendingStep(step, schedule_steps=self.settings.num_steps)
         if groups and self.teaches(groups):
             samples, places = self.training_samples(groups)
             if has_loss_tokens(samples):
-                self.update(step, samples, places=places, groups=groups, shown=shown)
+                self.estimate(pending, samples, places=places, groups=groups, shown=shown)
+                self.update(pending, shown)
+        self.finish(pending, shown)
+
+    def completed(self, pending: PendingStep) -> Step:
+        """Finishes a step whose updates an interrupted run had begun. None of them is made twice."""
+        step, shown = pending.step, ShownSamples(pending.step.step)
+        self.dataset.seek(step.position)
+        self.state = EstimatorState.of(step.estimator)
+        step.acquire(self.client, Phase.TRAIN)
+        self.update(pending, shown)
+        self.finish(pending, shown)
+        return step
+
+    def finish(self, pending: PendingStep, shown: ShownSamples) -> None:
+        """Ends a step after its updates: its samples on disk, and a checkpoint if one is due."""
+        step = pending.step
         is_saved = self.save_now() or is_save_due(step, self.settings.save_every)
         if not is_saved and self.needs_rollout(step.step + 1):
             # Runs while the step's figures and samples are written.
@@ -125,7 +155,7 @@ class RlLoop:
                 self.dump.write(shown)
         step.estimator = self.state.numbers()
         if is_saved:
-            save_checkpoint(step, self.client, self.dataset.position(), output_dir=self.settings.output_dir)
+            save_checkpoint(pending, self.client, self.dataset.position(), output_dir=self.settings.output_dir)
 
     def sample_groups(self, step: Step, shown: ShownSamples) -> list[Group]:
         """Generates the groups of a step; with dynamic sampling, only groups whose rewards differ."""
@@ -135,9 +165,10 @@ class RlLoop:
         def generate(num_prompts: int) -> list[Group]:
             rows = self.dataset.next_rows(num_prompts)
             is_last = len(generated) + 1 == settings.max_batches
+            call_number = numbered(step, part=len(generated) + 1)
             with step.timed("generate"):
                 greedy = self.greedy_samples(rows)
-                prompts, samples = self.complete(rows, self.sampling, num_samples=settings.group_size)
+                prompts, samples = self.complete(rows, self.sampling, num_samples=settings.group_size, call_number=call_number)
             if is_last:
                 # Nothing more will be generated: the trainer resumes while rewards are computed.
                 step.begin_acquire(self.client, Phase.TRAIN)
@@ -167,11 +198,11 @@ class RlLoop:
         return groups
 
     def complete(
-        self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int
+        self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, call_number: int | None = None
     ) -> tuple[list[list[int]], list[Sample]]:
         """Generates completions; returns the prompts and the samples, ordered by prompt."""
         prompts = [self.tokenizer.encode_prompt(row["prompt"]) for row in rows]
-        return prompts, self.client.generate(prompts, sampling, num_samples=num_samples)
+        return prompts, self.client.generate(prompts, sampling, num_samples=num_samples, call_number=call_number)
 
     def completions(self, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> list[Completion]:
         """Decodes samples for the reward functions."""
@@ -229,17 +260,17 @@ class RlLoop:
             samples = without_truncated(samples, [completions[place][1].finish_reason for place in places])
         return samples, places
 
-    def update(
+    def estimate(
         self,
-        step: Step,
+        pending: PendingStep,
         samples: list[TrainingSample],
         *,
         places: Sequence[int],
         groups: Sequence[Group],
         shown: ShownSamples,
     ) -> None:
-        """Computes advantages, then takes an optimizer step per mini-batch. Adds the metrics to the step."""
-        settings, value_loss = self.settings, self.settings.critic_loss()
+        """Computes the advantages and records the step, with everything that its updates need."""
+        step = pending.step
         step.acquire(self.client, Phase.TRAIN)
         samples = self.scored(step, samples)
         estimate = estimate_advantages(
@@ -247,23 +278,48 @@ class RlLoop:
             rewards_PG=np.stack([group.rewards for group in groups]),
             places=places,
             greedy_rewards_P=np.array([group.greedy_reward for group in groups], dtype=np.float64),
-            settings=settings.advantages,
+            settings=self.settings.advantages,
             state=self.state,
         )
         self.state = estimate.state
         step.metrics |= estimate.metrics
+        step.estimator = self.state.numbers()
         generated = [sample for group in groups for sample in group.samples]
         shown.add_learned(estimate.samples, [generated[place] for place in places])
-        if value_loss is not None:
+        if self.settings.critic_loss() is not None:
             step.critic_version = role_versions(self.client.trainer_state())[Role.CRITIC]
-        write_pending(settings.output_dir, replace(step, estimator=self.state.numbers()))
-        measured: list[dict[str, float]] = []
-        for mini_batch in self.mini_batches(estimate.samples, number=step.step):
-            if value_loss is not None:
-                measured.append(self.update_critic(step, mini_batch, value_loss))
-            if step.step >= settings.critic_warmup_steps and self.moves_policy(mini_batch):
-                measured.append(self.update_policy(step, mini_batch, shown))
-        step.metrics |= averaged(measured)
+        pending.samples = estimate.samples
+        pending.log_probs_of = next((shown.wanted(part) for role, part in self.updates(pending) if role is Role.POLICY), ())
+        write_pending(self.settings.output_dir, pending)
+
+    def update(self, pending: PendingStep, shown: ShownSamples) -> None:
+        """Takes an optimizer step for each update of the step that has none yet, and adds their metrics to the step."""
+        wanted = pending.log_probs_of
+        for number, (role, samples) in enumerate(self.updates(pending)):
+            if number >= len(pending.measured):
+                request_id = f"{pending.request_id}-{number}"
+                try:
+                    if role is Role.CRITIC:
+                        metrics = self.update_critic(pending, samples, request_id=request_id)
+                    else:
+                        metrics = self.update_policy(pending, samples, wanted, shown, request_id=request_id)
+                except GradientsNotFinite:
+                    note_updated(self.settings.output_dir, pending)  # --resume goes on after what was learned
+                    raise
+                pending.measured.append(metrics)
+                if len(pending.measured) % _NOTE_EVERY == 0:
+                    write_pending(self.settings.output_dir, pending)
+            wanted = wanted if role is Role.CRITIC else ()
+        pending.step.metrics |= averaged(pending.measured)
+
+    def updates(self, pending: PendingStep) -> Iterator[tuple[Role, list[TrainingSample]]]:
+        """Samples of each optimizer step, by role."""
+        number = pending.step.step
+        for mini_batch in self.mini_batches(pending.samples, number=number):
+            if self.settings.critic_loss() is not None:
+                yield Role.CRITIC, mini_batch
+            if number >= self.settings.critic_warmup_steps and self.moves_policy(mini_batch):
+                yield Role.POLICY, mini_batch
 
     def scored(self, step: Step, samples: list[TrainingSample]) -> list[TrainingSample]:
         """Adds the log-probs and values that the losses need, computed by the networks before the step's updates."""
@@ -286,6 +342,8 @@ class RlLoop:
         """Shuffles by seed and step, unless one mini-batch holds all samples. Leaves out mini-batches without a counted token."""
         settings = self.settings
         num_parts = min(settings.num_mini_batches, len(samples))
+        if not num_parts:
+            return
         for epoch in range(settings.num_epochs):
             order = np.arange(len(samples))
             if num_parts > 1:
@@ -300,14 +358,23 @@ class RlLoop:
         loss = self.settings.loss
         return bool(loss.kl_coef or loss.entropy_coef) or has_advantages(samples)
 
-    def update_policy(self, step: Step, samples: list[TrainingSample], shown: ShownSamples) -> dict[str, float]:
-        wanted = shown.wanted(samples)
+    def update_policy(
+        self,
+        pending: PendingStep,
+        samples: list[TrainingSample],
+        log_probs_of: Sequence[int],
+        shown: ShownSamples,
+        *,
+        request_id: str,
+    ) -> dict[str, float]:
+        step = pending.step
         with step.timed("forward_backward"):
-            done = self.client.forward_backward(samples, self.settings.policy_loss(), log_probs_of=wanted)
-        shown.add_log_probs(samples, wanted, [np.array(one.log_probs, dtype=np.float32) for one in done.log_probs])
+            done = self.client.forward_backward(
+                samples, self.settings.policy_loss(), log_probs_of=log_probs_of, request_id=request_id
+            )
+        shown.add_log_probs(samples, log_probs_of, [np.array(one.log_probs, dtype=np.float32) for one in done.log_probs])
         with step.timed("optim_step"):
-            waits = self.settings.critic_warmup_steps
-            stepped = self.client.optim_step(schedule_step=step.step - waits, schedule_steps=self.settings.num_steps - waits)
+            stepped = self.stepped(pending, Role.POLICY, request_id=request_id)
         if stepped.is_skipped:
             step.num_skipped_updates += 1
         else:
@@ -315,11 +382,27 @@ class RlLoop:
             step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
         return dict(done.metrics)
 
-    def update_critic(self, step: Step, samples: list[TrainingSample], loss: LossConfig) -> dict[str, float]:
+    def update_critic(self, pending: PendingStep, samples: list[TrainingSample], *, request_id: str) -> dict[str, float]:
+        step = pending.step
         with step.timed("critic"):
-            done = self.client.forward_backward(samples, loss, role=Role.CRITIC)
-            stepped = self.client.optim_step(role=Role.CRITIC, schedule_step=step.step, schedule_steps=self.settings.num_steps)
+            done = self.client.forward_backward(samples, self.settings.critic_loss(), role=Role.CRITIC, request_id=request_id)
+            stepped = self.stepped(pending, Role.CRITIC, request_id=request_id)
         step.num_skipped_updates += stepped.is_skipped
         step.num_critic_steps += not stepped.is_skipped
         figures = {**done.metrics, "grad_norm": stepped.grad_norm, "learning_rate": stepped.learning_rate}
         return {f"critic/{name}": value for name, value in figures.items()}
+
+    def stepped(self, pending: PendingStep, role: Role, *, request_id: str) -> OptimStepResult:
+        """Takes the optimizer step at the step's place in the role's schedule."""
+        waits = 0 if role is Role.CRITIC else self.settings.critic_warmup_steps
+        return self.client.optim_step(
+            role=role,
+            schedule_step=pending.step.step - waits,
+            schedule_steps=(pending.schedule_steps or self.settings.num_steps) - waits,
+            request_id=f"{request_id}-step",
+        )
+
+
+def numbered(step: Step, *, part: int) -> int:
+    """The number of a call to generate: the same whenever the step is made again."""
+    return step.step << 16 | part

@@ -13,11 +13,12 @@ import numpy as np
 from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.client.dataset import Dataset
-from tasuki.client.loop_state import is_save_due, save_checkpoint, write_pending
+from tasuki.client.loop_state import PendingStep, is_save_due, note_updated, save_checkpoint, write_pending
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import Phase, TrainingSample
 from tasuki.config.train_schema import SftConfig
+from tasuki.wire.errors import GradientsNotFinite
 
 
 @dataclass(slots=True)
@@ -32,9 +33,16 @@ class SftLoop:
     save_now: Callable[[], bool] = lambda: False
     """Polled after each training step: whether to save it even if no checkpoint is due."""
 
-    def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
-        """Trains from `first_step` on. `report` gets each finished step, and a last one with the held-out loss only."""
+    def run(self, report: Callable[[Step], None], *, first_step: int = 0, pending: PendingStep | None = None) -> None:
+        """Trains from `first_step` on. `report` gets each finished step, and a last one with the held-out loss only.
+
+        pending: the first step, if an interrupted run had begun its update. It is not made twice.
+        """
         settings = self.settings
+        if pending is not None:
+            self.learn(pending)
+            report(pending.step)
+            first_step += 1
         for number in range(first_step, self.num_steps + 1):
             step = Step(number)
             step.acquire(self.client, Phase.TRAIN)
@@ -43,7 +51,7 @@ class SftLoop:
             if self.eval_samples and (is_last or number % (settings.eval_every or self.num_steps) == 0):
                 self.evaluate(step)
             if not is_last:
-                self.learn(step)
+                self.learn(PendingStep(step, schedule_steps=settings.num_steps))
             report(step)
         self.client.export_model(settings.output_dir / "model")
 
@@ -55,19 +63,32 @@ class SftLoop:
         mask_N = np.concatenate([np.asarray(sample.loss_mask) for sample in self.eval_samples])
         step.metrics["eval/loss"] = -float((log_probs_N * mask_N).sum() / mask_N.sum())
 
-    def learn(self, step: Step) -> None:
+    def learn(self, pending: PendingStep) -> None:
         """Runs one step: a batch, an optimizer step, and a checkpoint if one is due."""
+        step = pending.step
         samples = self.dataset.next_rows(self.settings.samples_per_step)
         step.position = self.dataset.position()
-        write_pending(self.settings.output_dir, step)
+        if not pending.is_updated:
+            self.update(pending, samples)
+        if self.save_now() or is_save_due(step, self.settings.save_every):
+            save_checkpoint(pending, self.client, self.dataset.position(), output_dir=self.settings.output_dir)
+
+    def update(self, pending: PendingStep, samples: Sequence[TrainingSample]) -> None:
+        """Computes the batch's gradients and takes an optimizer step."""
+        step, request_id = pending.step, pending.request_id
+        write_pending(self.settings.output_dir, pending)
         with step.timed("forward_backward"):
             loss = LossConfig(loss=SftLoss(), aggregation=Aggregation(self.settings.aggregation))
-            done = self.client.forward_backward(samples, loss)
+            done = self.client.forward_backward(samples, loss, request_id=request_id)
         with step.timed("optim_step"):
-            stepped = self.client.optim_step(schedule_step=step.step, schedule_steps=self.settings.num_steps)
+            try:
+                stepped = self.client.optim_step(
+                    schedule_step=step.step, schedule_steps=pending.schedule_steps, request_id=f"{request_id}-step"
+                )
+            except GradientsNotFinite:
+                note_updated(self.settings.output_dir, pending)  # --resume goes on with the next batch
+                raise
         step.num_policy_steps, step.num_skipped_updates = int(not stepped.is_skipped), int(stepped.is_skipped)
         step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
         step.mean_num_tokens = float(np.mean([len(sample.completion_token_ids) for sample in samples]))
         step.metrics |= {**done.metrics, "loss": done.loss, "num_tokens": done.num_tokens}
-        if self.save_now() or is_save_due(step, self.settings.save_every):
-            save_checkpoint(step, self.client, self.dataset.position(), output_dir=self.settings.output_dir)

@@ -56,7 +56,7 @@ def _kill_in_update(output: Path, process: subprocess.Popen[str], *, step: int, 
     """Kills the rank after the step's advantages are known, while policy and critic are updated."""
     pending = output / "pending.json"
     deadline = time.monotonic() + LIMIT_S
-    while not (pending.exists() and json.loads(pending.read_bytes())["step"] >= step):
+    while not (pending.exists() and json.loads(pending.read_bytes())["step"]["step"] >= step):
         assert process.poll() is None and time.monotonic() < deadline, f"step {step} was not begun"
         time.sleep(0.002)
     os.kill(_rank_pid(output, rank), signal.SIGKILL)

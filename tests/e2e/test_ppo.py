@@ -78,13 +78,12 @@ def test_a_client_that_was_killed_between_two_updates_is_resumed_to_the_end(trai
     pending = tmp_path / "run" / "pending.json"
     with train() as killed:
         deadline = time.monotonic() + LIMIT_S
-        while not (pending.exists() and json.loads(pending.read_bytes())["step"] == 1):
+        while not (pending.exists() and json.loads(pending.read_bytes())["step"]["step"] == 1):
             assert killed.poll() is None and time.monotonic() < deadline, "the second step was not begun"
             time.sleep(0.005)
         time.sleep(0.1)
         killed.kill()
     assert killed.returncode == -signal.SIGKILL
-    begun = json.loads(pending.read_bytes())
     with train("--resume") as resumed:
         text, _ = resumed.communicate(timeout=LIMIT_S)
     assert resumed.returncode == 0, text
@@ -92,8 +91,6 @@ def test_a_client_that_was_killed_between_two_updates_is_resumed_to_the_end(trai
     steps = _steps(tmp_path / "run")
     assert [step["step"] for step in steps] == list(range(CRITIC_STEPS + 1))
     assert all(later["policy_version"] == step["policy_version"] + step["num_policy_steps"] for step, later in pairwise(steps))
-    assert 0 <= steps[1]["num_policy_steps"] <= 4
-    if steps[1]["mean_reward"] is None:  # at least one update was made: the step counts, with its position in the data
-        assert steps[1]["position"] == begun["position"]
+    assert all(step["num_policy_steps"] == 4 for step in steps[:-1])
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["policy_version"] == steps[-1]["policy_version"]

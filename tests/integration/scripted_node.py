@@ -39,8 +39,6 @@ class ScriptedNode(
         """Role and schedule position of each optimizer step."""
         self.begun: list[bool] = []
         """For each run, whether it kept the optimizer's state."""
-        self.num_steps_under_way = 0
-        """Optimizer steps whose callers are gone; the trainer finishes them before the next command."""
         self.failures: list[TasukiError] = []
         self.refusals: list[TasukiError] = []
         self.requests: list[rollout.GenerateRequest] = []
@@ -196,8 +194,7 @@ class ScriptedNode(
         return trainer.LoadCheckpointResponse(policy_version=self.policy_version)
 
     async def DiscardGradients(self, request, context):
-        self.policy_version += self.num_steps_under_way
-        self.num_forward_backward = self.num_steps_under_way = 0
+        self.num_forward_backward = 0
         self.pending.discard(request.role)
         return trainer.DiscardGradientsResponse()
 

@@ -11,7 +11,7 @@ import pytest
 
 from tasuki.client import Client
 from tasuki.client.dataset import Dataset
-from tasuki.client.loop_state import LoopState, write_loop_state, write_pending
+from tasuki.client.loop_state import LoopState, PendingStep, read_pending, write_loop_state, write_pending
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, StateLock
@@ -118,27 +118,37 @@ async def test_a_node_that_began_from_its_model_gets_the_checkpoint_and_what_is_
     assert (await run.go_on()).first_step == 5
 
 
-async def test_a_step_that_the_trainer_ends_after_its_client_was_lost_is_not_made_twice(run: Run) -> None:
+async def test_a_step_whose_updates_have_begun_keeps_its_gradients_and_is_continued(run: Run) -> None:
     run.train(6, saves=4)
-    run.node.num_steps_under_way = 1
-    found = await run.go_on()
-    assert (found.first_step, run.node.policy_version) == (7, 7)
-    assert found.steps[-1] == Step(6, policy_version=6, num_policy_steps=1)
-
-
-async def test_a_client_that_ended_between_two_updates_leaves_no_gradients_and_its_step_counts(run: Run) -> None:
-    run.train(6, saves=4)
-    position = {"seed": 0, "epoch": 3, "next": 0, "num_rows": 1}
-    write_pending(run.output_dir, Step(6, policy_version=6, position=position, estimator={"kl_coef": 0.5}))
+    begun = PendingStep(Step(6, policy_version=6, position={"next": 0}, estimator={"kl_coef": 0.5}), measured=[{"loss": 0.1}])
+    write_pending(run.output_dir, begun)
     run.node.pending = {types_pb2.ROLE_POLICY, types_pb2.ROLE_CRITIC}
     run.node.policy_version = 8
     found = await run.go_on()
-    assert (found.first_step, run.node.policy_version, run.node.pending) == (7, 8, set())
-    assert found.steps[-1] == Step(6, policy_version=6, num_policy_steps=2, position=position, estimator={"kl_coef": 0.5})
-    dataset = Dataset([{"prompt": "a"}])
-    found.seek(dataset, rows_per_step=1)
-    assert dataset.position() == position
+    assert (found.first_step, run.node.policy_version, len(run.node.pending)) == (6, 8, 2)
+    assert found.pending is not None
+    assert (found.pending.step, found.pending.measured) == (begun.step, begun.measured)
+    assert found.pending.request_id == begun.request_id
     assert run.node.begun == [False]  # the schedule and the optimizer's state continue
+
+
+async def test_a_node_that_gets_the_checkpoint_does_not_continue_a_step_of_the_node_before(run: Run) -> None:
+    run.train(6, saves=4)
+    write_pending(run.output_dir, PendingStep(Step(4, policy_version=4)))
+    _begin_at_the_model(run.folder / "node")
+    run.node.policy_version = 0
+    assert (await run.go_on()).pending is None
+    assert read_pending(run.output_dir) is None
+
+
+async def test_a_damaged_record_of_a_step_is_refused_only_where_it_counts(run: Run) -> None:
+    run.train(6, saves=4)
+    (run.output_dir / "pending.json").write_text('{"step": 6}')
+    with pytest.raises(InvalidArgument, match=r"pending\.json is damaged .*; stop the node and resume from a checkpoint"):
+        await run.go_on()
+    _begin_at_the_model(run.folder / "node")
+    run.node.policy_version = 0
+    assert (await run.go_on()).first_step == 4
 
 
 @pytest.mark.parametrize("refusal", [InvalidArgument("path", "cannot be restored"), PathNotFound("is no checkpoint")])
@@ -170,6 +180,9 @@ async def test_the_model_of_an_earlier_end_is_kept_under_its_step(run: Run) -> N
         await run.go_on()
         assert not (run.output_dir / "model").exists()
         assert not (run.output_dir / "summary.json").exists()
+    (run.output_dir / "model").mkdir()  # exported, and then the client died
+    await run.go_on()
+    assert sorted(path.name for path in run.output_dir.glob("model*")) == ["model-000005"]
     assert (run.output_dir / "model-000005" / "config.json").read_text() == "first"
 
 

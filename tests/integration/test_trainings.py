@@ -36,7 +36,7 @@ def test_a_table_is_trained_by_its_loop_and_told_by_its_figures(tmp_path: Path, 
     )
     training = read_training(load_config(tmp_path / "node.toml"))
     assert (training.settings.table, training.settings.length_key) == (table, f"{table}.num_steps")
-    assert (training.settings.num_steps, training.settings.rows_per_step) == (2, 2)
+    assert training.settings.num_steps == 2
     client = LoopClient() if table == "train" else SftClient()
     steps: list[Step] = []
     with training.opened((tmp_path,), save_now=lambda: False) as loop:

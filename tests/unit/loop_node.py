@@ -89,7 +89,9 @@ class LoopClient:
         states = [RoleState(role=enum_to_proto(Role, role), version=version) for role, version in roles.items()]
         return TrainerState(policy_version=self.policy_version, roles=states)
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, num_samples: int) -> list[Sample]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, num_samples: int, call_number: int
+    ) -> list[Sample]:
         call = len(self.of("generate"))
         self.calls.append(Call("generate", sampling=sampling, prompts=prompts))
         return [
@@ -129,6 +131,7 @@ class LoopClient:
         *,
         role: Role = Role.POLICY,
         log_probs_of: Sequence[int] = (),
+        request_id: str = "",
     ) -> ForwardBackwardResult:
         self.before_update()
         self.calls.append(Call("forward_backward", role, samples, loss))
@@ -136,7 +139,9 @@ class LoopClient:
         metrics = {"size": float(len(samples)), "size_max": float(len(samples))}
         return ForwardBackwardResult(metrics=metrics, log_probs=log_probs)
 
-    def optim_step(self, *, role: Role = Role.POLICY, schedule_step: int, schedule_steps: int) -> OptimStepResult:
+    def optim_step(
+        self, *, role: Role = Role.POLICY, schedule_step: int, schedule_steps: int, request_id: str = ""
+    ) -> OptimStepResult:
         self.calls.append(Call("optim_step", role, schedule_step=schedule_step, schedule_steps=schedule_steps))
         is_skipped = self.num_optim_steps in self.skips
         self.num_optim_steps += 1
@@ -150,7 +155,7 @@ class LoopClient:
             is_skipped=is_skipped,
         )
 
-    def save(self, path: Path) -> SaveResult:
+    def save(self, path: Path, *, request_id: str = "") -> SaveResult:
         self.calls.append(Call("save"))
         path.mkdir(parents=True)
         return SaveResult(str(path), self.policy_version, 1, 0.1)

@@ -16,11 +16,8 @@ from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.client.dataset import Dataset
 from tasuki.client.estimation import Estimator
-from tasuki.client.loop_state import newest_checkpoint, read_pending
 from tasuki.client.types import Role
 from tasuki.config.train_schema import AdvantageConfig, TrainConfig
-from tasuki.runs.continuation import continuation
-from tasuki.runs.earlier_run import EarlierRun, RunHead
 from tests.unit.loop_node import ROWS, LoopClient, changed, equal, keys, loop_of, steps_of, train_config
 
 
@@ -181,32 +178,6 @@ def test_the_critic_alone_learns_while_it_warms_up(settings: TrainConfig):
     assert len(client.of("optim_step", Role.CRITIC)) == 3
     assert [call.schedule_step for call in client.of("optim_step", Role.CRITIC)] == [0, 1, 2]
     assert [call.schedule_step for call in client.of("optim_step")] == [0], "the policy's warm-up is its own"
-
-
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_warm_up_that_was_broken_off_gives_the_critic_every_update_once(settings: TrainConfig, saves: bool):
-    own = ppo(settings, num_steps=7, critic_warmup_steps=5, save_every=2 if saves else None)
-    client, steps = LoopClient(), []
-
-    def ends() -> None:
-        if client.critic_version == 5:
-            raise KeyboardInterrupt
-
-    client.before_update = ends
-    with pytest.raises(KeyboardInterrupt):
-        loop_of(client, own).run(steps.append)
-    checkpoint, loop = newest_checkpoint(own.output_dir / "checkpoints") or (None, None)
-    earlier = EarlierRun(RunHead("run", 0, {}), steps, checkpoint, loop, read_pending(own.output_dir))
-    if loop is None:  # continues on the node as it is, else on another that loads the checkpoint
-        found = continuation(earlier, node_version=0, critic_version=client.critic_version, is_of_run=True)
-    else:
-        found = continuation(earlier, node_version=0, critic_version=0, is_of_run=False)
-        assert (found.checkpoint, loop.step.step) == (checkpoint, 3)
-    kept = [call.schedule_step for call in client.of("optim_step", Role.CRITIC)][: found.first_step]
-    client = LoopClient(critic_version=found.first_step)
-    steps_of(loop_of(client, own), first_step=found.first_step)
-    assert kept + [call.schedule_step for call in client.of("optim_step", Role.CRITIC)] == list(range(7))
-    assert [call.schedule_step for call in client.of("optim_step")] == [0, 1]
 
 
 def remax(settings: TrainConfig) -> TrainConfig:

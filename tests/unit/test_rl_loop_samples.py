@@ -13,8 +13,7 @@ import pytest
 from tasuki.algorithms import advantages
 from tasuki.client.dataset import Dataset
 from tasuki.client.estimation import Estimator, EstimatorState
-from tasuki.client.loop_state import read_loop_state, read_pending
-from tasuki.client.step import Step
+from tasuki.client.loop_state import PendingStep, read_loop_state, read_pending
 from tasuki.config.train_schema import AdvantageConfig, EvalConfig, TrainConfig
 from tests.unit.loop_node import ROWS, LoopClient, changed, keys, loop_of, steps_of, train_config
 
@@ -110,14 +109,15 @@ def test_a_score_that_is_reached_ends_the_run(settings: TrainConfig):
 
 
 def test_what_is_known_of_a_step_is_on_disk_before_its_first_update(settings: TrainConfig):
-    seen: list[Step | None] = []
+    seen: list[PendingStep | None] = []
     client = LoopClient(before_update=lambda: seen.append(read_pending(settings.output_dir)))
     own = changed(settings, max_batches=4, advantages=AdvantageConfig(estimator=Estimator.RUNNING_BASELINE))
     (step,) = steps_of(loop_of(client, own))
     (pending,) = seen
     assert pending is not None
-    assert (pending.step, pending.num_policy_steps, pending.position) == (0, 0, step.position)
-    assert pending.estimator == step.estimator != {}
+    begun = pending.step
+    assert (begun.step, begun.num_policy_steps, begun.position) == (0, 0, step.position)
+    assert begun.estimator == step.estimator != {}
 
 
 def test_a_checkpoint_has_the_step_and_the_place_in_the_data(settings: TrainConfig):

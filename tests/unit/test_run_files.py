@@ -139,6 +139,8 @@ def test_a_checkpoint_is_named_by_its_version_and_by_its_step_where_that_one_is_
     warm_up = Step(9, policy_version=4, num_critic_steps=1)
     assert checkpoint_path(tmp_path, warm_up) == tmp_path / "version-000004"
     (tmp_path / "version-000004").mkdir()
+    assert checkpoint_path(tmp_path, warm_up) == tmp_path / "version-000004", "whoever saved it died before it was complete"
+    (tmp_path / "version-000004" / "loop.json").touch()
     assert checkpoint_path(tmp_path, warm_up) == tmp_path / "version-000004-step-000009"
     assert checkpoint_path(tmp_path, Step(9, policy_version=4)) is None
     assert checkpoint_path(tmp_path, Step(9, policy_version=4, num_policy_steps=1)) == tmp_path / "version-000005"

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.client.dataset import Dataset
-from tasuki.client.loop_state import newest_checkpoint, read_pending
+from tasuki.client.loop_state import PendingStep, newest_checkpoint, read_pending
 from tasuki.client.sft_loop import SftLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
@@ -46,6 +46,7 @@ class SftClient(LoopClient):
         *,
         role: Role = Role.POLICY,
         log_probs_of: Sequence[int] = (),
+        request_id: str = "",
     ) -> ForwardBackwardResult:
         LoopClient.forward_backward(self, samples, loss, role=role)
         return ForwardBackwardResult(loss=1.5, num_tokens=7, metrics={"entropy": 0.5})
@@ -104,7 +105,9 @@ def test_checkpoints_have_the_place_in_the_data_and_a_skipped_step_makes_none(se
 
 
 def test_a_step_is_pending_before_its_gradients_are_made(settings: SftConfig) -> None:
-    pending: list[Step | None] = []
+    pending: list[PendingStep | None] = []
     client = SftClient(before_update=lambda: pending.append(read_pending(settings.output_dir)))
     steps = steps_of(client, settings, first_step=1)
-    assert [(one.step, one.position) for one in pending if one is not None] == [(one.step, one.position) for one in steps[:2]]
+    assert [(one.step.step, one.step.position) for one in pending if one is not None] == [
+        (one.step, one.position) for one in steps[:2]
+    ]

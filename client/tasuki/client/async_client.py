@@ -122,12 +122,18 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         num_samples: int = 1,
+        call_number: int | None = None,
     ) -> list[Sample]:
         """Generates `num_samples` completions of each prompt, ordered by prompt, then by sample_index.
 
         All of them are regenerated if rollout restarts. Raises InvalidArgument for a prompt or parameter that rollout refuses.
+
+        call_number: calls of equal content and number get the same samples of a version where samples are seeded, whichever client makes
+        them. By default every call gets others.
         """
-        requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples)
+        requests = generation.requests(
+            prompts, sampling_params or SamplingParams(), num_samples=num_samples, call_number=call_number
+        )
         for number in range(_MAX_LOSSES + 1):
             try:
                 samples = [sample async for sample in self._samples(requests, len(prompts) * num_samples)]
@@ -147,7 +153,7 @@ class AsyncClient:
         num_samples: int = 1,
     ) -> AsyncGenerator[Sample, None]:
         """Yields the samples of `generate` as they complete. Leaving the loop early cancels the rest. Raises as `generate`."""
-        requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples)
+        requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples, call_number=None)
         async with aclosing(self._samples(requests, len(prompts) * num_samples)) as samples:
             async for sample in samples:
                 yield sample
@@ -185,10 +191,12 @@ class AsyncClient:
         *,
         role: Role = Role.POLICY,
         log_probs_of: Sequence[int] = (),
+        request_id: str | None = None,
     ) -> ForwardBackwardResult:
         """Accumulates the gradients of the loss over all samples for `role`. The default is PPO's loss, averaged over counted tokens.
 
         log_probs_of: positions of samples whose log-probs, as computed by the loss, are returned with the result.
+        request_id: of the call, also for other mutating verbs. Repeated under it, by any client, an equal call takes effect once.
         Raises InvalidArgument naming the invalid field of a sample or the loss, and MessageTooLarge for a sample that is too long.
         """
         chunks = encode.training_chunks(samples)
@@ -206,7 +214,7 @@ class AsyncClient:
 
             return await (await self._connection.trainer()).ForwardBackward(messages(), timeout=timeout_s)
 
-        return await self._phases.train(give)
+        return await self._phases.train(give, request_id=request_id)
 
     async def optim_step(
         self,
@@ -215,6 +223,7 @@ class AsyncClient:
         learning_rate: float | None = None,
         schedule_step: int | None = None,
         schedule_steps: int | None = None,
+        request_id: str | None = None,
     ) -> OptimStepResult:
         """Clips the gradients of `role` and takes one AdamW step.
 
@@ -224,7 +233,7 @@ class AsyncClient:
         """
         settings = {"learning_rate": learning_rate, "schedule_step": schedule_step, "schedule_steps": schedule_steps}
         request = message_of(trainer_pb2.OptimStepRequest, {"role": encode.enum_to_proto(Role, role), **settings})
-        return await self._train(request, lambda trainer: trainer.OptimStep)
+        return await self._train(request, lambda trainer: trainer.OptimStep, request_id=request_id)
 
     async def discard_gradients(self, *, role: Role = Role.POLICY) -> None:
         """Clears accumulated gradients without a step."""
@@ -266,13 +275,14 @@ class AsyncClient:
 
         return _complete(await self._phases.train(give), num_samples=len(samples))
 
-    async def save(self, path: Path | str) -> SaveResult:
+    async def save(self, path: Path | str, *, request_id: str | None = None) -> SaveResult:
         """Saves model, optimizer, random state and version to a new folder, for `load`.
 
         Raises PathExists, DiskFull, and PermissionDenied for a folder outside those that clients may write to.
         """
         folder = encode.path_to_send(path)
-        done = await self._train(trainer_pb2.SaveCheckpointRequest(path=folder), lambda trainer: trainer.SaveCheckpoint)
+        request = trainer_pb2.SaveCheckpointRequest(path=folder)
+        done = await self._train(request, lambda trainer: trainer.SaveCheckpoint, request_id=request_id)
         return SaveResult(folder, done.policy_version, done.bytes, done.seconds)
 
     async def load(self, path: Path | str) -> int:
@@ -354,6 +364,8 @@ class AsyncClient:
         self,
         request: _Request,
         method: Callable[[TrainerServiceAsyncStub], Callable[..., Awaitable[_Answer]]],
+        *,
+        request_id: str | None = None,
     ) -> _Answer:
         """Sends a command of the trainer, with an id, in phase TRAIN."""
 
@@ -361,7 +373,7 @@ class AsyncClient:
             request.command.CopyFrom(command)
             return await method(await self._connection.trainer())(request, timeout=timeout_s)
 
-        return await self._phases.train(give)
+        return await self._phases.train(give, request_id=request_id)
 
     @property
     def _connection(self) -> Connection:

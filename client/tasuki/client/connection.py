@@ -138,12 +138,18 @@ class Connection:
             await self.refresh()
         return RolloutServiceStub(self._channel("rollout", self._rollout_target))
 
-    async def command(self, give: Callable[[types_pb2.CommandId, float], Awaitable[_Answer]], *, timeout_s: float) -> _Answer:
+    async def command(
+        self,
+        give: Callable[[types_pb2.CommandId, float], Awaitable[_Answer]],
+        *,
+        timeout_s: float,
+        request_id: str | None = None,
+    ) -> _Answer:
         """Sends a mutating command. `give` gets the command's id and its remaining time in seconds.
 
         Repeats it, with the same request id so that it takes effect once, only if its outcome is unknown or its epoch was stale.
         """
-        request_id, ends = uuid.uuid4().hex, time.monotonic() + timeout_s
+        request_id, ends = request_id or uuid.uuid4().hex, time.monotonic() + timeout_s
         num_repeats, loss = 0, _Loss(self._recovery_timeout_s)
         stale = _Loss(min(self._recovery_timeout_s, _STALE_TIMEOUT_S))
         if not self.epoch:

@@ -46,6 +46,27 @@ def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2
     return message_of(types_pb2.TrainingSample, values, below=f"samples[{index}].")
 
 
+def training_sample_from_proto(sample: types_pb2.TrainingSample) -> TrainingSample:
+    """The sample of `training_sample_to_proto`, with arrays for its sequences."""
+
+    def floats(name: str) -> NDArray[np.float32]:
+        return np.array(getattr(sample, name), dtype=np.float32)
+
+    return TrainingSample(
+        prompt_token_ids=np.array(sample.prompt_token_ids, dtype=np.int32),
+        completion_token_ids=np.array(sample.completion_token_ids, dtype=np.int32),
+        rollout_log_probs=floats("rollout_log_probs"),
+        advantages=floats("advantages"),
+        ref_log_probs=floats("ref_log_probs"),
+        loss_mask=floats("loss_mask"),
+        policy_version=sample.policy_version,
+        temperature=sample.temperature if sample.HasField("temperature") else None,
+        old_log_probs=floats("old_log_probs"),
+        values=floats("values"),
+        returns=floats("returns"),
+    )
+
+
 def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
     return Sample(
         prompt_index=prompt_index,

@@ -25,7 +25,9 @@ Request = tuple[int, rollout_pb2.GenerateRequest]
 """A request and the position of its first prompt among all prompts."""
 
 
-def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, num_samples: int) -> list[Request]:
+def requests(
+    prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, num_samples: int, call_number: int | None
+) -> list[Request]:
     """Splits prompts into requests that each fit a message. Their ids make a repeated request return the same samples on a CPU.
 
     Raises InvalidArgument for prompts that no rollout would accept.
@@ -48,6 +50,7 @@ def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, nu
                 num_samples=num_samples,
                 sampling_params=sampling_params.message(),
                 first_prompt=start,
+                call_number=call_number,
             ),
         )
         for start, chunk in encode.cut(parts, field="prompts", max_parts=max(1, _MAX_SAMPLES // num_samples))

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import uuid
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+
+from tasuki.client import encode
 from tasuki.client.durable import write_durably
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
-from tasuki.client.types import Phase
+from tasuki.client.types import Phase, TrainingSample
+from tasuki.v1.trainer_pb2 import TrainingSamples
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.regular_file import read_regular
@@ -33,22 +39,55 @@ class LoopState:
     """Position in the dataset after that step."""
 
 
+@dataclass(slots=True)
+class PendingStep:
+    """A step whose updates have begun, with what a client needs to repeat its calls. The trainer answers those that were made before."""
+
+    step: Step
+    samples: Sequence[TrainingSample] = ()
+    """Samples of the updates, in order; empty if they come from the dataset."""
+    log_probs_of: Sequence[int] = ()
+    """Positions in the policy's first update whose log-probs are asked for."""
+    schedule_steps: int | None = None
+    measured: list[dict[str, float]] = field(default_factory=list)
+    """Metrics of the updates that need not be repeated."""
+    is_updated: bool = False
+    """Whether no update is left, only the checkpoint."""
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Start of the calls' ids."""
+
+
 def write_loop_state(checkpoint: Path | str, state: LoopState) -> None:
     """Writes the state last: a checkpoint without it is incomplete."""
     write_durably(Path(checkpoint) / LOOP_FILE, sealed(asdict(state)) + "\n")
 
 
-def write_pending(output_dir: Path, step: Step) -> None:
-    """Records a step whose updates are about to begin, in case the client dies before it writes the step's line."""
-    write_durably(output_dir / _PENDING_FILE, json.dumps(asdict(step)) + "\n")
+def write_pending(output_dir: Path, pending: PendingStep) -> None:
+    """Records a step before its first update and, done, before its checkpoint: a client that dies meanwhile can be resumed there."""
+    fields = {name: getattr(pending, name) for name in PendingStep.__slots__} | {"step": asdict(pending.step)}
+    chunks = encode.training_chunks(pending.samples) if pending.samples else ()
+    fields["samples"] = [b64encode(chunk.SerializeToString()).decode() for chunk in chunks]
+    write_durably(output_dir / _PENDING_FILE, json.dumps(fields) + "\n")
 
 
-def read_pending(output_dir: Path) -> Step | None:
-    """Returns the last step whose updates began; None without one or if the file is unreadable."""
+def read_pending(output_dir: Path) -> PendingStep | None:
+    """Returns the last step whose updates began; None without one. Raises InvalidArgument if the file is damaged."""
+    path = output_dir / _PENDING_FILE
     try:
-        return Step.of(json.loads(read_regular(output_dir / _PENDING_FILE, max_bytes=_MAX_BYTES)))
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        fields = json.loads(read_regular(path))
+        chunks = [TrainingSamples.FromString(b64decode(chunk)) for chunk in fields["samples"]]
+        samples = [encode.training_sample_from_proto(sample) for chunk in chunks for sample in chunk.samples]
+        return PendingStep(**fields | {"step": Step.of(fields["step"]), "samples": samples})
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, DecodeError) as error:
+        text = f"{path} is damaged ({type(error).__name__}: {error}); stop the node and resume from a checkpoint"
+        raise InvalidArgument("output_dir", text) from error
+
+
+def forget_pending(output_dir: Path) -> None:
+    """Removes the record of a step that will be made from its beginning."""
+    (output_dir / _PENDING_FILE).unlink(missing_ok=True)
 
 
 def read_loop_state(checkpoint: Path) -> LoopState:
@@ -76,14 +115,22 @@ def is_save_due(step: Step, save_every: int | None) -> bool:
     return save_every is not None and (step.step + 1) % save_every == 0
 
 
-def save_checkpoint(step: Step, client: Client, position: Mapping[str, int], *, output_dir: Path) -> None:
+def note_updated(output_dir: Path, pending: PendingStep) -> None:
+    """Records that only the step's checkpoint may be left to do."""
+    pending.samples, pending.is_updated = (), True
+    write_pending(output_dir, pending)
+
+
+def save_checkpoint(pending: PendingStep, client: Client, position: Mapping[str, int], *, output_dir: Path) -> None:
     """Saves a checkpoint, unless the step learned nothing and its policy version already has one."""
+    step = pending.step
     path = checkpoint_path(output_dir / "checkpoints", step)
     if path is None:
         return
     step.acquire(client, Phase.TRAIN)
+    note_updated(output_dir, pending)
     with step.timed("save"):
-        saved = client.save(path)
+        saved = client.save(path, request_id=f"{pending.request_id}-save")
     write_loop_state(saved.path, LoopState(step, position))
 
 
@@ -93,7 +140,7 @@ def checkpoint_path(folder: Path, step: Step) -> Path | None:
     Named by version, plus the step if an earlier checkpoint has the same version: then only the critic has learned since.
     """
     path = folder / f"version-{step.next_version():06d}"
-    if not path.exists():
+    if not (path / LOOP_FILE).exists():
         return path
     return path.with_name(f"{path.name}-step-{step.step:06d}") if step.num_policy_steps or step.num_critic_steps else None
 

@@ -44,14 +44,16 @@ class Phases:
         if connection.phase is not phase:
             await self.acquire(phase)
 
-    async def train(self, give: Callable[[types_pb2.CommandId, float], Awaitable[_Answer]]) -> _Answer:
+    async def train(
+        self, give: Callable[[types_pb2.CommandId, float], Awaitable[_Answer]], *, request_id: str | None = None
+    ) -> _Answer:
         """Runs a command in phase TRAIN; retries once if another client changed the phase."""
         await self.hold(Phase.TRAIN)
         try:
-            return await self._connect().command(give, timeout_s=self._timeout_s)
+            return await self._connect().command(give, timeout_s=self._timeout_s, request_id=request_id)
         except WrongPhase:
             await self.acquire(Phase.TRAIN)
-            return await self._connect().command(give, timeout_s=self._timeout_s)
+            return await self._connect().command(give, timeout_s=self._timeout_s, request_id=request_id)
 
     async def close(self) -> None:
         """Cancels a changeover started by `begin`."""

@@ -133,7 +133,8 @@ class ShownSamples:
     ) -> None:
         """log_probs: of the samples at the positions from `wanted`; empty if the trainer had none."""
         for position, row in zip(wanted, log_probs, strict=False):
-            self._learned[id(batch[position])].trainer_log_probs = row
+            if (one := self._learned.get(id(batch[position]))) is not None:
+                one.trainer_log_probs = row
 
     def lines(self, *, max_bytes: int) -> list[bytes]:
         """Lines that fit into `max_bytes`."""

@@ -84,8 +84,10 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         num_samples: int = 1,
+        call_number: int | None = None,
     ) -> list[Sample]:
-        return self._run(self._client.generate(prompts, sampling_params, num_samples=num_samples))
+        call = self._client.generate(prompts, sampling_params, num_samples=num_samples, call_number=call_number)
+        return self._run(call)
 
     def generate_stream(
         self,
@@ -106,8 +108,10 @@ class Client:
         *,
         role: Role = Role.POLICY,
         log_probs_of: Sequence[int] = (),
+        request_id: str | None = None,
     ) -> ForwardBackwardResult:
-        return self._run(self._client.forward_backward(samples, loss, role=role, log_probs_of=log_probs_of))
+        call = self._client.forward_backward(samples, loss, role=role, log_probs_of=log_probs_of, request_id=request_id)
+        return self._run(call)
 
     def optim_step(
         self,
@@ -116,9 +120,14 @@ class Client:
         learning_rate: float | None = None,
         schedule_step: int | None = None,
         schedule_steps: int | None = None,
+        request_id: str | None = None,
     ) -> OptimStepResult:
         step = self._client.optim_step(
-            role=role, learning_rate=learning_rate, schedule_step=schedule_step, schedule_steps=schedule_steps
+            role=role,
+            learning_rate=learning_rate,
+            schedule_step=schedule_step,
+            schedule_steps=schedule_steps,
+            request_id=request_id,
         )
         return self._run(step)
 
@@ -131,8 +140,8 @@ class Client:
     def compute_values(self, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
         return self._run(self._client.compute_values(samples))
 
-    def save(self, path: Path | str) -> SaveResult:
-        return self._run(self._client.save(path))
+    def save(self, path: Path | str, *, request_id: str | None = None) -> SaveResult:
+        return self._run(self._client.save(path, request_id=request_id))
 
     def load(self, path: Path | str) -> int:
         return self._run(self._client.load(path))

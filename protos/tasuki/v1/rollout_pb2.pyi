@@ -51,14 +51,19 @@ class GenerateRequest(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     FIRST_PROMPT_FIELD_NUMBER: _builtins.int
+    CALL_NUMBER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identifies the call; optional, at most 128 characters. Repeated with the same id and the same served version, even after a
-    restart, a call uses the same seeds. Any other call uses different ones.
+    restart, a call uses the same seeds. Without `call_number` any other call uses different ones.
     """
     num_samples: _builtins.int
     """Samples for each prompt; at least 1."""
     first_prompt: _builtins.int
     """Position of the first prompt among all prompts of a caller who splits them over several requests. Offsets the seeds."""
+    call_number: _builtins.int
+    """Tells calls of equal content at one version apart: those with the same number use the same seeds, on any node. By default the
+    service counts them.
+    """
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """At least one."""
@@ -73,12 +78,15 @@ class GenerateRequest(_message.Message):
         num_samples: _builtins.int = ...,
         sampling_params: _types_pb2.SamplingParams | None = ...,
         first_prompt: _builtins.int = ...,
+        call_number: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_call_number", b"_call_number", "call_number", b"call_number", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_prompt", b"first_prompt", "num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_call_number", b"_call_number", "call_number", b"call_number", "first_prompt", b"first_prompt", "num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__call_number: _TypeAlias = _typing.Literal["call_number"]  # noqa: Y015
+    _WhichOneofArgType__call_number: _TypeAlias = _typing.Literal["_call_number", b"_call_number"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__call_number) -> _WhichOneofReturnType__call_number | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 

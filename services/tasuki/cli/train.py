@@ -194,7 +194,7 @@ def _train(
                 request.end_if_met()
 
             dataset = training.dataset()
-            start.seek(dataset, rows_per_step=settings.rows_per_step)
+            start.seek(dataset)
             loop(client, dataset, start, report)
             changeovers = changeovers_of(start.steps) + client.state().num_changeovers - num_changeovers
             policy_version = client.trainer_state().policy_version

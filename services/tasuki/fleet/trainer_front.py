@@ -16,7 +16,7 @@ from tasuki.algorithms.aggregation import call_denominator
 from tasuki.fleet.nodes import FleetNodes, NodeChannels, on_all
 from tasuki.fleet.rules import merged_trainer_state, refuse_stage, renumbered
 from tasuki.rpc.calls import chunks, remaining_s
-from tasuki.rpc.commands import CommandGate, digest
+from tasuki.rpc.commands import PASSING, CommandGate, digest
 from tasuki.trainer.ranks.wire import decode_loss
 from tasuki.trainer.service.merge_responses import merge_metrics, merge_parts
 from tasuki.trainer.service.requests import (
@@ -30,7 +30,6 @@ from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer, TrainerServiceStu
 from tasuki.v1.types_pb2 import CommandId, TrainingSample
 from tasuki.wire.errors import (
     DeadlineExceeded,
-    DiskFull,
     FleetEnded,
     InternalError,
     InvalidArgument,
@@ -49,7 +48,7 @@ _Shares: TypeAlias = Sequence[Sequence[int]]
 
 _log = logging.getLogger("tasuki.fleet")
 _READ_TIMEOUT_S = 10.0
-_PASSING = (DiskFull, PeerUnavailable, DeadlineExceeded, FleetEnded)
+_PASSING = (*PASSING, PeerUnavailable, DeadlineExceeded, FleetEnded)
 """Errors after which a repeated command is sent to the nodes again: each recognizes its id if it has already run it."""
 _Answer = TypeVar("_Answer")
 _Scored = TypeVar("_Scored", trainer_pb2.TokenLogProbs, trainer_pb2.TokenValues)

@@ -19,7 +19,7 @@ from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.rollout_pb2 import ReceiveWeightsResponse
 from tasuki.v1.trainer_pb2 import PublishWeightsResponse
 from tasuki.v1.types_pb2 import CommandId
-from tasuki.wire.errors import DiskFull, InvalidArgument, StaleEpoch, StaleSequence, TasukiError
+from tasuki.wire.errors import DiskFull, InvalidArgument, PathExists, StaleEpoch, StaleSequence, TasukiError, WrongPhase
 from tasuki.wire.stages import RING, Rpc, Stage
 from tasuki.wire.tracing import REQUEST_ID, annotate
 
@@ -32,6 +32,8 @@ _MAX_STEP = 10**6
 _MAX_FIRST = 10**8
 """The first number of an epoch at a service, which may be restarted late in it. An epoch of so many stages lasts for weeks."""
 _STAGES: dict[str, Stage] = {rule.rpc: rule.stage for rule in RING if rule.rpc not in (Rpc.PAUSE, Rpc.RESUME)}
+PASSING: tuple[type[TasukiError], ...] = (DiskFull, PathExists, WrongPhase)
+"""Errors after which nothing has changed, and which may pass: a repeated command, unless it is a stage, runs again."""
 REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 """Codes of the errors after which nothing has changed."""
 
@@ -56,7 +58,7 @@ class CommandGate:
         failpoints: Failpoints = NO_FAILPOINTS,
         *,
         boot_id: str = "",
-        passing: tuple[type[TasukiError], ...] = (DiskFull,),
+        passing: tuple[type[TasukiError], ...] = PASSING,
     ) -> None:
         """failpoints: each command hits one named after its stage or itself before it runs, and one with ".done" after.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tasuki.client.dataset import Dataset
+from tasuki.client.loop_state import PendingStep
 from tasuki.client.step import Step
 from tasuki.runs.earlier_run import EarlierRun
 from tasuki.runs.settings import RunSettings
@@ -22,28 +23,23 @@ class Continuation:
     steps: Sequence[Step] = ()
     checkpoint: Path | None = None
     position: Mapping[str, int] | None = None
-    num_steps_after_position: int = 0
+    """Position in the dataset after `steps`; None at its start."""
+    pending: PendingStep | None = None
+    """The first step, if its updates have begun."""
 
-    def seek(self, dataset: Dataset[Any], *, rows_per_step: int) -> None:
+    def seek(self, dataset: Dataset[Any]) -> None:
         """Skips the rows that were already used."""
-        num_unknown = 0
-        for step in reversed(self.steps[len(self.steps) - self.num_steps_after_position :]):
-            if step.position:
-                dataset.seek(step.position)
-                break
-            num_unknown += 1  # only its existence is known
-        else:
-            if self.position is not None:
-                dataset.seek(self.position)
-        for _ in range(num_unknown):
-            dataset.next_rows(rows_per_step)
+        if self.position is not None:
+            dataset.seek(self.position)
 
 
-def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool, critic_version: int | None = None) -> Continuation:
-    """Decides where to resume on a node whose trainer is at `node_version` and its critic, if any, at `critic_version`.
+def continuation(
+    earlier: EarlierRun, *, node_version: int, is_of_run: bool, pending: PendingStep | None = None
+) -> Continuation:
+    """Decides where to resume on a node whose trainer is at `node_version`.
 
     is_of_run: whether the trainer last trained this run. If so, nothing is lost; otherwise the run resumes from its newest checkpoint
-    or restarts. Raises VersionOrder if the node has later weights of unknown origin.
+    or restarts. pending: the last step whose updates began. Raises VersionOrder if the node has later weights of unknown origin.
     """
     saved, saved_version = earlier.num_saved_steps, earlier.saved_version
     kept = _until(earlier)
@@ -51,12 +47,11 @@ def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool, cri
     if is_of_run:
         learned = _after(earlier.steps, saved)
         version = learned[-1].next_version() if learned else saved_version
-        number = saved + len(learned)
-        pending = _pending(earlier, number=number, version=version, node_version=node_version, critic_version=critic_version)
-        if pending is not None:
-            learned = [*learned, pending]
-        if node_version == version or pending is not None:
-            return Continuation(saved + len(learned), [*kept, *learned], None, position, len(learned))
+        first = saved + len(learned)
+        has_begun = pending is not None and (pending.step.step, pending.step.policy_version) == (first, version)
+        if node_version == version or (has_begun and node_version > version):
+            reached = learned[-1].position if learned else position
+            return Continuation(first, [*kept, *learned], None, reached, pending if has_begun else None)
     is_loadable = earlier.checkpoint is not None and node_version <= saved_version
     if is_loadable or node_version == saved_version:
         return Continuation(saved, kept, earlier.checkpoint, position)
@@ -83,18 +78,6 @@ def check_num_steps(num_done: int, settings: RunSettings) -> None:
             settings.length_key,
             f"makes {settings.num_steps} steps, but the run has done {num_done}; raise it, or start another run",
         )
-
-
-def _pending(earlier: EarlierRun, *, number: int, version: int, node_version: int, critic_version: int | None) -> Step | None:
-    """The step in which the client died, after an optimizer step and before the step's line. Its metrics are lost."""
-    known = earlier.pending if earlier.pending is not None and earlier.pending.step == number else None
-    num_made, num_critic_steps = node_version - version, 0
-    if known is not None and known.critic_version is not None and critic_version is not None:
-        num_critic_steps = max(critic_version - known.critic_version, 0)
-    if num_made < 0 or not (num_made or num_critic_steps) or (known is None and num_made > 1):
-        return None
-    step = Step(number) if known is None else replace(known, metrics={}, seconds={}, mean_reward=None)
-    return replace(step, policy_version=version, num_policy_steps=num_made, num_critic_steps=num_critic_steps)
 
 
 def _until(earlier: EarlierRun) -> list[Step]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tasuki.client.durable import write_durably
-from tasuki.client.loop_state import LoopState, newest_checkpoint, read_pending
+from tasuki.client.loop_state import LoopState, newest_checkpoint
 from tasuki.client.step import Step
 from tasuki.runs.folder import CHECKPOINTS, RUN_FILES, read_steps
 from tasuki.runs.settings import RunSettings
@@ -41,8 +41,6 @@ class EarlierRun:
     steps: Sequence[Step]
     checkpoint: Path | None
     loop: LoopState | None
-    pending: Step | None = None
-    """The last step whose updates began."""
 
     @property
     def num_saved_steps(self) -> int:
@@ -74,7 +72,7 @@ def read_earlier_run(output_dir: Path) -> EarlierRun | None:
         )
         raise PathNotFound(text, path=path)
     checkpoint, loop = newest_checkpoint(output_dir / CHECKPOINTS) or (None, None)
-    return EarlierRun(head, read_steps(output_dir), checkpoint, loop, read_pending(output_dir))
+    return EarlierRun(head, read_steps(output_dir), checkpoint, loop)
 
 
 def read_head(output_dir: Path) -> RunHead | None:

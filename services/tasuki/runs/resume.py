@@ -10,9 +10,9 @@ from typing import Any
 
 from tasuki.client.dataset import Dataset
 from tasuki.client.durable import write_durably
-from tasuki.client.loop_state import LOOP_FILE, checkpoint_order, damaged_checkpoint
+from tasuki.client.loop_state import LOOP_FILE, checkpoint_order, damaged_checkpoint, forget_pending, read_pending
 from tasuki.client.sync_client import Client
-from tasuki.client.types import Role, role_versions
+from tasuki.client.types import role_versions
 from tasuki.config.paths import training_log_path, training_run_path
 from tasuki.config.schema import NodeConfig
 from tasuki.node.node_settings import running_settings
@@ -56,6 +56,7 @@ def begin(client: Client, config: NodeConfig, settings: RunSettings) -> Continua
     """Starts a run from the node's current weights, without gradients that an earlier run may have left."""
     _discard_gradients(client)
     client.begin_run()
+    forget_pending(settings.output_dir)
     head = RunHead(uuid.uuid4().hex, client.trainer_state().policy_version, recipe(config))
     write_head(settings.output_dir, head)
     write_durably(training_run_path(config.state_dir), head.id)
@@ -69,28 +70,26 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
     """
     marker = training_run_path(config.state_dir)
     is_of_run = marker.is_file() and read_regular(marker) == earlier.head.id.encode()
-    if is_of_run:
-        # Discards gradients of an interrupted step. Ordered after commands still running on the trainer, which may complete the step.
-        _discard_gradients(client)
-    trainer = client.trainer_state()
-    node_version = trainer.policy_version
-    found = continuation(
-        earlier, node_version=node_version, critic_version=role_versions(trainer).get(Role.CRITIC), is_of_run=is_of_run
-    )
-    check_num_steps(found.first_step, settings)
-    if not found.first_step:
-        _check_saves(earlier, settings)
-    if found.checkpoint is not None:
-        _load(client, found.checkpoint, policy_version=earlier.saved_version)
-    else:
-        _discard_gradients(client)
+    pending = read_pending(settings.output_dir) if is_of_run else None
+    node_version = client.trainer_state().policy_version
+    found = continuation(earlier, node_version=node_version, is_of_run=is_of_run, pending=pending)
+    check_num_steps(found.first_step + (found.pending is not None), settings)
+    if found.pending is None:
         if not found.first_step:
-            client.begin_run()
-    if found.num_steps_after_position == 0:
-        _remove_incomplete(settings.output_dir / CHECKPOINTS, earlier)
+            _check_saves(earlier, settings)
+        if found.checkpoint is not None:
+            _load(client, found.checkpoint, policy_version=earlier.saved_version)
+        else:
+            # Ordered after commands still running on the trainer, such as an export.
+            _discard_gradients(client)
+            if not found.first_step:
+                client.begin_run()
+        if found.checkpoint is not None or not found.first_step:
+            forget_pending(settings.output_dir)
+            _remove_incomplete(settings.output_dir / CHECKPOINTS, earlier)
     _make_way(settings.output_dir, earlier)
     write_durably(marker, earlier.head.id)
-    if found.first_step:
+    if found.first_step or found.pending is not None:
         origin = found.checkpoint or f"the node's own policy version {node_version}"
         _tell(f"resuming from {origin}: step {found.first_step} of {settings.num_steps}")
     else:
@@ -142,13 +141,14 @@ def _remove(path: Path) -> None:
 
 def _make_way(output_dir: Path, earlier: EarlierRun) -> None:
     """Removes the results of a finished run. Keeps its model under the number of its last step."""
-    (output_dir / "summary.json").unlink(missing_ok=True)
-    model = output_dir / "model"
+    model, summary = output_dir / "model", output_dir / "summary.json"
+    has_ended = summary.exists()
+    summary.unlink(missing_ok=True)
     if not model.exists():
         return
     kept = output_dir / f"model-{earlier.steps[-1].step if earlier.steps else 0:06d}"
-    if kept.exists():
-        _remove(model)  # of the same step
+    if kept.exists() or not has_ended:
+        _remove(model)  # of the same step, or exported by a client that then died
     else:
         model.rename(kept)
 

@@ -50,7 +50,7 @@ class RlTraining:
             def loop(client: Client, dataset: Dataset[Row], start: Continuation, report: Callable[[Step], None]) -> None:
                 state = EstimatorState.of(start.steps[-1].estimator if start.steps else {})
                 rl = RlLoop(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, inputs.train, state, dump, save_now)
-                rl.run(report, first_step=start.first_step)
+                rl.run(report, first_step=start.first_step, pending=start.pending)
 
             yield loop
 
@@ -75,7 +75,6 @@ def rl_run_settings(train: TrainConfig) -> RunSettings:
         output_dir=train.output_dir,
         num_steps=train.num_steps,
         length_key="train.num_steps",
-        rows_per_step=train.prompts_per_step,
         save_every=train.save_every,
         stop_at_eval_score=train.stop_at_eval_score,
     )

@@ -18,7 +18,6 @@ class RunSettings:
     num_steps: int
     length_key: str
     """Key that determines num_steps: "train.num_steps", "sft.num_epochs"."""
-    rows_per_step: int
     save_every: int | None
     stop_at_eval_score: float | None = None
 

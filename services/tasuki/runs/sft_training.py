@@ -47,7 +47,6 @@ class SftTraining:
             output_dir=sft.output_dir,
             num_steps=num_steps,
             length_key=f"sft.{key}",
-            rows_per_step=sft.samples_per_step,
             save_every=sft.save_every,
         )
 
@@ -72,7 +71,7 @@ class SftTraining:
         report: Callable[[Step], None],
     ) -> None:
         loop = SftLoop(client, dataset, self.eval_samples, self.sft, self.settings.num_steps, save_now)
-        loop.run(report, first_step=start.first_step)
+        loop.run(report, first_step=start.first_step, pending=start.pending)
 
     def summary(self, steps: Sequence[Step], *, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
         return summarize_sft(steps, seed=self.seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)

@@ -8,9 +8,11 @@ import grpc
 
 from tasuki.coordinator.audit.history import Broken, History, Invariant, StageRecord, Violation
 from tasuki.rpc.command_log import LoggedCommand, LoggedLife
-from tasuki.wire.errors import DiskFull, from_reason
+from tasuki.rpc.commands import PASSING
+from tasuki.wire.errors import from_reason
 from tasuki.wire.stages import RULES, Service, StageStatus
 
+_PASSING = [error.reason for error in PASSING]
 _CHANGED_NOTHING = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 
 
@@ -39,7 +41,7 @@ def _check_once(service: Service, life: Sequence[LoggedCommand]) -> None:
     for command in life:
         if command.request_id in seen:
             raise _of(command, Invariant.EXECUTED_ONCE, f"one execution of {command.request_id} in one life of {service}")
-        if command.outcome != DiskFull.reason:  # it was not carried out, and may be asked for again
+        if command.outcome not in _PASSING:  # it was not carried out, and may be asked for again
             seen.add(command.request_id)
 
 

@@ -1,0 +1,106 @@
+"""Lives of `tasuki train` that end by SIGKILL at a chosen time, and the figures of the run that they make together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ENVIRONMENT
+
+LIMIT_S = 300.0
+REWARD = "def odd(prompt, completion, **fields):\n    return float(len(set(completion)) % 2)\n"
+RL: Mapping[str, object] = {
+    "train.dataset": "train.jsonl", "train.eval_dataset": "held_out.jsonl", "train.reward.function": "odd_reward:odd",
+    "train.prompts_per_step": 3, "train.group_size": 4, "train.max_new_tokens": 6, "train.save_every": 2, "train.eval_every": 2,
+    "train.eval.temperature": 1.0,
+}  # fmt: skip
+SFT: Mapping[str, object] = {
+    "sft.dataset": "sft.jsonl", "sft.eval_dataset": "sft.jsonl", "sft.samples_per_step": 3, "sft.save_every": 3, "sft.eval_every": 2,
+}  # fmt: skip
+
+
+def write_task(folder: Path) -> Path:
+    """Writes the reward and the datasets."""
+    (folder / "odd_reward.py").write_text(REWARD)
+    for name, letters in (("train", "abcdefgh"), ("held_out", "xyz")):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": letter * 4}) + "\n" for letter in letters))
+    lines = [json.dumps({"prompt": letter * 4, "completion": letter * 2}) for letter in "abcdefghij"]
+    (folder / "sft.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run on the node of `config`, in a folder with the task."""
+
+    config: Path
+    folder: Path
+    output: str
+    settings: Mapping[str, object]
+
+    @property
+    def output_dir(self) -> Path:
+        return self.folder / self.output
+
+    def live(self, *options: str, dies_after_s: float | None = None) -> bool:
+        """Trains in a process of its own. Returns whether the run has ended; False if it was killed.
+
+        dies_after_s: from the moment that the node is asked for anything.
+        """
+        table = next(iter(self.settings)).partition(".")[0]
+        settings = {f"{table}.output_dir": str(self.output_dir), **self.settings}
+        arguments = [argument for key, value in settings.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
+        argv = ["train", str(self.config), *options, *arguments]
+        log = self.folder / f"{self.output}.log"
+        process = _forks().Process(target=_train, args=(argv, self.folder, log, dies_after_s))
+        process.start()
+        process.join(LIMIT_S)
+        assert process.exitcode in (0, -signal.SIGKILL), f"{process.exitcode}: {log.read_text()}"
+        return process.exitcode == 0
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Figures of each step, without times."""
+        steps = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
+        return [{name: value for name, value in step.items() if not name.endswith("seconds")} for step in steps]
+
+    def results(self) -> dict[str, str]:
+        """Digests of the exported model's files, and the checkpoints' names."""
+        files = [path for path in (self.output_dir / "model").rglob("*") if path.is_file()]
+        digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        saved = sorted(path.parent.name for path in (self.output_dir / "checkpoints").glob("*/loop.json"))
+        models = sorted(path.name for path in self.output_dir.glob("model*"))
+        return digests | {"checkpoints": str(saved), "models": str(models)}
+
+
+@cache
+def _forks() -> Any:
+    """A server whose children have imported the command: a life of a client then begins in a tenth of a second."""
+    context = multiprocessing.get_context("forkserver")
+    sys.path[:0] = [path for path in ENVIRONMENT["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
+    context.set_forkserver_preload(["tests.killed_client", "tasuki.cli.train", "tasuki.cli.__main__"])
+    return context
+
+
+def _train(argv: list[str], folder: Path, log: Path, dies_after_s: float | None) -> None:
+    from tasuki.cli import __main__, train
+
+    os.chdir(folder)
+    os.environ.update(ENVIRONMENT)
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if dies_after_s is not None:
+        timer = threading.Timer(dies_after_s, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        train.check_longest_sample = lambda *_, **__: timer.start()
+    os._exit(__main__.main(argv))
