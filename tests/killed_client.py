@@ -18,6 +18,7 @@ from typing import Any
 from tests.conftest import ENVIRONMENT
 
 LIMIT_S = 300.0
+_PRELOADED = "TASUKI_TESTS_PRELOADED"
 REWARD = "def odd(prompt, completion, **fields):\n    return float(len(set(completion)) % 2)\n"
 RL: Mapping[str, object] = {
     "train.dataset": "train.jsonl", "train.eval_dataset": "held_out.jsonl", "train.reward.function": "odd_reward:odd",
@@ -62,7 +63,7 @@ class Run:
         arguments = [argument for key, value in settings.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
         argv = ["train", str(self.config), *options, *arguments]
         log = self.folder / f"{self.output}.log"
-        process = _forks().Process(target=_train, args=(argv, self.folder, log, dies_after_s))
+        process = _forks(self.config.parent / "model").Process(target=_train, args=(argv, self.folder, log, dies_after_s))
         process.start()
         process.join(LIMIT_S)
         assert process.exitcode in (0, -signal.SIGKILL), f"{process.exitcode}: {log.read_text()}"
@@ -83,11 +84,14 @@ class Run:
 
 
 @cache
-def _forks() -> Any:
-    """A server whose children have imported the command: a life of a client then begins in a tenth of a second."""
+def _forks(model: Path) -> Any:
+    """A server whose children have imported the command and read a tokenizer: a life of a client then begins at once."""
+    os.environ[_PRELOADED] = str(model)
     context = multiprocessing.get_context("forkserver")
     sys.path[:0] = [path for path in ENVIRONMENT["PYTHONPATH"].split(os.pathsep) if path not in sys.path]
-    context.set_forkserver_preload(["tests.killed_client", "tasuki.cli.train", "tasuki.cli.__main__"])
+    context.set_forkserver_preload(["tests.killed_client"])
+    context.Process(target=os.getpid).start()
+    del os.environ[_PRELOADED]
     return context
 
 
@@ -104,3 +108,12 @@ def _train(argv: list[str], folder: Path, log: Path, dies_after_s: float | None)
         timer.daemon = True
         train.check_longest_sample = lambda *_, **__: timer.start()
     os._exit(__main__.main(argv))
+
+
+if _PRELOADED in os.environ:
+    import matplotlib.figure  # noqa: F401
+
+    from tasuki.cli import __main__, train  # noqa: F401
+    from tasuki.runs.tokenizer import ModelTokenizer
+
+    ModelTokenizer(Path(os.environ[_PRELOADED])).encode_prompt("a")

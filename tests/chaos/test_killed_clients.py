@@ -1,0 +1,98 @@
+"""Two series of runs whose client is killed two hundred times at random, on living nodes and on new ones. Takes an hour."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ENVIRONMENT, NOTHING_STAYS, ROOT, RunningNode, assert_clean_audit, started_node, tasuki
+from tests.killed_client import RL, SFT, Run, write_task
+
+SEED = int(os.environ.get("TASUKI_STRIKES_SEED") or random.SystemRandom().randrange(2**31))
+NUM_KILLS = 10
+_STEP_S = 2.5
+"""About two steps, from the client's first call on."""
+_REPORT = Path("runs/chaos/killed_clients.json")
+_GRPO = {**RL, "train.num_steps": 7}
+_EPOCHS = {**_GRPO, "train.num_epochs": 2, "train.num_mini_batches": 3, "train.loss.kl_coef": 0.05}
+_DAPO = {**_GRPO, "train.algorithm": "dapo", "train.max_batches": 2, "train.num_mini_batches": 2}
+_PPO = {**_EPOCHS, "train.algorithm": "ppo", "train.critic_warmup_steps": 2}
+_SFT = {**SFT, "sft.num_steps": 12}
+SERIES: Mapping[str, tuple[str, Sequence[Mapping[str, object]]]] = {
+    "critic": ("[trainer.critic]\nlearning_rate = 1e-3\n", [_PPO] * 4),
+    "whole": ("", [_GRPO, _SFT, _EPOCHS, _DAPO] * 2),
+    "lora": ("[trainer.lora]\nrank = 4\n", [_GRPO, _SFT, _EPOCHS, _DAPO] * 2),
+}
+"""Tables of the node, and the runs that follow each other on it: each begins with the weights of the one before."""
+
+
+def restart(node: RunningNode, *options: str) -> None:
+    """Ends the node and starts another one in its place."""
+    stopped = tasuki("down", node.config, timeout_s=120)
+    assert stopped.returncode == 0, stopped.stderr
+    node.up.wait(60)
+    argv = [sys.executable, "-m", "tests.up", "up", str(node.config), *options]
+    environment = {**ENVIRONMENT, "CHOICES": json.dumps(NOTHING_STAYS)}
+    started = subprocess.run(argv, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert started.returncode == 0, started.stderr
+
+
+@contextmanager
+def runs_of(name: str, folder: Path, kind: str) -> Iterator[tuple[RunningNode, list[Run]]]:
+    tables, settings = SERIES[name]
+    with started_node(tables=tables) as node:
+        yield node, [Run(node.config, folder, f"{kind}-{number}", each) for number, each in enumerate(settings)]
+
+
+def kill(node: RunningNode, run: Run, *, draw: random.Random) -> dict[str, Any]:
+    """Trains to the end over NUM_KILLS deaths of the client, two of which the node does not survive. Returns where they fell."""
+    fell: list[float] = []
+    ended = run.live(dies_after_s=draw.uniform(0, _STEP_S))
+    starts = dict(zip(draw.sample(range(1, NUM_KILLS), 2), ((), ("--resume",)), strict=True))
+    for number in range(1, NUM_KILLS + 1):
+        assert not ended or number > NUM_KILLS // 2, "killed too seldom: its steps are too few"
+        if ended:
+            break
+        fell.append(num_lines(run))
+        if number in starts and (starts[number] or any(run.output_dir.glob("checkpoints/*/loop.json"))):
+            restart(node, *starts[number])
+        ended = run.live("--resume", dies_after_s=None if number == NUM_KILLS else draw.uniform(0, _STEP_S))
+    return {"run": run.output, "kills_after_lines": fell}
+
+
+def num_lines(run: Run) -> int:
+    path = run.output_dir / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", SERIES)
+def test_clients_killed_at_random_times_leave_every_figure_and_every_tensor_as_it_is(name: str, tmp_path: Path) -> None:
+    sys.stdout.write(f"TASUKI_STRIKES_SEED={SEED} repeats these kills\n")
+    write_task(tmp_path)
+    with runs_of(name, tmp_path, "whole") as (_, whole):
+        assert all(run.live() for run in whole)
+    report: list[dict[str, Any]] = []
+    draw = random.Random(f"{SEED} {name}")
+    try:
+        with runs_of(name, tmp_path, "killed") as (node, killed):
+            for run, expected in zip(killed, whole, strict=True):
+                report.append(kill(node, run, draw=draw))
+                assert run.figures() == expected.figures()
+                assert run.results() == expected.results()
+            assert_clean_audit(node.state_dir)
+    finally:
+        _REPORT.parent.mkdir(parents=True, exist_ok=True)
+        told = json.loads(_REPORT.read_text()) if _REPORT.exists() else {}
+        num_kills = sum(len(each["kills_after_lines"]) for each in report)
+        told[name] = {"seed": SEED, "num_kills": num_kills, "runs": report}
+        _REPORT.write_text(json.dumps(told, indent=1) + "\n")
