@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.node.processes import parent_and_state
 from tasuki.node.services import EXIT_FLEET_ENDED
+from tasuki.wire.process_tree import parent_and_state
 from tests.fleet.network import can_make_namespaces, places_of
 from tests.fleet.nodes import real_fleet, wait_for
 

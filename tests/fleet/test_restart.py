@@ -15,8 +15,8 @@ import pytest
 
 from tasuki.cli.fleet import INTERRUPTED
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.node.processes import descendants
 from tasuki.node.services import EXIT_FLEET_ENDED
+from tasuki.wire.process_tree import descendants
 from tests.conftest import ENVIRONMENT
 from tests.fleet.network import places_of
 from tests.fleet.nodes import RealFleet, real_fleet

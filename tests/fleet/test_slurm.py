@@ -14,7 +14,7 @@ import pytest
 
 from tasuki.cli import certs
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.node.processes import descendants
+from tasuki.wire.process_tree import descendants
 from tests.fleet.slurm import NAMES, SlurmCluster, missing_tools, slurm_cluster
 
 ROOT = Path(__file__).parents[2]

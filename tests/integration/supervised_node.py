@@ -80,7 +80,7 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
 
 def await_failed(record: logging.LogRecord, kinds: dict[str, str]) -> bool:
     """Holds the supervisor when it has started a service that fails, until that has ended. A filter of its log."""
-    from tasuki.node.processes import has_ended
+    from tasuki.wire.process_tree import has_ended
 
     match record.args:
         case (str(name), int(pid)) if record.msg.startswith("event=started") and kinds[name] == "fails":

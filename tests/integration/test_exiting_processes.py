@@ -119,7 +119,7 @@ def has_said(parent: Any, *, within_s: float) -> bool:
 def test_a_process_that_waits_for_an_exiting_one_is_not_killed() -> None:
     program = (
         "import os\n"
-        "from tasuki.node.processes import adopt_orphans, end_descendants\n"
+        "from tasuki.node.processes import end_descendants\nfrom tasuki.wire.process_tree import adopt_orphans\n"
         "from tests.integration.exiting_process import fork_init\n"
         "adopt_orphans()\n"
         "codes = {}\n"

@@ -11,10 +11,10 @@ import pytest
 
 from tasuki.config.paths import pulse_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.node.processes import parent_and_state
 from tasuki.node.watchdog import Stall, Watchdog
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rpc.heartbeat import Heartbeat, read_pulse
+from tasuki.wire.process_tree import parent_and_state
 from tests.integration.node_process import wait_for
 
 STALL_S = 8.0

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tasuki.node.processes import adopt_orphans, die_with_parent, end_descendants
+from tasuki.node.processes import end_descendants
+from tasuki.wire.process_tree import adopt_orphans, die_with_parent
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Ranks of an engine end by themselves after their front; then the GPUs are free.

@@ -1,18 +1,20 @@
-"""Code run in a reward's worker process: imports the user's function and calls it."""
+"""Code run in a reward's worker process: imports the user's functions and calls them."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib
 import inspect
+import json
 import math
 import numbers
 import os
+import resource
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -20,29 +22,72 @@ Source = tuple[str, str, tuple[str, ...]]
 """Module, function, and folders searched before the installed packages."""
 Answer = tuple[float, str]
 """Reward and an empty string, or NaN and the error's text. Exceptions are not passed: their class may not exist in the client."""
-_LOOK_FOR_PARENT_EVERY_S = 1.0
 _TOLD_CHARACTERS = 1000
 _TOKEN_IDS = ("prompt_token_ids", "completion_token_ids")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_HIGH_FD = 512
+_is_worker = False
 
 
-def prepare(sources: Sequence[Source]) -> None:
-    """Imports the functions when a worker starts, so that no sample pays for it. Import errors are reported with the first sample."""
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    for source in sources:
-        with suppress(Exception, SystemExit):
-            _load(*source)
+class Signature(NamedTuple):
+    """What a reward function takes. As JSON, a worker's first message."""
+
+    problem: str = ""
+    """Why the function is unusable, or an empty string."""
+    taken: Sequence[str] | None = None
+    """Names of its parameters; None if it takes any."""
+    required: Sequence[str] = ()
+    """Those without a default."""
+    file: str = ""
 
 
-def read_parameters(*source: *Source) -> tuple[str, frozenset[str] | None]:
-    """Why the function is unusable, or an empty string; and its parameter names, None if it takes any."""
+def is_worker() -> bool:
+    """Whether this process scores for a pool. A script that has no guard around its pool is imported here."""
+    return _is_worker
+
+
+def serve(connection_fd: int) -> NoReturn:
+    """Tells the signatures of the functions, then scores one sample after another, until the client has ended."""
+    global _is_worker
+    _is_worker = True
+    # Files that a reward opens after it has closed all low descriptors must not take the connection's number.
+    high = min(_HIGH_FD, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    connection = Connection(fcntl.fcntl(connection_fd, fcntl.F_DUPFD_CLOEXEC, high))
+    os.close(connection_fd)
+    pid = os.getpid()
+    sources: list[Source] = connection.recv()
+    _answer(connection, [read_signature(*source) for source in sources], pid=pid)
+    while True:
+        try:
+            source, arguments = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        _answer(connection, score(source, arguments), pid=pid)
+
+
+def _answer(connection: Connection, answer: object, *, pid: int) -> None:
+    if os.getpid() != pid:  # a fork that has returned from the user's code, too
+        os._exit(0)
+    connection.send_bytes(json.dumps(answer).encode())
+
+
+def read_signature(*source: *Source) -> Signature:
     try:
-        parameters = inspect.signature(_load(*source)).parameters.values()
+        function = _load(*source)
+        parameters = inspect.signature(function).parameters.values()
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything
-        return _told(error), frozenset()
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        return "", None
-    return "", frozenset(parameter.name for parameter in parameters if parameter.kind in _NAMED)
+        return Signature(_told(error))
+    called = function if inspect.isroutine(function) else type(function).__call__
+    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called) or inspect.isgeneratorfunction(called):
+        return Signature("it is asynchronous or a generator; a reward returns a number")
+    required = [parameter for parameter in parameters if parameter.default is inspect.Parameter.empty]
+    for parameter in required:
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            return Signature(f"it takes `{parameter.name}` by position only; arguments are passed by name")
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    taken = None if takes_any else [parameter.name for parameter in parameters if parameter.kind in _NAMED]
+    file = getattr(sys.modules[source[0]], "__file__", None) or source[0]
+    return Signature("", taken, [parameter.name for parameter in required if parameter.kind in _NAMED], file)
 
 
 def score(source: Source, arguments: dict[str, object]) -> Answer:
@@ -82,10 +127,3 @@ def _load(module: str, name: str, folders: tuple[str, ...]) -> Callable[..., obj
 def _plain(name: str, value: object) -> object:
     """Converts token ids to a list."""
     return value.tolist() if name in _TOKEN_IDS and isinstance(value, np.ndarray) else value
-
-
-def _end_with_parent(parent_pid: int) -> None:
-    """Kills the worker when its parent dies, since a reward that hangs would otherwise live on."""
-    while os.getppid() == parent_pid:
-        time.sleep(_LOOK_FOR_PARENT_EVERY_S)
-    os._exit(1)

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-import pebble
 from numpy.typing import NDArray
-from pebble.common.types import CONSTS
 
-from tasuki.client import reward_worker
 from tasuki.client.aside import Aside
 from tasuki.client.encode import TokenIds
-from tasuki.client.pipe_lock import PipeLockContext
-from tasuki.client.reward_worker import Answer, Source
+from tasuki.client.reward_worker import Answer, Signature, Source, is_worker
 from tasuki.client.types import FinishReason, Sample
+from tasuki.client.worker_process import WorkerEnded, WorkerProcess
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 
 # Time for a worker to start: a new interpreter and the import of the reward's module.
 _START_TIMEOUT_S = 60.0
-# Delay between SIGTERM and SIGKILL for a worker over its limit. pebble's default of three seconds would be waited twice.
-CONSTS.term_timeout = 0.1
-_MAIN_HINT = '; a script creates its RewardPool below `if __name__ == "__main__":`, since each worker imports the script'
+_MAX_LOST_STARTS = 3
+_LOOK_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,9 @@ class Completion:
             "prompt_token_ids": self.prompt_token_ids,
             "completion_token_ids": self.token_ids,
         }
+
+
+_COMPLETION_ARGUMENTS = ("completion", "finish_reason", "num_tokens", "prompt_token_ids", "completion_token_ids")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,17 +105,20 @@ class RewardPool:
         """
         if timeout_s <= 0 or num_workers < 1:
             raise InvalidArgument("reward", f"timeout_s is {timeout_s} and num_workers {num_workers}; both must be positive")
+        if is_worker():
+            text = 'a worker imports this script: it creates its RewardPool below `if __name__ == "__main__":`'
+            raise InvalidArgument("reward.function", text)
         self._rewards = _named(function)
         self._timeout_s, self._on_error = timeout_s, on_error
         if isinstance(folders, str | Path) or not all(isinstance(folder, str | Path) for folder in folders):
             raise InvalidArgument("folders", f"must be a list of paths, not {folders!r}")
         paths = tuple(str(Path(folder).absolute()) for folder in folders)
-        self._sources: list[Source] = [(*_split(reward.function), paths) for reward in self._rewards]
-        self._num_workers = num_workers
-        self._pool = self._new_pool()
+        self._sources: list[Source] = [_source(reward.function, paths) for reward in self._rewards]
+        self._workers = [WorkerProcess(self._sources, start_s=_START_TIMEOUT_S) for _ in range(num_workers)]
+        self._starting, self._is_closed = set(self._workers), threading.Event()
         self._aside = Aside("tasuki-rewards")
         try:
-            self._taken = self._aside.call(self._read_parameters)
+            self._signatures = self._aside.call(self._read_signatures)
         except BaseException:
             self.close()
             raise
@@ -124,17 +129,25 @@ class RewardPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _new_pool(self) -> pebble.ProcessPool:
-        # spawn, since a forked child would inherit gRPC's threads and locks in an unknown state.
-        return pebble.ProcessPool(
-            self._num_workers, initializer=reward_worker.prepare, initargs=(self._sources,), context=PipeLockContext()
-        )
-
     def close(self) -> None:
-        """Ends the workers immediately."""
-        self._pool.stop()
-        self._pool.join()
+        """Ends the workers, and every process that their rewards have started, immediately."""
+        self._is_closed.set()
         self._aside.close()
+        for worker in self._workers:
+            worker.end()
+
+    def check_rows(self, rows: Sequence[Mapping[str, object]], *, path: Path | str) -> None:
+        """Raises InvalidArgument for an argument that neither a completion nor a row has, naming function and row. path: of the rows."""
+        for number, row in enumerate(rows, start=1):
+            for reward, signature in zip(self._rewards, self._signatures, strict=True):
+                missing = [name for name in signature.required if name not in row and name not in _COMPLETION_ARGUMENTS]
+                if missing:
+                    raise InvalidArgument(
+                        "reward.function",
+                        f"{reward.function} of {signature.file} takes `{missing[0]}`, but {path}: row {number} has only "
+                        f"{', '.join(row)}; name the argument as a field, give it a default, or add the field",
+                        argument=missing[0],
+                    )
 
     def score(
         self,
@@ -150,65 +163,89 @@ class RewardPool:
         """
         if len(completions) != len(rows) * group_size:
             raise InvalidArgument("completions", f"{len(completions)} for {len(rows)} rows of {group_size}")
-        futures: list[pebble.ProcessFuture[Answer]] = []
+        is_over = threading.Event()  # also if the caller is interrupted
         try:
-            return self._aside.call(lambda: self._gather(futures, rows, completions, group_size))
+            return self._aside.call(lambda: self._gather(is_over, rows, completions, group_size))
         finally:
-            for future in futures:
-                future.cancel()
+            is_over.set()
 
     def _gather(
         self,
-        futures: list[pebble.ProcessFuture[Answer]],
+        is_over: threading.Event,
         rows: Sequence[Mapping[str, object]],
         completions: Sequence[str] | Sequence[Completion],
         group_size: int,
     ) -> Scores:
-        """Fills `futures`, which the caller may cancel, and waits for them.
-
-        A worker that is killed between two samples breaks the pool, for example by the kernel without memory. New workers then score all.
-        """
-        try:
-            return self._gather_once(futures, rows, completions, group_size)
-        except _PoolBroken:
-            self._pool.stop()
-            self._pool.join()
-            self._pool = self._new_pool()
-            futures.clear()
-        try:
-            return self._gather_once(futures, rows, completions, group_size)
-        except _PoolBroken as error:
-            raise RewardFailed(f"the reward workers were killed twice: {error}", cause=str(error)) from error
-
-    def _gather_once(
-        self,
-        futures: list[pebble.ProcessFuture[Answer]],
-        rows: Sequence[Mapping[str, object]],
-        completions: Sequence[str] | Sequence[Completion],
-        group_size: int,
-    ) -> Scores:
-        """Raises _PoolBroken."""
-        futures.extend(
-            self._scheduled(source, arguments)
-            for index, completion in enumerate(completions)
-            for source, arguments in self._calls(rows[index // group_size], completion)
-        )
+        calls = [
+            call for index, completion in enumerate(completions) for call in self._calls(rows[index // group_size], completion)
+        ]
         values_NR = np.zeros((len(completions), len(self._rewards)), dtype=np.float32)
         has_failed_NR = np.zeros(values_NR.shape, dtype=np.bool_)
-        for place, future in zip(np.ndindex(values_NR.shape), futures, strict=True):
-            value, cause = self._outcome(future)
+        for place, (value, cause) in zip(np.ndindex(values_NR.shape), self._answers(calls, is_over), strict=True):
             if cause and self._on_error == "fail":
                 raise self._failed(cause, self._rewards[place[1]], sample=place[0], prompt=place[0] // group_size)
             has_failed_NR[place] = bool(cause)
             values_NR[place] = 0.0 if cause and self._on_error == "zero" else value
         return self._scores(values_NR, has_failed_NR)
 
+    def _answers(self, calls: Sequence[tuple[Source, dict[str, object]]], is_over: threading.Event) -> list[Answer]:
+        """Answers in the order of the calls; with on_error="fail" those after the first failure may be missing."""
+        answers: list[Answer] = [(math.nan, "")] * len(calls)
+        waiting, running, lost = deque(range(len(calls))), dict[WorkerProcess, int](), 0
+        try:
+            while (waiting or running) and not is_over.is_set():
+                for worker in [worker for worker in self._workers if worker not in running and worker not in self._starting]:
+                    if waiting and self._asks(worker, calls[waiting[0]]):
+                        running[worker] = waiting.popleft()
+                for worker, answer, how in self._told([*running, *self._starting]):
+                    if worker in running:
+                        index = running.pop(worker)
+                        value, cause = answer or (math.nan, how)
+                        answers[index] = value, cause
+                        if cause and self._on_error == "fail":
+                            waiting.clear()  # those before it are running or done
+                    elif how and (lost := lost + 1) == _MAX_LOST_STARTS:
+                        raise RewardFailed(f"{lost} reward workers could not start: the last {how}", cause=how)
+        finally:
+            for worker in running:
+                self._replace(worker)
+        return answers
+
+    def _asks(self, worker: WorkerProcess, call: tuple[Source, dict[str, object]]) -> bool:
+        """Returns False, with another worker on its way, if this one was killed between two samples, as by the kernel without memory."""
+        try:
+            worker.ask(call, timeout_s=self._timeout_s)
+        except WorkerEnded:
+            self._replace(worker)
+            return False
+        return True
+
+    def _told(self, workers: Sequence[WorkerProcess]) -> list[tuple[WorkerProcess, Any, str]]:
+        """Waits a moment for workers. Returns those that have answered, and those that have ended with how, which it replaces."""
+        readable = set(connection.wait([each for worker in workers for each in worker.waits()], timeout=_LOOK_EVERY_S))
+        told: list[tuple[WorkerProcess, Any, str]] = []
+        for worker in workers:
+            try:
+                if (answer := worker.answer(readable)) is not None:
+                    self._starting.discard(worker)
+                    told.append((worker, answer, ""))
+            except WorkerEnded as ended:
+                self._replace(worker)
+                told.append((worker, None, str(ended)))
+        return told
+
+    def _replace(self, worker: WorkerProcess) -> None:
+        worker.end()
+        self._starting.discard(worker)
+        another = self._workers[self._workers.index(worker)] = WorkerProcess(self._sources, start_s=_START_TIMEOUT_S)
+        self._starting.add(another)
+
     def _calls(self, row: Mapping[str, object], completion: str | Completion) -> list[tuple[Source, dict[str, object]]]:
         """One call for each reward, with only the arguments it takes."""
         known = {**row, **(completion.arguments() if isinstance(completion, Completion) else {"completion": completion})}
         return [
             (source, known if taken is None else {name: value for name, value in known.items() if name in taken})
-            for source, taken in zip(self._sources, self._taken, strict=True)
+            for source, taken in zip(self._sources, (signature.taken for signature in self._signatures), strict=True)
         ]
 
     def _scores(self, values_NR: NDArray[np.float32], has_failed_NR: NDArray[np.bool_]) -> Scores:
@@ -226,47 +263,20 @@ class RewardPool:
             {reward.name: values_NR[:, index] for index, reward in enumerate(self._rewards)},
         )
 
-    def _scheduled(self, source: Source, arguments: dict[str, object]) -> pebble.ProcessFuture[Answer]:
-        try:
-            return self._pool.schedule(reward_worker.score, args=(source, arguments), timeout=self._timeout_s)
-        except RuntimeError as error:
-            raise _PoolBroken(str(error)) from error
-
-    def _outcome(self, future: pebble.ProcessFuture[Answer]) -> Answer:
-        try:
-            # Earlier calls are done, so this one runs or is next. Waiting longer than a start plus its limit means a broken pool.
-            return future.result(timeout=self._timeout_s + _START_TIMEOUT_S)
-        except FutureTimeoutError:
-            return math.nan, f"gave no answer within {self._timeout_s:g} s; its worker was killed"
-        except pebble.ProcessExpired as error:
-            return math.nan, f"ended its worker process (exit code {error.exitcode})"
-        except RuntimeError as error:  # BrokenProcessPool
-            raise _PoolBroken(str(error)) from error
-
-    def _read_parameters(self) -> list[frozenset[str] | None]:
-        return [self._parameters(reward.function, source) for reward, source in zip(self._rewards, self._sources, strict=True)]
-
-    def _parameters(self, function: str, source: Source) -> frozenset[str] | None:
-        """Parameter names of the function; None if it takes any."""
-        future = self._pool.schedule(reward_worker.read_parameters, args=source)
-        taken = None
-        try:
-            problem, taken = future.result(timeout=_START_TIMEOUT_S)
-        except FutureTimeoutError:
-            problem = f"importing it took longer than {_START_TIMEOUT_S:g} s"
-        except (pebble.ProcessExpired, RuntimeError) as error:
-            problem = f"importing it ended the worker process: {error}{_MAIN_HINT}"
-        if problem:
-            raise InvalidArgument("reward.function", f"cannot use {function}: {problem}")
-        return taken
+    def _read_signatures(self) -> list[Signature]:
+        while not self._is_closed.is_set():
+            for _, answer, how in self._told(list(self._starting)):
+                problems = [how] * len(self._rewards) if how else [problem for problem, *_ in answer]
+                for reward, problem in zip(self._rewards, problems, strict=True):
+                    if problem:
+                        cause = f"its import {how}" if how else problem
+                        raise InvalidArgument("reward.function", f"cannot use {reward.function}: {cause}")
+                return [Signature(*each) for each in answer]
+        raise InvalidArgument("reward.function", "the pool was closed as it started")
 
     def _failed(self, cause: str, reward: NamedReward, *, sample: int, prompt: int) -> RewardFailed:
         text = f"reward {reward.function} failed for sample {sample} (prompt {prompt}): {cause}"
         return RewardFailed(text, sample=sample, prompt=prompt, cause=cause, reward=reward.name)
-
-
-class _PoolBroken(Exception):
-    """pebble gives the pool up."""
 
 
 def _named(function: str | Sequence[NamedReward]) -> tuple[NamedReward, ...]:
@@ -281,6 +291,13 @@ def _named(function: str | Sequence[NamedReward]) -> tuple[NamedReward, ...]:
     if not any(weights) or not all(map(math.isfinite, weights)):
         raise InvalidArgument("reward.weight", f"got {weights}; give finite numbers, at least one other than 0")
     return tuple(function)
+
+
+def _source(function: str, folders: tuple[str, ...]) -> Source:
+    """A script's own functions are imported from its file."""
+    module, name = _split(function)
+    file = getattr(sys.modules["__main__"], "__file__", None) if module == "__main__" else None
+    return (module, name, folders) if file is None else (Path(file).stem, name, (str(Path(file).absolute().parent), *folders))
 
 
 def _split(function: object) -> tuple[str, str]:

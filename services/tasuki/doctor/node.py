@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from tasuki.client.dataset import Row, read_jsonl
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
 from tasuki.doctor.certificates import certificate_findings
 from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, ok, warn
@@ -23,7 +25,7 @@ from tasuki.planner.node_plan import plan_node
 from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.port import check_ports
 from tasuki.runs.inputs import read_inputs
-from tasuki.runs.rl_training import open_rewards
+from tasuki.runs.rl_training import check_reward_rows, open_rewards
 from tasuki.runs.sft_training import read_sft
 from tasuki.trackers.adapters import check_installed
 from tasuki.wire.address import split_host_port
@@ -92,15 +94,23 @@ def _check_data(table: str, run: TrainConfig | SftConfig, read: Callable[[], obj
 
 
 def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:
-    """Imports the reward functions in a worker process, as `tasuki train` does before its first step."""
+    """Imports the reward functions in a worker process and compares them with the rows, as `tasuki train` does before its first step."""
     reward = train.reward
     functions = [reward.function] if isinstance(reward.function, str) else reward.function.values()
 
     def check() -> None:
-        with open_rewards(reward, folders, num_workers=1):
-            return
+        with open_rewards(reward, folders, num_workers=1) as rewards:
+            rows, eval_rows = (_readable_rows(path) for path in (train.dataset, train.eval_dataset))
+            check_reward_rows(rewards, train, rows=rows, eval_rows=eval_rows)
 
     return checked("reward of [train]", ", ".join(functions), check, key="train.reward")
+
+
+def _readable_rows(path: Path | None) -> list[Row]:
+    """Rows of a dataset; none if it cannot be read, which its own check tells."""
+    with suppress(TasukiError):
+        return [] if path is None else read_jsonl(path)
+    return []
 
 
 def _check_trackers(config: NodeConfig) -> None:

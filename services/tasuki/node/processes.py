@@ -1,8 +1,7 @@
-"""Linux features against orphans: subreaper, parent death signal, the process tree, and files that a killed process leaves."""
+"""Ends a node's processes, and removes the files that a killed process leaves."""
 
 from __future__ import annotations
 
-import ctypes  # noqa: TID251 - prctl has no other door in Python, and is no part of the native library
 import logging
 import os
 import shutil
@@ -15,10 +14,9 @@ from pathlib import Path
 from tasuki.config.paths import socket_dir
 from tasuki.node.model_copy import remove_model_copy
 from tasuki.wire.errors import DeadlineExceeded
+from tasuki.wire.process_tree import descendants, has_ended, parent_and_state, reap, stat_fields
 
 _log = logging.getLogger("tasuki.node")
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _SHM = Path("/dev/shm")  # noqa: S108 - looked into, never written to
 _POLL_S = 0.02
 _SCAN_EVERY_S = 10.0
@@ -27,48 +25,11 @@ EXIT_LIMIT_S = 120.0
 """Longest wait for processes that are exiting, whose pinned memory and memory of a GPU the kernel frees."""
 SERVICE_VARIABLE = "TASUKI_SERVICE"
 """Environment variable with the service's name, set in all its processes, so that orphans can be attributed."""
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def adopt_orphans() -> None:
-    """Makes this process the new parent of orphaned descendants."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """Asks the kernel to send `number` to this process when its parent ends. Not inherited by children."""
-    _prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent_pid:  # it ended before the call
-        os.kill(os.getpid(), number)
-
-
-def descendants(pid: int) -> list[int]:
-    """All processes below `pid` that are not reaped, children before grandchildren."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            parent, _ = parent_and_state(int(entry.name))
-            children.setdefault(parent, []).append(int(entry.name))
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found[1:]
-
-
-def parent_and_state(pid: int) -> tuple[int, str]:
-    """The parent, and the kernel's state letter: "T" for stopped, "Z" and "X" for ended."""
-    fields = _stat(pid)
-    return (int(fields[1]), fields[0]) if fields else (0, "X")
-
-
-def has_ended(pid: int) -> bool:
-    """Whether the process is gone or a zombie."""
-    return parent_and_state(pid)[1] in "ZX"
 
 
 def is_exiting(pid: int) -> bool:
     """Whether the process was killed or has ended, but the kernel still frees its memory. No signal makes that faster."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     if not fields or (fields[0] in "ZX" and int(fields[17]) <= 1):  # the last thread of a zombie may still hold the memory
         return False
     was_killed = int(fields[28]) >> (signal.SIGKILL - 1) & 1  # pending while it is in a driver
@@ -78,15 +39,6 @@ def is_exiting(pid: int) -> bool:
 def cannot_be_killed(pid: int) -> str:
     """Why a process that is exiting is still there, for a message."""
     return f"pid {pid} is exiting and cannot be killed further: the kernel is freeing its memory"
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the third, the state, on; empty if the process is gone."""
-    try:
-        # The name in parentheses may contain anything.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 def continue_children() -> None:
@@ -176,18 +128,6 @@ def _belongs_to(pid: int, service: str) -> bool:
     return f"{SERVICE_VARIABLE}={service}".encode() in environment
 
 
-def reap() -> dict[int, int]:
-    """Exit codes by pid of children that ended since the last call; -N for signal N."""
-    ended: dict[int, int] = {}
-    with suppress(ChildProcessError):
-        while True:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                break
-            ended[pid] = os.waitstatus_to_exitcode(status)
-    return ended
-
-
 def shared_memory() -> set[Path]:
     """All files in /dev/shm."""
     return set(_SHM.iterdir()) if _SHM.is_dir() else set()
@@ -209,11 +149,6 @@ def shared_memory_of(pids: Iterable[int]) -> set[Path]:
                 if f" {_SHM}/" in line:
                     mapped.add(int(line.split(maxsplit=5)[4]))
     return {paths[inode] for inode in mapped & paths.keys()}
-
-
-def _prctl(option: int, value: int) -> None:
-    if _libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 class ResourceTracker:

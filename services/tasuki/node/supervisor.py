@@ -31,19 +31,16 @@ from tasuki.node.exit_report import KILLED_FOR_MEMORY, write_exit_report
 from tasuki.node.processes import (
     SERVICE_VARIABLE,
     ResourceTracker,
-    adopt_orphans,
     continue_stopped,
-    descendants,
-    die_with_parent,
     end_descendants,
     kill_service,
-    reap,
 )
 from tasuki.node.rotation import KEPT_LOGS, rotate
 from tasuki.node.services import ServiceCommand, listens
 from tasuki.node.watchdog import Watchdog, dump_stacks
 from tasuki.wire.errors import DeadlineExceeded, TasukiError
 from tasuki.wire.printable import printable
+from tasuki.wire.process_tree import adopt_orphans, descendants, die_with_parent, reap
 
 _log = logging.getLogger("tasuki.node")
 GRACE_S = 5.0

@@ -14,8 +14,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from tasuki.config.paths import pulse_dir, stall_dir
-from tasuki.node.processes import is_exiting, parent_and_state
+from tasuki.node.processes import is_exiting
 from tasuki.rpc.heartbeat import Pulse, read_pulse
+from tasuki.wire.process_tree import parent_and_state
 
 _log = logging.getLogger("tasuki.node")
 _CHECK_EVERY_S = 0.5

@@ -46,6 +46,7 @@ class RlTraining:
             open_rewards(reward, folders, num_workers=reward.num_workers) as rewards,
             _sample_dump(inputs) as dump,
         ):
+            check_reward_rows(rewards, inputs.train, rows=inputs.rows, eval_rows=inputs.eval_rows)
 
             def loop(client: Client, dataset: Dataset[Row], start: Continuation, report: Callable[[Step], None]) -> None:
                 state = EstimatorState.of(start.steps[-1].estimator if start.steps else {})
@@ -90,6 +91,13 @@ def open_rewards(reward: RewardConfig, folders: Sequence[Path], *, num_workers: 
             timeout_s=reward.timeout_s,
             on_error=reward.on_error,
         )
+
+
+def check_reward_rows(rewards: RewardPool, train: TrainConfig, *, rows: Sequence[Row], eval_rows: Sequence[Row]) -> None:
+    """Raises InvalidArgument for a reward that takes what a row lacks."""
+    with field_as_key("reward", "train.reward"):
+        rewards.check_rows(rows, path=train.dataset)
+        rewards.check_rows(eval_rows, path=str(train.eval_dataset))
 
 
 def named_rewards(reward: RewardConfig) -> str | list[NamedReward]:
