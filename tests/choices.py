@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from tasuki.config.choices import Choices, write_choices
 from tasuki.config.schema import NodeConfig
-from tasuki.planner.layout import GB
-from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import choices_of, node_layout
+from tasuki.planner.choose import choices_of
+from tasuki.planner.node import GB
 from tasuki.wire.errors import TasukiError
+from tests.planned import chosen_node
 
 
 def choices_for(config: NodeConfig, *, export_stays: bool = True, **changes: object) -> Choices:
     """The planner's for a large machine, except that all memory leaves at each changeover but, perhaps, what the engine reads."""
     try:
-        layout = node_layout(config, read_model_shape(config.model.path), gpu_bytes=80 * GB, host_bytes=2000 * GB)
-        made = choices_of(layout, config)
+        made = choices_of(chosen_node(config, gpu_bytes=80 * GB))
     except TasukiError:  # the service will refuse it, too
         made = Choices(micro_batch_tokens=8192, checkpointing="none", kv_tokens=4096)
     stays = {"trainer": [["export"] if export_stays else []] * config.trainer.num_ranks, "rollout": []}

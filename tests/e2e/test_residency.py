@@ -12,8 +12,8 @@ import pytest
 from tasuki.client import Client, Phase, Stage, StageStatus
 from tasuki.config.load import load_config
 from tasuki.config.paths import config_path, node_targets
-from tasuki.planner.layout import Part
-from tasuki.planner.node_plan import plan_node
+from tasuki.planner.choose import plan_node
+from tasuki.planner.node import Part
 from tasuki.v1 import memory_pb2, types_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tests.chaos_node import ChaosNode

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.planner.layout import Checkpointing
+from tasuki.planner.node import Checkpointing
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples

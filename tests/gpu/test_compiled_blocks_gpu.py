@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.planner.layout import Checkpointing
+from tasuki.planner.node import Checkpointing
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.modules.compiled_blocks import num_graphs
 from tasuki.trainer.roles import Role

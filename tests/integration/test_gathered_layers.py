@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.planner.layout import Part
+from tasuki.planner.node import Part
 from tasuki.planner.step_bytes import step_moments
 from tasuki.trainer.backends.fsdp.model import groups_of
 from tasuki.trainer.data.micro_batch import token_batch
@@ -60,7 +60,7 @@ def at_loss(learner: Learner) -> list[int]:
 
 def test_layers_are_whole_at_the_loss_as_planned(model: Path, mesh: DeviceMesh) -> None:
     learner = start(model, mesh)
-    layout = fsdp(learner)._layout
+    layout = fsdp(learner)._planned
     # The planner includes the projection's gradient.
     planned = step_moments(layout)["loss"][Part.LAYERS] - layout.model.num_outputs * layout.model.hidden_size * 4
     sizes = at_loss(learner)

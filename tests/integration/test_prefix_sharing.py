@@ -128,7 +128,7 @@ def test_kept_results_of_both_calls_of_attention_are_planned(
     settings = {"checkpointing": checkpointing, "micro_batch_tokens": num_tokens, "prefix_sharing": True}
     learner = start_learner(model, mesh=mesh, **settings)
     learn(learner, Role.POLICY, decode_samples(samples), config=LossConfig(), max_tokens=num_tokens)
-    layout = fsdp(learner)._layout
+    layout = fsdp(learner)._planned
     assert not stayed, "everything has room in host memory"
     alone = num_tokens * kept_with_attention(layout.model, compute_bytes=layout.compute_bytes)
     planned = _attention_output(layout)

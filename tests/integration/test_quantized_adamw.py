@@ -16,7 +16,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
-from tasuki.planner.layout import Part
+from tasuki.planner.node import Part
 from tasuki.planner.trainer_bytes import moment_block, trainer_tags
 from tasuki.trainer.backends.fsdp.optimizer import quantized_adamw
 from tasuki.trainer.backends.fsdp.optimizer.quantized_adamw import QuantizedMoment
@@ -138,7 +138,7 @@ def test_memory_is_a_quarter_and_as_planned_and_sleeps(mesh: DeviceMesh, tmp_pat
     ]
     usages = [{MemoryTag.of(each.tag): each.total_bytes for each in fsdp(each).memory.usage()} for each in (learner, full)]
     rounded, whole = (usage[MemoryTag.OPTIMIZER] for usage in usages)
-    assert rounded == trainer_tags(fsdp(learner)._layout)[Part.OPTIMIZER]
+    assert rounded == trainer_tags(fsdp(learner)._planned)[Part.OPTIMIZER]
     assert rounded < 0.3 * whole
     step(learner, 1)
     before = {name: {key: tensor.clone() for key, tensor in state.items()} for name, state in state_of(learner).items()}

@@ -72,7 +72,7 @@ def test_the_tag_grows_only_by_a_reference_on_the_device(model: Path, mesh: Devi
     assert reference is not None
     num_bytes = sum(param.numel() * 4 for param in reference.parameters())
     assert weights_bytes(learner) - before == pytest.approx(0 if on_host else num_bytes, rel=0.02)
-    assert host_reference(fsdp(learner)._layout) == pytest.approx(num_bytes if on_host else 0, rel=0.02)
+    assert host_reference(fsdp(learner)._planned) == pytest.approx(num_bytes if on_host else 0, rel=0.02)
 
 
 @pytest.mark.parametrize(

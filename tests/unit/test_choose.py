@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from tasuki.memory.host import HostMemory
 from tasuki.node import choose as cli
 from tasuki.node.choose import choose
 from tasuki.node.start import start_node
-from tasuki.planner.layout import GB, Part
-from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import node_layout
+from tasuki.planner.node import GB
 from tasuki.planner.plan import plan
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import Stage
+from tests.planned import chosen_node
 from tests.sparse_weights import write_sparse_weights
 
 MODEL = {
@@ -109,11 +107,11 @@ def test_a_plan_of_too_many_ranks_on_a_cpu_advises_fewer(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "crowd.toml"
-    config.write_text(f"state_dir = 'node'\n[model]\npath = '{model}'\n[trainer]\nnum_ranks = 200\n")
+    config.write_text(f"state_dir = 'node'\n[model]\npath = '{model}'\n[trainer]\nnum_ranks = 24\n")
     assert main(["plan", str(config), "--host-gb", "24"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "use fewer ranks, a machine with more memory, or a smaller model" in said and "GPUs" not in said
-    assert "200 FSDP ranks" in said and "million parameters: embedding 32.8 million" in said
+    assert "24 FSDP ranks" in said and "million parameters: embedding 32.8 million" in said
 
 
 def test_more_tokens_than_fit_are_refused_before_anything_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +136,8 @@ def test_a_budget_below_the_tags_of_a_stage_does_not_fit(
 ) -> None:
     monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(64 * GB, 32 * GB))
     tables = {"device": "cpu", "rollout": {"engine": {"max_total_tokens": 4096}}}
-    layout = node_layout(node(model, **tables), read_model_shape(model), gpu_bytes=1, host_bytes=64 * GB)
-    peak = plan(replace(layout, staying=(frozenset[Part](),) * layout.num_gpus)).budget_peak
+    planned = chosen_node(node(model, **tables), host_bytes=64 * GB)
+    peak = plan(planned.keeping(frozenset())).budget_peak
     assert peak.stage is Stage.RESUME_WEIGHTS
     budget = peak.tag_bytes - missing_bytes
     told: list[str] = []

@@ -10,7 +10,7 @@ import pytest
 
 from tasuki.cli.__main__ import main
 from tasuki.config.load import load_config
-from tasuki.planner.layout import GB
+from tasuki.planner.node import GB
 from tasuki.planner.presets import MODELS, PRESETS
 
 CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.toml"))

@@ -13,15 +13,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tasuki.config.checks import check_model
 from tasuki.models.shape import ModelShape
 from tasuki.planner.kept_bytes import kept_in_parallel_experts
-from tasuki.planner.layout import GB, Checkpointing, Layout, Part
+from tasuki.planner.node import Checkpointing, Node, Part
 from tasuki.planner.presets import MODELS
 from tasuki.planner.step_bytes import step_moments
 from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.trainer.backends.fsdp.expert_parallel import ParallelExperts, parallelize_experts
 from tasuki.wire.errors import InvalidArgument
 from tests.models import CONFIGS, make_model
+from tests.planned import node_with
 from tests.saved_tensors import kept_bytes
 
 NUM_TOKENS, NUM_CHOSEN = 96, 2
@@ -29,9 +31,13 @@ NUM_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
 MOE = MODELS["qwen3-30b-a3b"]
 
 
-def layout_of(model: ModelShape, **settings: Any) -> Layout:
-    sizes = {"num_gpus": 8, "gpu_bytes": 141 * GB, "host_bytes": 2000 * GB, "num_ranks": 8, "tp_size": 8}
-    return Layout(model=model, **{**sizes, "kv_ratio": 0.6, "checkpointing": Checkpointing.FULL, **settings})
+def node_of(
+    model: ModelShape, *, num_ranks: int = 8, tp_size: int = 8, critic: ModelShape | None = None, **trainer: Any
+) -> Node:
+    rollout = {"tp_size": tp_size, "kv_ratio": 0.6}
+    node = node_with(model, num_ranks=num_ranks, checkpointing=Checkpointing.FULL, rollout=rollout, trainer=trainer)
+    check_model(node.config, model, critic=critic)
+    return node
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +108,10 @@ def test_autograd_keeps_the_rows_that_are_counted_and_no_cast_weights(dtype: tor
 
 
 def test_a_rank_gathers_no_experts_and_holds_as_many() -> None:
-    gathered = layout_of(MOE)
-    spread = replace(gathered, expert_parallel=True)
+    gathered, spread = node_of(MOE), node_of(MOE, expert_parallel=True)
     of_layer = 128 * 3 * 768 * 2048
     assert trainer_tags(spread) == trainer_tags(gathered)
-    one, other = (step_moments(layout)["layer"] for layout in (gathered, spread))
+    one, other = (step_moments(node)["layer"] for node in (gathered, spread))
     # Three layers, less one matrix's shard that is cast for its product; gradients likewise.
     assert one[Part.LAYERS] - other[Part.LAYERS] == 2 * (3 * of_layer - of_layer * 2 // 3 // 8)
     assert one[Part.WHOLE_GRADIENTS] - other[Part.WHOLE_GRADIENTS] == 6 * (of_layer - of_layer * 2 // 3 // 8)
@@ -115,8 +120,7 @@ def test_a_rank_gathers_no_experts_and_holds_as_many() -> None:
 
 @pytest.mark.parametrize(("num_ranks", "rows"), [(2, 2 * 8), (8, 8 * 8), (32, 32 * 4)])
 def test_rows_are_counted_as_if_all_tokens_chose_one_rank(num_ranks: int, rows: int) -> None:
-    layout = layout_of(MOE, num_gpus=num_ranks, num_ranks=num_ranks, tp_size=2, expert_parallel=True)
-    assert layout.rows_per_token == rows
+    assert node_of(MOE, num_ranks=num_ranks, tp_size=2, expert_parallel=True).rows_per_token == rows
 
 
 @pytest.mark.parametrize(
@@ -129,5 +133,5 @@ def test_rows_are_counted_as_if_all_tokens_chose_one_rank(num_ranks: int, rows: 
 )
 def test_experts_that_ranks_cannot_share_are_refused(model: ModelShape, settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidArgument, match=problem) as refused:
-        layout_of(model, expert_parallel=True, **settings)
+        node_of(model, expert_parallel=True, **settings)
     assert refused.value.metadata["field"] == "trainer.expert_parallel"

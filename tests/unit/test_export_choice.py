@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from tasuki.config.load import load_config
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import totals
-from tasuki.planner.advice import advise
-from tasuki.planner.layout import GB, Checkpointing, Layout, Part
-from tasuki.planner.node_plan import node_layout
+from tasuki.planner.node import GB, Checkpointing, Node, Part, node_of
 from tasuki.planner.plan import PLAN_STAGES, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice
@@ -27,14 +24,14 @@ from tasuki.weights import chunk_memory
 from tasuki.weights.chunk_memory import descriptor_problem
 from tasuki.wire.errors import InternalError, InvalidArgument
 from tasuki.wire.stages import Phase, Stage
+from tests.planned import chosen_node, config_of, node_with
 
 MODEL = MODELS["qwen2.5-7b"]
 UUIDS = ["GPU-11111111-2222", "GPU-33333333-4444", "GPU-55555555-6666"]
 
 
 def node(*, device: str = "cuda", trainer: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None) -> NodeConfig:
-    tables = {"trainer": trainer or {}, "rollout": rollout or {}}
-    return NodeConfig.model_validate({"state_dir": "s", "model": {"path": "m"}, "device": device, **tables})
+    return config_of(device=device, trainer=trainer or {}, rollout=rollout or {})
 
 
 @pytest.mark.parametrize(
@@ -181,14 +178,12 @@ def test_devices_survive_the_file(tmp_path: Path) -> None:
 # --- the planner
 
 
-def h200s(**settings: Any) -> Layout:
+def h200s(**trainer: Any) -> Node:
     """A 7B model on four GPUs."""
-    given: dict[str, Any] = {"num_gpus": 4, "num_ranks": 4, "num_engines": 4, "kv_ratio": 0.6} | settings
-    given = {"checkpointing": Checkpointing.FULL} | given
-    return Layout(model=MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB, **given)
+    return node_with(num_ranks=4, rollout={"kv_ratio": 0.6}, checkpointing=Checkpointing.FULL, trainer=trainer)
 
 
-def present(layout: Layout, part: Part) -> set[PlanStage]:
+def present(layout: Node, part: Part) -> set[PlanStage]:
     """Stages in which the first GPU holds the part."""
     return {stage.stage for stage in plan(layout).stages if part in stage.gpus[0]}
 
@@ -198,7 +193,7 @@ RISING = {Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Stage.SYNC}
 
 def test_a_copy_that_leaves_is_there_from_load_weights_to_sync_alone() -> None:
     assert present(h200s(), Part.EXPORT) == set(PLAN_STAGES)
-    released = h200s(export_stays=False)
+    released = h200s().keeping(frozenset())
     assert present(released, Part.EXPORT) == RISING
     grown = needed_bytes(plan(released), Stage.LOAD_WEIGHTS).gpus[0]
     assert grown[Part.EXPORT] == pytest.approx(2 * MODEL.num_parameters / 4, rel=0.01)
@@ -207,18 +202,18 @@ def test_a_copy_that_leaves_is_there_from_load_weights_to_sync_alone() -> None:
 
 
 def test_published_parameters_need_no_copy_and_stay_or_leave_themselves() -> None:
-    in_place = h200s(param_bytes=2, exports_parameters=True)
+    in_place = h200s(param_dtype="bfloat16")
     assert present(in_place, Part.EXPORT) == set()
     assert present(in_place, Part.TRAINER_WEIGHTS) == set(PLAN_STAGES)
     assert Part.TRAINER_WEIGHTS not in plan(in_place).stage(Phase.ROLLOUT).host
-    released = replace(in_place, export_stays=False)
+    released = in_place.keeping(frozenset())
     assert Phase.ROLLOUT not in present(released, Part.TRAINER_WEIGHTS)
     assert Part.TRAINER_WEIGHTS in plan(released).stage(Phase.ROLLOUT).host
 
 
 def test_bfloat16_parameters_take_half_of_weights_gradients_and_moments() -> None:
     tags = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
-    whole, half = (plan(h200s(param_bytes=size)).stage(Stage.LOAD_WEIGHTS).gpus[0] for size in (4, 2))
+    whole, half = (plan(h200s(param_dtype=dtype)).stage(Stage.LOAD_WEIGHTS).gpus[0] for dtype in ("float32", "bfloat16"))
     for tag in tags:
         assert half[tag] == pytest.approx(whole[tag] / 2, rel=0.1)
 
@@ -241,28 +236,13 @@ def test_without_descriptors_a_copy_that_stays_is_published(monkeypatch: pytest.
     assert ExportChoice.of(in_place, choices, rank=0, handles="ipc") == legacy
 
 
-def test_advice_lets_the_copy_leave() -> None:
-    crowded = h200s(kv_ratio=0.95)
-    planned = plan(crowded)
-    assert not planned.fits
-    assert planned.gpu_peak.stage in (Stage.RESUME_KV, Phase.ROLLOUT, Stage.DRAIN)
-    first = advise(planned).ladder[0]
-    assert (first.setting, first.old, first.new, first.is_available) == (
-        "what stays",
-        "export arena",
-        "nothing published",
-        True,
-    )
-    assert first.plan.fits
-
-
 def test_what_is_published_stays_where_it_fits() -> None:
     def stays(kv_ratio: float, **trainer: Any) -> bool:
         settings = {"checkpointing": "full", "micro_batch_tokens": 2048, "num_ranks": 4, **trainer}
         config = node(
             trainer=settings, rollout={"kv_ratio": kv_ratio, "context_length": 2048, "tp_size": 4, "max_running_requests": 2048}
         )
-        return node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB).export_stays
+        return Part.EXPORT in chosen_node(config, MODEL).staying[0]
 
     assert stays(0.6)
     assert not stays(0.95)
@@ -270,11 +250,11 @@ def test_what_is_published_stays_where_it_fits() -> None:
 
 def test_ranks_are_planned_on_the_gpus_that_they_have() -> None:
     config = node(trainer={"num_ranks": 2, "devices": ["2", "3"]}, rollout={"devices": ["0"]})
-    planned = plan(node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB))
+    planned = plan(chosen_node(config, MODEL))
     training, serving = planned.stage(Phase.TRAIN).gpus, planned.stage(Phase.ROLLOUT).gpus
     assert [Part.TRAINER_WEIGHTS in parts for parts in training] == [True, True, False]
     assert [Part.KV_CACHE in parts for parts in serving] == [False, False, True]
-    alone = plan(node_layout(node(), MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB))
+    alone = plan(chosen_node(node(), MODEL))
     assert planned.kv_pool.num_bytes >= alone.kv_pool.num_bytes, "no trainer is in the way there"
     with pytest.raises(InvalidArgument, match="trainer.devices: and rollout.devices name 3 GPUs, not 2"):
-        node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_gpus=2)
+        node_of(config, MODEL, gpu_bytes=GB, host_bytes=GB, num_gpus=2)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tasuki.planner.kept_bytes import kept_in_mlp
-from tasuki.planner.layout import GB, Checkpointing, Layout
-from tasuki.planner.presets import MODELS
+from tasuki.planner.node import Checkpointing
 from tasuki.planner.step_bytes import step_moments
 from tasuki.trainer.backends.fsdp.activations import tile_mlps
 from tests.models import make_model
+from tests.planned import node_with
 from tests.saved_tensors import kept_bytes
 from tests.unit.test_packed_attention import LENGTHS, pack, policy_of
 
@@ -29,14 +27,13 @@ def test_nothing_inside_an_mlp_is_kept() -> None:
 
 
 def test_the_planner_counts_one_tile() -> None:
-    layout = Layout(
-        model=MODELS["qwen2.5-7b"], num_gpus=2, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_ranks=2, micro_batch_tokens=65_536
-    )  # fmt: skip
+    tokens = 65_536
     for checkpointing, num_kept in ((Checkpointing.FULL, 1), (Checkpointing.NONE, 28)):
-        whole = replace(layout, checkpointing=checkpointing)
-        tiled = replace(whole, mlp_tile_tokens=8192)
-        inside = kept_in_mlp(layout.model, 0, is_fused=True, keeps_product=checkpointing is Checkpointing.NONE)
-        saved = num_kept * 65_536 * inside - 8192 * inside + (65_536 - 8192) * layout.model.intermediate_size * 2
+        whole, tiled, same = (
+            node_with(num_ranks=2, micro_batch_tokens=tokens, checkpointing=checkpointing, trainer={"mlp_tile_tokens": size})
+            for size in (None, 8192, tokens)
+        )
+        inside = kept_in_mlp(whole.model, 0, is_fused=True, keeps_product=checkpointing is Checkpointing.NONE)
+        saved = num_kept * tokens * inside - 8192 * inside + (tokens - 8192) * whole.model.intermediate_size * 2
         assert sum(step_moments(whole)["layer"].values()) - sum(step_moments(tiled)["layer"].values()) == saved
-        same = replace(whole, mlp_tile_tokens=65_536)
         assert step_moments(same) == step_moments(whole)

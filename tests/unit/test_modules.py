@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.planner.layout import Checkpointing
+from tasuki.planner.node import Checkpointing
 from tasuki.trainer.backends.fsdp.activations import tile_mlps
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, trained_parameters
 from tasuki.trainer.modules.pointwise import GatedMlp, RmsNorm, fuse_pointwise

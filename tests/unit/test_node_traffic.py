@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import USER_ERROR, main
-from tasuki.planner.layout import GB, Layout
 from tasuki.planner.node_traffic import node_traffic
-from tasuki.planner.presets import MODELS
+from tests.planned import node_with
 from tests.unit.test_plan_cli import CONFIG
 
-LAYOUT = Layout(model=MODELS["qwen2.5-7b"], num_gpus=8, num_ranks=8, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_engines=8)
+NODE = node_with(num_ranks=8)
 
 PORTS = [
     part
@@ -23,8 +22,8 @@ PORTS = [
 
 
 def test_gradients_of_a_7b_model_on_two_nodes_cross_once_in_float32() -> None:
-    ours, half, fsdp = node_traffic(LAYOUT, num_nodes=2)
-    num_parameters = LAYOUT.model.num_parameters
+    ours, half, fsdp = node_traffic(NODE, num_nodes=2)
+    num_parameters = NODE.model.num_parameters
     # FSDP2 pads shards to equal size.
     assert ours.num_bytes == pytest.approx(4 * num_parameters, rel=1e-3)
     assert half.num_bytes == pytest.approx(2 * num_parameters, rel=1e-3)
@@ -34,7 +33,7 @@ def test_gradients_of_a_7b_model_on_two_nodes_cross_once_in_float32() -> None:
 
 
 def test_more_nodes_approach_twice_the_gradients() -> None:
-    one, many = (node_traffic(LAYOUT, num_nodes=nodes)[0].num_bytes for nodes in (2, 64))
+    one, many = (node_traffic(NODE, num_nodes=nodes)[0].num_bytes for nodes in (2, 64))
     assert many == pytest.approx(one * 2 * 63 / 64, rel=1e-6)
 
 

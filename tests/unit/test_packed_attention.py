@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tasuki.models.families import read_model
 from tasuki.models.family import full_attention
-from tasuki.planner.layout import Checkpointing
+from tasuki.planner.node import Checkpointing
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.attention import padded as attention_padded
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention

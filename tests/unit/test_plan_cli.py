@@ -46,9 +46,9 @@ def test_a_preset_prints_every_stage_and_the_answers(name: str, capsys: pytest.C
     printed = capsys.readouterr().out
     assert all(stage in printed for stage in PLAN_STAGES)
     assert ("It fits." in printed) is fits
-    for answer in ("GPU peak: ", "Host peak: ", "Least that must leave: ", "Largest KV ratio: "):
+    for answer in ("GPU peak: ", "Host peak: ", "GPUs 0-7: keeps ", "Largest KV ratio: "):
         assert answer in printed
-    assert ("Change trainer.moments: gpu -> host: " in printed) is not fits
+    assert ("trainer.moments: gpu -> host: " in printed) is not fits
 
 
 def test_a_nodes_configuration_is_planned_unchanged(node: Path, capsys: pytest.CaptureFixture[str]):
@@ -96,13 +96,14 @@ def test_gpus_that_differ_get_a_table_each(node: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize("as_folder", [True, False])
 def test_a_model_alone_is_planned_by_flags(node: Path, as_folder: bool, capsys: pytest.CaptureFixture[str]):
     model = node.parent / "model" if as_folder else node.parent / "model" / "config.json"
-    flags = ["--gpus", "4", "--gpu-gb", "24", "--tp", "2", "--tokens", "2048", "--kv-ratio", "0.6", "--json"]
+    sets = [word for key in ("rollout.tp_size=2", "trainer.micro_batch_tokens=2048") for word in ("--set", key)]
+    flags = ["--gpus", "4", "--gpu-gb", "24", "--json", *sets]
     assert main(["plan", str(model), *flags]) == 0
     assert len(json.loads(capsys.readouterr().out)["stages"][0]["gpus"]) == 4
 
 
 def test_what_does_not_fit_exits_1_with_a_change_that_fits(capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", "--preset", "balanced", "--kv-ratio", "0.98", "--json"]) == 1
+    assert main(["plan", "--preset", "balanced", "--set", "rollout.kv_ratio=0.98", "--json"]) == 1
     planned = json.loads(capsys.readouterr().out)
     assert planned["problems"] == [planned["problems"][0]] and "lacks" in planned["problems"][0]
     last = planned["ladder"][-1]
@@ -116,16 +117,13 @@ def test_what_does_not_fit_exits_1_with_a_change_that_fits(capsys: pytest.Captur
         (["--preset", "huge"], "preset"),
         (["{model}"], "gpu-gb"),
         (["{node}"], "gpu-gb"),
-        (["{node}", "--gpu-gb", "80", "--tp", "2"], "tp_size"),
         (["{node}", "--gpu-gb", "80", "--preset", "balanced"], "preset"),
         (["{node}", "--gpu-gb", "80", "--set", "rollout.speed=2"], "rollout.speed"),
-        (["{model}", "--gpu-gb", "80", "--set", "rollout.kv_ratio=0.5"], "set"),
         (["{model}", "--gpu-gb", "80", "--gpus", "0"], "gpus: must be at least 1"),
-        (["{model}", "--gpu-gb", "80", "--tp", "0"], "tp: must be at least 1"),
         (["{model}", "--gpu-gb", "-1"], "gpu-gb"),
         (["{model}", "--gpu-gb", "nan"], "gpu-gb"),
         (["{model}", "--gpu-gb", "80", "--host-gb", "inf"], "host-gb"),
-        (["{model}", "--gpu-gb", "80", "--kv-ratio", "1.5"], "kv-ratio: "),
+        (["{model}", "--gpu-gb", "80", "--set", "rollout.kv_ratio=1.5"], "rollout.kv_ratio: "),
         (["nowhere.toml"], "nowhere.toml"),
         (["nowhere", "--gpu-gb", "80"], "nowhere"),
     ],
@@ -150,7 +148,7 @@ def test_what_is_wrong_is_named_in_one_line(
     [
         (["--gpu-gb", "1e300"], "gpu-gb: must be at most 1e+09 GB, not 1e+300"),
         (["--host-gb", "1e300"], "host-gb: must be at most"),
-        (["--gpus", "1000000"], "gpus: must be at most 1024 on one node, not 1000000"),
+        (["--gpus", "1000000"], "trainer.num_ranks makes 1000000 ranks; one node has at most 1024"),
     ],
 )
 def test_what_no_node_has_is_refused(flags: list[str], cause: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,12 +175,10 @@ def test_what_no_node_has_is_refused(flags: list[str], cause: str, capsys: pytes
             "trainer.sequence_parallel: 8 ranks cannot share 4 attention heads evenly",
         ),
         (["{node}", "--gpus", "2000"], "gpus: must be at most 1024 on one node, not 2000"),
-        (["{model}", "--gpus", "4", "--tp", "3"], "rollout.tp_size: 4 attention heads cannot be split over 3 ranks"),
-        (["{model}", "--gpus", "2", "--tp", "4"], "rollout.tp_size: 1 engines of TP 4 need 4 GPUs, not 2"),
-        (["{model}", "--tokens", "0"], "tokens: must be at least 1, not 0"),
+        (["{model}", "--gpus", "2", "--set", "rollout.tp_size=4"], "rollout.tp_size: 1 engines of TP 4 need 4 GPUs, not 2"),
     ],
 )
-def test_a_configuration_is_told_its_key_and_a_command_line_its_flag(
+def test_a_configuration_is_told_its_key(
     node: Path, arguments: list[str], cause: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = {"node": str(node), "model": str(node.parent / "model")}
@@ -191,9 +187,9 @@ def test_a_configuration_is_told_its_key_and_a_command_line_its_flag(
 
 
 def test_gpus_that_no_engine_uses_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "--preset", "balanced", "--gpus", "3", "--tp", "2"])
+    main(["plan", "--preset", "balanced", "--gpus", "3", "--set", "rollout.tp_size=2"])
     assert "Without an engine: 1 of 3 GPUs, which idle in ROLLOUT" in capsys.readouterr().out
-    main(["plan", "--preset", "balanced", "--gpus", "4", "--tp", "2"])
+    main(["plan", "--preset", "balanced", "--gpus", "4", "--set", "rollout.tp_size=2"])
     assert "Without an engine" not in capsys.readouterr().out
 
 
@@ -216,7 +212,7 @@ SEVEN_B = {
         (["trainer.moments=host"], [("trainer.moments", "host", "gpu")]),
         (
             ["trainer.checkpointing=offloaded", "trainer.micro_batch_tokens=65536"],
-            [("trainer.checkpointing", "offloaded", "full")],
+            [("trainer.checkpointing", "offloaded", "attention")],
         ),
     ],
 )
@@ -233,7 +229,6 @@ def test_a_host_that_is_short_is_told_which_setting_of_the_node_takes_it(
     assert plan(*settings) == (0 if ladder is None else 1)
     planned = json.loads(capsys.readouterr().out)
     assert [(rung["setting"], rung["old"], rung["new"]) for rung in planned["ladder"]] == (ladder or [])
-    assert all(rung["is_available"] for rung in planned["ladder"])
     if ladder is None:
         assert planned["max_kv_ratio"] > 0.8, "the ratio counts what stays, which needs no copy on the host"
         return
@@ -257,7 +252,7 @@ def test_cuda_graphs_that_the_engine_does_without_are_not_counted(node: Path, ca
 
 def test_advice_turns_cuda_graphs_off_by_the_engines_argument(node: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", str(node), "--gpu-gb", "4.5", "--set", "rollout.kv_ratio=0.01"]) == 1
-    assert "Change rollout.engine.disable_cuda_graph: false -> true: " in capsys.readouterr().out.replace("\n", " ")
+    assert "Change rollout.engine.disable_cuda_graph: unset -> true: " in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_a_config_json_that_is_no_file_is_named_as_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,9 +30,9 @@ from tasuki.memory.arena import NativeAllocator
 from tasuki.memory.granularity import arena_bytes, export_bytes
 from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape
+from tasuki.planner.choose import choices_of
 from tasuki.planner.kept_bytes import kept_per_token
-from tasuki.planner.layout import GB, MIB, Layout, Part
-from tasuki.planner.node_plan import choices_of, node_layout
+from tasuki.planner.node import GB, MIB, Part
 from tasuki.planner.presets import MODELS
 from tasuki.planner.rollout_bytes import engine_weights, kv_bytes_per_token, kv_pool
 from tasuki.planner.trainer_bytes import shards, trainer_tags
@@ -40,6 +40,7 @@ from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
 from tasuki.weights.chunk_memory import new_arena
 from tasuki.wire.stages import MemoryTag
+from tests.planned import chosen_node, node_with
 from tests.saved_tensors import kept_bytes
 
 TINY: dict[str, Any] = {
@@ -137,14 +138,13 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
 
 def test_tags_of_a_trainer_are_those_that_were_measured():
     # docs/benchmarks.md, one rank with the shapes of Qwen2.5-1.5B on an H200.
-    layout = Layout(model=MODELS["qwen2.5-1.5b"], num_gpus=1, gpu_bytes=150 * GB, host_bytes=200 * GB, num_ranks=1)
-    tags = {part: round(size / GB, 1) for part, size in trainer_tags(layout).items()}
+    tags = {part: round(size / GB, 1) for part, size in trainer_tags(node_with("qwen2.5-1.5b")).items()}
     assert tags == {Part.TRAINER_WEIGHTS: pytest.approx(7.3, abs=0.11), Part.GRADIENTS: 6.4, Part.OPTIMIZER: 12.7}
 
 
 def test_shards_are_padded_to_the_largest_on_every_rank():
     shape = MODELS["qwen2.5-7b"]
-    ranks = {count: Layout(model=shape, num_gpus=count, gpu_bytes=GB, host_bytes=GB, num_ranks=count) for count in (1, 7)}
+    ranks = {count: node_with(shape, num_ranks=count) for count in (1, 7)}
     tensors = [torch.empty(size, device="meta") for unit in shape.units() for size in unit.values()]
     largest = sum(torch.chunk(tensor, 7)[0].numel() for tensor in tensors)
     assert sum(math.prod(shard) for shard in shards(ranks[7])) == largest > shape.num_parameters / 7
@@ -155,10 +155,7 @@ def test_an_embedding_that_the_engine_does_not_split_is_on_every_rank():
     table = {**GEMMA, "hidden_size": 1024, "vocab_size": 262_144, "model_type": "gemma3_text"}
     table["architectures"] = ["Gemma3ForCausalLM"]
     whole, split = (replace(read_model(table).shape, has_whole_embedding=is_whole) for is_whole in (True, False))
-    sizes = [
-        engine_weights(Layout(model=model, num_gpus=2, gpu_bytes=GB, host_bytes=GB, num_ranks=1, tp_size=2))
-        for model in (whole, split)
-    ]
+    sizes = [engine_weights(node_with(model, rollout={"tp_size": 2})) for model in (whole, split)]
     assert read_model(table).shape == whole
     assert sizes[0] - sizes[1] == pytest.approx(262_144 * 1024, abs=64 * MIB)  # half of it, in bfloat16
 
@@ -207,16 +204,16 @@ def test_a_cache_on_a_cpu_has_the_tokens_that_the_engine_is_asked_for(kv_tokens:
     facts = ModelFacts(
         path="", architecture="", vocab_size=shape.vocab_size, context_length=4096, stop_token_ids=(1,), is_seeded=True
     )
-    layout = node_layout(node, shape, gpu_bytes=GB, host_bytes=24 * GB)
-    given = engine_arguments(node, choices_of(layout, node), facts)
+    planned = chosen_node(node, shape, host_bytes=24 * GB)
+    given = engine_arguments(node, choices_of(planned), facts)
     asked = given["max_total_tokens"]
     arena = NativeAllocator(tags=[MemoryTag.KV_CACHE], device="cpu").arena(MemoryTag.KV_CACHE)
     buffers = 2 * shape.num_layers
     # As ReqToTokenPool.
     slots = given["max_running_requests"] + 1, given["context_length"] + 4
-    sizes = [4 * math.prod(slots), *[(asked + 1) * kv_bytes_per_token(layout) // buffers] * buffers]
+    sizes = [4 * math.prod(slots), *[(asked + 1) * kv_bytes_per_token(planned) // buffers] * buffers]
     addresses = [arena.allocate(size) for size in sizes]
-    assert kv_pool(layout, taken_bytes=0).num_bytes == arena.usage().total_bytes
+    assert kv_pool(planned, taken_bytes=0).num_bytes == arena.usage().total_bytes
     for address in addresses:
         arena.free(address)
     arena.close()

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from tasuki.models.families import read_model
 from tasuki.models.family import full_attention
-from tasuki.planner.layout import GB, Checkpointing, Layout, Part
+from tasuki.planner.node import Checkpointing, Node, Part
 from tasuki.planner.step_bytes import step_moments
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.attention.padded import PaddedSequences
@@ -29,6 +29,7 @@ from tasuki.trainer.backends.fsdp.model import Critic, Policy
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.modules.routing import replace_routers
 from tests.extent import IS_WHOLE
+from tests.planned import node_with
 
 NUM_TOKENS = 2003  # a size that no parameter has
 NUM_CHOSEN = 2
@@ -110,7 +111,7 @@ def test_activations_and_logits_peak_as_predicted(
     with LiveTokens(apart=on_host._buffers) as live:
         log_probs, _ = policy(_one_sequence(vocab_size))
         log_probs.sum().backward()
-    moments = _moments(replace(_layout(causal_lm, checkpointing), kept_layers=kept_layers))
+    moments = _moments(replace(_node(causal_lm, checkpointing), kept_layers=kept_layers))
     assert max(moments, key=lambda name: moments[name]) == moment
     assert moments[moment] == pytest.approx(live.peak, rel=0.02)
 
@@ -119,13 +120,13 @@ def test_activations_and_logits_peak_as_predicted(
 def test_a_critic_peaks_without_logits_as_predicted(checkpointing: str, mesh: DeviceMesh):
     on_host = _on_host(checkpointing, mesh)
     causal_lm = _causal_lm(checkpointing, 8000, on_host)
-    layout = _layout(causal_lm, checkpointing)
+    node = _node(causal_lm, checkpointing)
     critic = (
         Critic(causal_lm, attention=_attention(causal_lm)).to(torch.bfloat16).train()
     )  # FSDP2 computes the head in the dtype of the rest
     with LiveTokens(apart=on_host._buffers) as live:
         critic(_one_sequence(8000)).sum().backward()
-    of_critic = replace(layout, critic=layout.model).of_critic()
+    of_critic = replace(node, critic=node.model).of_critic()
     assert of_critic is not None
     moments = _moments(of_critic)
     assert max(moments, key=lambda name: moments[name]) == "layer"
@@ -142,7 +143,10 @@ def test_experts_of_a_rank_peak_as_predicted(checkpointing: str, expert_size: in
     replace_routers(causal_lm)
     parallelize_experts(causal_lm, mesh)
     set_checkpointing(causal_lm, Checkpointing(checkpointing))
-    layout = replace(_layout(causal_lm, checkpointing), expert_parallel=True)
+    node = _node(causal_lm, checkpointing)
+    node = replace(
+        node, config=node.config.model_copy(update={"trainer": node.trainer.model_copy(update={"expert_parallel": True})})
+    )
     policy = Policy(causal_lm, attention=_attention(causal_lm)).train()
     peaks: list[int] = []
     for _ in range(3):
@@ -151,12 +155,12 @@ def test_experts_of_a_rank_peak_as_predicted(checkpointing: str, expert_size: in
             log_probs.sum().backward()
         peaks.append(live.peak)
     # On a busy machine a pass sometimes holds rows a moment longer, perhaps in gloo's thread.
-    assert _moments(layout)["layer"] == pytest.approx(min(peaks), rel=0.025)
+    assert _moments(node)["layer"] == pytest.approx(min(peaks), rel=0.025)
 
 
 def test_a_critic_has_the_parameters_that_are_counted(mesh: DeviceMesh):
     causal_lm = _causal_lm("none", 64, _on_host("none", mesh))
-    of_critic = replace(_layout(causal_lm, "none"), critic=_layout(causal_lm, "none").model).of_critic()
+    of_critic = replace(_node(causal_lm, "none"), critic=_node(causal_lm, "none").model).of_critic()
     assert of_critic is not None
     counted = Counter(shape for unit in of_critic.model.units() for shape in unit.values())
     assert counted == Counter(
@@ -185,16 +189,16 @@ def _causal_lm(checkpointing: str, vocab_size: int, on_host: HostActivations, *,
 
 
 def _attention(causal_lm: Any) -> PackedAttention:
-    return PackedAttention(PaddedSequences.of, full_attention(_layout(causal_lm, "none").model))
+    return PackedAttention(PaddedSequences.of, full_attention(_node(causal_lm, "none").model))
 
 
-def _layout(causal_lm: Any, checkpointing: str) -> Layout:
-    return Layout(
-        model=read_model(causal_lm.config.to_dict() | {"architectures": [type(causal_lm).__name__]}).shape,
-        device="cpu", num_gpus=1, gpu_bytes=GB, host_bytes=GB, num_ranks=1,
-        micro_batch_tokens=NUM_TOKENS, logit_tokens=NUM_TOKENS - 1, checkpointing=Checkpointing(checkpointing),
+def _node(causal_lm: Any, checkpointing: str, **trainer: Any) -> Node:
+    model = read_model(causal_lm.config.to_dict() | {"architectures": [type(causal_lm).__name__]}).shape
+    return node_with(
+        model, device="cpu", micro_batch_tokens=NUM_TOKENS, logit_tokens=NUM_TOKENS - 1, trainer=trainer,
+        checkpointing=Checkpointing(checkpointing),
     )  # fmt: skip
 
 
-def _moments(layout: Layout) -> dict[str, int]:
-    return {name: parts.get(Part.ACTIVATIONS, 0) + parts.get(Part.LOGITS, 0) for name, parts in step_moments(layout).items()}
+def _moments(node: Node) -> dict[str, int]:
+    return {name: parts.get(Part.ACTIVATIONS, 0) + parts.get(Part.LOGITS, 0) for name, parts in step_moments(node).items()}

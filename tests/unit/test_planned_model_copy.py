@@ -9,19 +9,19 @@ import pytest
 from tasuki.config.schema import NodeConfig
 from tasuki.models import folder_files
 from tasuki.models.folder_files import is_on_network, model_files_bytes
-from tasuki.planner.layout import GB, Layout, Part
-from tasuki.planner.node_plan import node_layout
+from tasuki.planner.node import GB, Node, Part
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.wire.errors import InvalidArgument
+from tests.planned import chosen_node
 
 
-def layout(path: Path) -> Layout:
+def layout(path: Path) -> Node:
     config = NodeConfig.model_validate(
         {"state_dir": "s", "model": {"path": path}, "device": "cuda"}
         | {"trainer": {"micro_batch_tokens": 2048, "num_ranks": 2}, "rollout": {"kv_ratio": 0.3, "tp_size": 2}}
     )
-    return node_layout(config, MODELS["qwen2.5-7b"], gpu_bytes=141 * GB, host_bytes=500 * GB)
+    return chosen_node(config, MODELS["qwen2.5-7b"], host_bytes=500 * GB)
 
 
 def test_the_copy_takes_the_bytes_of_its_files_on_the_host_in_every_stage(

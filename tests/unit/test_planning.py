@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasuki.cli.plan import Wishes, layout_of
+from tasuki.cli.arguments import add_plan_arguments
+from tasuki.cli.plan import planned_node
 from tasuki.cli.plan_report import as_table
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.planning import Planning, plan_to_proto
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import advise
-from tasuki.planner.plan import plan
+from tasuki.planner.choose import choose
+from tasuki.planner.node import MARGIN
+from tasuki.planner.plan import Plan, plan
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.v1.types_pb2 import DeviceUsage
@@ -44,35 +48,39 @@ def as_the_command_line_says(answer: pb.PlanResponse) -> dict[str, Any]:
             }
             for name, devices in stages
         ],
-        "must_leave": list(answer.must_leave) if answer.is_leaving_enough else None,
         "residency": [{"gpus": one.gpus, "stays": list(one.stays), "leaves": list(one.leaves)} for one in answer.residency],
         "expected_seconds": dict(answer.expected_seconds),
         "max_kv_ratio": answer.max_kv_ratio if answer.HasField("max_kv_ratio") else None,
         "ladder": [
-            {name: getattr(rung, name) for name in ("setting", "old", "new", "is_available", "gpu_peak_bytes", "fits")}
+            {name: getattr(rung, name) for name in ("setting", "old", "new", "gpu_peak_bytes", "fits")}
             for rung in answer.advice
         ],
     }
 
 
+def planned_by(*arguments: str) -> Plan:
+    parser = argparse.ArgumentParser()
+    add_plan_arguments(parser)
+    return plan(choose(planned_node(parser.parse_args(arguments))))
+
+
 @pytest.mark.parametrize("preset", ["balanced", "constrained"])
 def test_answer_has_everything_that_the_command_line_prints(preset: str) -> None:
-    planned = plan(layout_of(None, Wishes(preset=preset, num_gpus=4)))
+    planned = planned_by("--preset", preset, "--gpus", "4")
     advice = advise(planned)
     answer = pb.PlanResponse.FromString(plan_to_proto(planned, advice).SerializeToString())
     assert as_the_command_line_says(answer) == as_table(planned, advice)
 
 
 def test_device_says_what_it_needs_what_it_has_and_whether_that_is_enough() -> None:
-    planned = plan(layout_of(None, Wishes(preset="balanced", gpu_gb=30)))
+    planned = planned_by("--preset", "balanced", "--gpu-gb", "30")
     answer = plan_to_proto(planned, advise(planned))
     assert not answer.fits
     devices = {(stage.stage, device.device): device for stage in answer.stages for device in stage.devices}
     assert {device for _, device in devices} == {"host", *(f"cuda:{index}" for index in range(8))}
-    margin = planned.layout.overheads.margin
     for device in devices.values():
         assert device.needed_bytes == sum(part.bytes for part in device.parts)
-        assert device.fits == (device.needed_bytes + margin <= device.capacity_bytes)
+        assert device.fits == (device.needed_bytes + MARGIN <= device.capacity_bytes)
     fullest = max((one for key, one in devices.items() if key[1] != "host"), key=lambda one: one.needed_bytes)
     assert (fullest.needed_bytes, fullest.capacity_bytes, fullest.fits) == (answer.gpu_peak.bytes, 30 * 10**9, False)
     assert answer.advice

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tasuki.models.family import full_attention
-from tasuki.planner.layout import Checkpointing
+from tasuki.planner.node import Checkpointing
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.attention import blocks as attention_blocks
 from tasuki.trainer.attention import packed as attention

@@ -15,18 +15,17 @@ from hypothesis import strategies as some
 from tasuki.config.choices import Choices, plan_path, read_choices, write_choices
 from tasuki.config.schema import NodeConfig
 from tasuki.models.shape import unshared_base
-from tasuki.planner.layout import GB, RESIDENT, Layout, Part
-from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import choices_of, layout_of, may_share_base, node_layout
+from tasuki.planner.choose import choices_of, chosen, may_share_base
+from tasuki.planner.node import GB, MARGIN, RESIDENT, Node, Part, Strategy, node_of
 from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
 from tasuki.planner.presets import MODELS
-from tasuki.planner.residency import decide, stay_and_leave
-from tasuki.planner.residency import given as given_staying
+from tasuki.planner.residency import chosen_staying, decide, stay_and_leave
 from tasuki.planner.seconds import expected_seconds, release_seconds
 from tasuki.planner.step_bytes import step_moments
 from tasuki.rpc.memory import staying_of_engine_rank, staying_tags
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.stages import MemoryTag, Phase, Service, Stage
+from tests.planned import chosen_node
 
 MODEL = MODELS["qwen2.5-7b"]
 NOTHING = Choices(micro_batch_tokens=1, checkpointing="none")
@@ -52,17 +51,16 @@ def node(**tables: Any) -> NodeConfig:
     return NodeConfig.model_validate(given | {"trainer": trainer, "rollout": rollout} | tables)
 
 
-def h200s(config: NodeConfig, *, gpu_bytes: int = 141 * GB) -> Layout:
-    return node_layout(config, MODEL, gpu_bytes=gpu_bytes, host_bytes=2000 * GB)
+def h200s(config: NodeConfig, *, gpu_bytes: int = 141 * GB) -> Node:
+    return chosen_node(config, MODEL, gpu_bytes=gpu_bytes)
 
 
-def leaving(layout: Layout) -> Layout:
-    """The layout of a node whose memory all leaves."""
-    return replace(layout, staying=(frozenset(),) * layout.num_gpus)
+def leaving(layout: Node) -> Node:
+    """The node, of which nothing stays."""
+    return layout.keeping(frozenset())
 
 
-def staying_on(layout: Layout, gpu: int = 0) -> frozenset[Part]:
-    assert layout.staying is not None
+def staying_on(layout: Node, gpu: int = 0) -> frozenset[Part]:
     return layout.staying[gpu]
 
 
@@ -115,13 +113,13 @@ def test_no_choice_that_fits_costs_less(tokens: int) -> None:
     layout = h200s(node(rollout={"engine": {"max_total_tokens": tokens}}))
     sizes = sizes_of(layout)
     known = {**sizes.trainer, **sizes.engine, Part.TORCH_CACHE: sum(sizes.work.values())}
-    room = layout.gpu_bytes * 0.96 - layout.overheads.margin
+    room = layout.gpu_bytes * 0.96 - MARGIN
 
     def cost(staying: frozenset[Part]) -> float:
         return sum(release_seconds(part, known[part], frozen=sizes.frozen) for part in RESIDENT if part not in staying)
 
     def fits(staying: frozenset[Part]) -> bool:
-        planned = plan_of(replace(layout, staying=(staying,) * layout.num_gpus), sizes)
+        planned = plan_of(layout.keeping(staying), sizes)
         return all(stage.gpu_bytes <= room for stage in planned.stages)
 
     chosen = staying_on(layout)
@@ -137,7 +135,7 @@ def test_what_stays_never_makes_a_plan_fail_that_fits_without(gb: int, tokens: i
         layout = h200s(node(trainer={"num_ranks": ranks}, rollout={"engine": {"max_total_tokens": tokens}}), gpu_bytes=gb * GB)
     except InvalidArgument:
         return
-    released = replace(layout, staying=(frozenset[Part](),) * layout.num_gpus)
+    released = leaving(layout)
     if plan(released).fits:
         assert plan(layout).fits
     for stage in PLAN_STAGES:
@@ -150,8 +148,8 @@ def test_what_stays_is_decided_with_the_cache_that_it_leaves_room_for(gb: int) -
     trainer = {"num_ranks": 8, "devices": list(range(8)), "param_dtype": "bfloat16"}
     trainer |= {"reference_on_host": False}
     layout = h200s(node(trainer=trainer, rollout={"devices": [0]}), gpu_bytes=gb * GB)
-    assert layout.exports_parameters
-    assert plan(replace(layout, staying=(frozenset(),) * 8)).fits
+    assert layout.config.exports_parameters
+    assert plan(leaving(layout)).fits
     assert plan(layout).fits
 
 
@@ -159,7 +157,7 @@ def test_apart_from_each_other_both_services_keep_everything() -> None:
     config = node(trainer={"devices": ["0", "1"]}, rollout={"devices": ["2"]})
     layout = h200s(config)
     assert [bool(stays) and not leaves for _, stays, leaves in stay_and_leave(layout)] == [True, True]
-    choices = choices_of(layout, config)
+    choices = choices_of(layout)
     assert [set(names) for names in choices.trainer] == [{"weights", "gradients", "optimizer", "export", "cache"}] * 2
     assert [set(names) for names in choices.rollout] == [{"weights", "kv_cache"}]
 
@@ -168,14 +166,14 @@ def test_the_base_below_adapters_stays_in_an_engine_that_serves_them() -> None:
     config = node(trainer={"lora": {"rank": 32}}, rollout={"lora": "adapter", "kv_ratio": 0.9})
     assert Part.ROLLOUT_WEIGHTS in staying_on(h200s(config))
     assert staying_of_engine_rank(config, NOTHING, 0) == {MemoryTag.WEIGHTS}
-    nothing = replace(h200s(config), staying=given_staying(h200s(config), config, NOTHING))
+    nothing = replace(h200s(config), staying=chosen_staying(h200s(config), NOTHING))
     assert stay_and_leave(nothing)[0][1] == [Part.ROLLOUT_WEIGHTS], "no choice can make it leave"
 
 
 def test_a_base_that_never_changes_costs_no_copy_to_the_host() -> None:
     def offload_s(**trainer: Any) -> float:
         layout = h200s(node(trainer=trainer, rollout={"tp_size": 2, "engine": {"max_total_tokens": 8192}}))
-        return expected_seconds(plan(replace(layout, staying=(frozenset({Part.EXPORT}),) * 2)))[Stage.OFFLOAD]
+        return expected_seconds(plan(layout.keeping(frozenset({Part.EXPORT}))))[Stage.OFFLOAD]
 
     adapters = {"lora": {"rank": 32}}
     # Without the base, 0.16 GB of masters and 0.32 GB of moments; with it 7.8 GB, which would take 0.14 s.
@@ -202,9 +200,9 @@ def test_a_base_is_shared_where_two_do_not_fit(name: str, num_ranks: int) -> Non
     model = MODELS[name]
     trainer = {"num_ranks": num_ranks, "micro_batch_tokens": 8192, "lora": {"rank": 32}}
     config = node(trainer=trainer, rollout={"lora": "adapter", "engine": {"max_total_tokens": 100_000}, "tp_size": num_ranks})
-    shared = node_layout(config, model, gpu_bytes=141 * GB, host_bytes=2000 * GB)
+    shared = chosen_node(config, model)
     twice = replace(shared, shares_base=False)
-    assert shared.shares_base and choices_of(shared, config).shares_base
+    assert shared.shares_base and choices_of(shared).shares_base
     assert plan(shared).fits and not plan(twice).fits
     assert staying_on(shared) == frozenset(RESIDENT)
     trained = [[parts.get(Part.TRAINER_WEIGHTS, 0) for parts in plan(one).stage(Phase.TRAIN).gpus] for one in (shared, twice)]
@@ -286,11 +284,11 @@ def test_a_budget_of_a_cpu_decides_as_a_gpus_memory_does() -> None:
 def test_choices_survive_the_file_and_lay_out_the_same_node(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
     config = node(train=TRAIN, model={"path": tmp_path})
-    layout = node_layout(config, read_model_shape(tmp_path), gpu_bytes=141 * GB, host_bytes=2000 * GB)
-    choices = choices_of(layout, config)
+    layout = chosen_node(config)
+    choices = choices_of(layout)
     write_choices(choices, tmp_path)
     assert read_choices(tmp_path) == choices
-    again = layout_of(config, choices, gpu_bytes=141 * GB, host_bytes=2000 * GB)
+    again = chosen(node_of(config, gpu_bytes=141 * GB, host_bytes=2000 * GB), choices)
     assert plan(again).stages == plan(layout).stages
 
 
@@ -311,5 +309,5 @@ def test_what_only_some_ranks_keep_is_not_told_of_the_service() -> None:
     assert staying_tags(node(), NOTHING, Service.TRAINER) == frozenset()
 
 
-def test_layouts_that_are_not_staged_keep_nothing_by_themselves() -> None:
-    assert decide(replace(h200s(node()), staying=None, strategy="v2")) == (frozenset(),) * 2
+def test_nodes_that_are_not_staged_keep_nothing_by_themselves() -> None:
+    assert decide(replace(h200s(node()), strategy=Strategy.ONE_STAGE)) == (frozenset(),) * 2

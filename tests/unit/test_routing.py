@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tasuki.planner.layout import Checkpointing
+from tasuki.planner.node import Checkpointing
 from tasuki.trainer.backends.fsdp.activations import tile_mlps
 from tasuki.trainer.modules.routing import ExpertLoad, Router, routing_operators
 from tests.models import make_model

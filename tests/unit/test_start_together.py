@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tasuki.config.schema import NodeConfig
-from tasuki.planner.layout import GB, Layout, Part
-from tasuki.planner.node_plan import choices_of, node_layout
+from tasuki.planner.choose import choices_of, parts_at_start, starts_together
+from tasuki.planner.node import GB, Node, Part
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
-from tasuki.planner.residency import parts_at_start, starts_together
 from tasuki.rollout.arguments import _PLANNED_FRACTION
 from tasuki.wire.stages import Phase
+from tests.planned import chosen_node
 
 MODEL = MODELS["qwen2.5-7b"]
 
@@ -26,8 +26,8 @@ def node(**tables: Any) -> NodeConfig:
     return NodeConfig.model_validate(given | {"trainer": trainer, "rollout": rollout} | tables)
 
 
-def h200s(config: NodeConfig, *, gpu_bytes: int = 141 * GB) -> Layout:
-    return node_layout(config, MODEL, gpu_bytes=gpu_bytes, host_bytes=2000 * GB)
+def h200s(config: NodeConfig, *, gpu_bytes: int = 141 * GB) -> Node:
+    return chosen_node(config, MODEL, gpu_bytes=gpu_bytes)
 
 
 def test_both_start_at_once_where_the_planned_cache_and_the_trainers_state_fit() -> None:
@@ -40,7 +40,7 @@ def test_the_trainer_waits_where_the_engine_sizes_its_cache_or_loads_for_both() 
     most = node(rollout={"engine": {}})
     assert not starts_together(h200s(most))
     assert not starts_together(replace(h200s(node()), shares_base=True))
-    on_cpu = replace(h200s(node()), device="cpu")
+    on_cpu = h200s(node(device="cpu"))
     assert starts_together(on_cpu) and not starts_together(replace(on_cpu, shares_base=True))
 
 
@@ -72,5 +72,5 @@ def test_a_start_counts_all_of_both_but_the_memory_of_a_step() -> None:
 
 def test_a_trainer_that_replays_steps_waits_for_the_engine() -> None:
     config = node()
-    together = [choices_of(h200s(config), config, resumes=resumes).starts_together for resumes in (False, True)]
+    together = [choices_of(h200s(config), resumes=resumes).starts_together for resumes in (False, True)]
     assert together == [True, False]

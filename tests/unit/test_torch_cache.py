@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 
-from tasuki.planner.layout import GB, Checkpointing, Layout, Part
+from tasuki.planner.node import GB, Part
 from tasuki.planner.plan import plan
-from tasuki.planner.presets import MODELS
-from tasuki.planner.seconds import expected_seconds
 from tasuki.trainer.backends.fsdp import memory as torch_cache
 from tasuki.wire.stages import Stage
-
-LAYOUT = Layout(
-    model=MODELS["qwen2.5-7b"], num_gpus=2, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_ranks=2, tp_size=2, kv_ratio=0.5,
-    checkpointing=Checkpointing.FULL,
-)  # fmt: skip
-EARLY = replace(LAYOUT, empties_cache=True)
+from tests.planned import node_with
 
 
 @pytest.mark.parametrize(
@@ -53,16 +45,8 @@ def test_bytes_that_all_tries_have_left_are_tried_once_until_there_are_more(
     assert caplog.text.count("event=cache_kept") == 2
 
 
-def test_an_engine_wakes_beside_the_cache_unless_it_was_emptied() -> None:
-    late, early = (plan(layout) for layout in (LAYOUT, EARLY))
+def test_an_engine_wakes_beside_the_cache() -> None:
+    planned = plan(node_with(num_ranks=2, rollout={"tp_size": 2, "kv_ratio": 0.5}))
     for stage in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Stage.SYNC):
-        assert late.stage(stage).gpus[0][Part.TORCH_CACHE] > GB
-        assert Part.TORCH_CACHE not in early.stage(stage).gpus[0]
-    assert early.stage(Stage.OFFLOAD) == late.stage(Stage.OFFLOAD)
-
-
-def test_returning_it_takes_its_time_in_the_earlier_stage() -> None:
-    late, early = (expected_seconds(plan(layout)) for layout in (LAYOUT, EARLY))
-    moved = early[Stage.LOAD_WEIGHTS] - late[Stage.LOAD_WEIGHTS]
-    assert moved == pytest.approx(late[Stage.OFFLOAD] - early[Stage.OFFLOAD])
-    assert moved > 0.001
+        assert planned.stage(stage).gpus[0][Part.TORCH_CACHE] > GB
+    assert Part.TORCH_CACHE not in planned.stage(Stage.OFFLOAD).gpus[0]

@@ -9,9 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tasuki.config.checks import check_lora_targets
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import read_model
-from tasuki.models.shape import ModelShape, check_lora_targets
+from tasuki.models.shape import ModelShape
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, base_parameters, trained_parameters
 from tasuki.trainer.roles import Role

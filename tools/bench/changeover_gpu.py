@@ -42,8 +42,8 @@ from tasuki.config.load import load_config
 from tasuki.config.paths import node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.node.start import start_node
-from tasuki.planner.layout import GB
-from tasuki.planner.node_plan import plan_node
+from tasuki.planner.choose import plan_node
+from tasuki.planner.node import GB
 from tasuki.planner.seconds import expected_seconds
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import memory_pb2

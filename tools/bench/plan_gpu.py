@@ -26,10 +26,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
 sys.path[:0] = SOURCES
 
-from tasuki.planner.layout import GB, Checkpointing, Layout, Part  # noqa: E402
-from tasuki.planner.plan import TRAINER_TAGS, plan  # noqa: E402
+from tasuki.planner.node import GB, Checkpointing, Node, Part  # noqa: E402
+from tasuki.planner.plan import NCCL, TRAINER_CONTEXT, TRAINER_TAGS, plan  # noqa: E402
 from tasuki.planner.presets import MODELS  # noqa: E402
 from tasuki.wire.stages import MemoryTag, Phase, Stage  # noqa: E402
+from tests.planned import node_with  # noqa: E402
 from tools.bench.gpus import at_least_one, require_gpus  # noqa: E402
 
 SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
@@ -39,25 +40,25 @@ NUM_TOKENS, NUM_STEPS = 8192, 3
 STAGES = (Phase.TRAIN, Stage.LOAD_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_TRAINER)
 
 
-def layout_of(size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_ranks: int) -> Layout:
-    """Layout of the job that `measure` runs. Half of each sample's tokens are completion tokens."""
+def node_for(size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_ranks: int) -> Node:
+    """Node of the job that `measure` runs. Half of each sample's tokens are completion tokens."""
     shape = SHAPES[size]
     if device == "cpu":
         tiny = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "head_dim": 16, "vocab_size": 512}
         few = {"num_experts": 8, "experts_per_token": 2, "expert_size": 32} if shape.num_experts else {}
         shape = replace(shape, **tiny, **few)
     num_tokens = 64 if device == "cpu" else NUM_TOKENS
-    return Layout(
-        model=shape, num_gpus=num_ranks, gpu_bytes=gpu_bytes, host_bytes=2000 * GB, num_ranks=num_ranks, device=device,
+    return node_with(
+        shape, num_ranks=num_ranks, gpu_bytes=gpu_bytes, device=device,
         micro_batch_tokens=num_tokens, logit_tokens=num_tokens // 2, checkpointing=Checkpointing.FULL,
     )  # fmt: skip
 
 
-def make_model(folder: Path, layout: Layout, device: str) -> None:
+def make_model(folder: Path, node: Node, device: str) -> None:
     """Writes a Hugging Face folder with random weights, in bfloat16."""
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
-    shape = layout.model
+    shape = node.model
     sizes: dict[str, Any] = {
         "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size, "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads, "vocab_size": shape.vocab_size,
@@ -75,16 +76,16 @@ def make_model(folder: Path, layout: Layout, device: str) -> None:
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="8GB")
 
 
-def make_model_apart(folder: Path, layout: Layout, device: str) -> None:
+def make_model_apart(folder: Path, node: Node, device: str) -> None:
     """Makes the model in a child process, whose CUDA context would otherwise count as memory in use."""
-    maker = multiprocessing.get_context("spawn").Process(target=make_model, args=(folder, layout, device))
+    maker = multiprocessing.get_context("spawn").Process(target=make_model, args=(folder, node, device))
     maker.start()
     maker.join()
     if maker.exitcode:
         raise SystemExit(f"the model was not made: exit code {maker.exitcode}")
 
 
-def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -> dict[str, Any]:
+def measure(folder: Path, node: Node, device: str, num_micro_batches: int) -> dict[str, Any]:
     """Returns predicted bytes by stage and kind, and those of the tags."""
     from tasuki.algorithms.loss_types import LossConfig
     from tasuki.trainer.backends.fsdp.resident_tags import TAGS
@@ -103,12 +104,12 @@ def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -
         mesh=mesh,
         compute_dtype="bfloat16",
         checkpointing="full",
-        micro_batch_tokens=layout.micro_batch_tokens,
+        micro_batch_tokens=node.micro_batch_tokens,
     )
     memory = fsdp(learner).memory
     # A sample is one token longer than the model's input: nothing is predicted from its last token.
-    half = layout.micro_batch_tokens // 2
-    tokens = torch.randint(layout.model.vocab_size, (2 * half + 1,)).tolist()
+    half = node.micro_batch_tokens // 2
+    tokens = torch.randint(node.model.vocab_size, (2 * half + 1,)).tolist()
     sample = TrainingSample(
         prompt_token_ids=tokens[: half + 1],
         completion_token_ids=tokens[half + 1 :],
@@ -151,9 +152,9 @@ def used_bytes(device: str) -> int:
     return total - free
 
 
-def predict(layout: Layout) -> dict[tuple[str, str], int]:
+def predict(node: Node) -> dict[tuple[str, str], int]:
     """Bytes of a trainer alone, by stage and kind. There is no engine process, so no context of one."""
-    planned, contexts = plan(layout), layout.overheads.trainer_context + layout.overheads.nccl
+    planned, contexts = plan(node), TRAINER_CONTEXT + NCCL
     predicted: dict[tuple[str, str], int] = {}
     for stage in STAGES:
         # Nothing is published before the first LOAD_WEIGHTS.
@@ -164,9 +165,9 @@ def predict(layout: Layout) -> dict[tuple[str, str], int]:
     return predicted
 
 
-def compare(size: str, layout: Layout, measured: dict[str, Any]) -> list[str]:
+def compare(size: str, node: Node, measured: dict[str, Any]) -> list[str]:
     """Returns the lines of the table, and adds the errors to `measured`."""
-    planned, predicted, lines = plan(layout), predict(layout), []
+    planned, predicted, lines = plan(node), predict(node), []
     for part, tag in zip(TRAINER_TAGS, ("weights", "gradients", "optimizer"), strict=True):
         of_tag = planned.stage(Stage.LOAD_TRAINER).gpus[0][part]
         lines.append(row(size, f"tag {tag}", "arena", of_tag, measured["tags"][tag]))
@@ -218,12 +219,12 @@ def gpu() -> tuple[str, int]:
     return nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetMemoryInfo(handle).total
 
 
-def work(arguments: argparse.Namespace, layout: Layout, device: str) -> None:
+def work(arguments: argparse.Namespace, node: Node, device: str) -> None:
     """Runs one child process, which makes the model or is a rank."""
     if arguments.make:
-        make_model(arguments.folder, layout, device)
+        make_model(arguments.folder, node, device)
     else:
-        measured = measure(arguments.folder, layout, device, arguments.micro_batches)
+        measured = measure(arguments.folder, node, device, arguments.micro_batches)
         if os.environ["RANK"] == "0":
             print("RESULT " + json.dumps(measured), flush=True)
     os._exit(0)
@@ -246,18 +247,18 @@ def main() -> None:
     if not arguments.tiny:
         require_gpus(arguments.ranks)
     gpu_name, gpu_bytes = ("none", GB) if arguments.tiny else gpu()
-    layouts = {size: layout_of(size, gpu_bytes=gpu_bytes, device=device, num_ranks=arguments.ranks) for size in SIZES}
+    nodes = {size: node_for(size, gpu_bytes=gpu_bytes, device=device, num_ranks=arguments.ranks) for size in SIZES}
     if arguments.part is not None:
-        work(arguments, layouts[arguments.part], device)
+        work(arguments, nodes[arguments.part], device)
     results: dict[str, Any] = {}
     lines = [f"{'model':13s} {'stage':14s} {'what':10s} {'predicted':>9s} {'measured':>9s}   error (GB)"]
     for size in arguments.sizes:
-        peak = plan(layouts[size]).stage(Phase.TRAIN).gpu_bytes
+        peak = plan(nodes[size]).stage(Phase.TRAIN).gpu_bytes
         if device == "cuda" and peak > gpu_bytes:
             lines.append(f"{size:13s} left out: predicted {peak / GB:.1f} GB on {gpu_bytes / GB:.1f}; give it more --ranks")
             continue
         results[size] = run_part(size, arguments)
-        lines += compare(size, layouts[size], results[size])
+        lines += compare(size, nodes[size], results[size])
     arguments.out.mkdir(parents=True, exist_ok=True)
     machine = {
         "gpu": gpu_name,

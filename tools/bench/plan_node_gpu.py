@@ -27,8 +27,8 @@ import numpy as np
 from tasuki.client import Client, LossConfig, Phase, Role, SamplingParams, TrainingSample, ValueLoss
 from tasuki.config.load import load_config
 from tasuki.config.paths import node_targets
-from tasuki.planner.layout import GB
-from tasuki.planner.node_plan import plan_node
+from tasuki.planner.choose import plan_node
+from tasuki.planner.node import GB
 from tasuki.planner.plan import PLAN_STAGES, PlanStage
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -37,7 +37,7 @@ from tasuki.wire.stages import RING, Stage
 from tests.models import char_tokenizer
 from tools.bench.gpus import at_least_one, require_gpus
 from tools.bench.plan_gpu import SIZES, make_model
-from tools.bench.plan_gpu import layout_of as trainer_layout
+from tools.bench.plan_gpu import node_for as trainer_node
 
 NUM_TOKENS, NUM_STEPS, NUM_REQUESTS, PROMPT_TOKENS, NEW_TOKENS = 8192, 2, 256, 512, 64
 LIMIT_S = 300.0
@@ -176,7 +176,7 @@ def one(size: str, *, gpus: int, has_critic: bool) -> tuple[dict[str, dict[str, 
 def make(size: str, folder: str) -> None:
     """Makes a model folder, with a tokenizer that nobody uses."""
     char_tokenizer().save_pretrained(folder)
-    make_model(Path(folder), trainer_layout(size, gpu_bytes=GB, device="cuda", num_ranks=1), "cuda")
+    make_model(Path(folder), trainer_node(size, gpu_bytes=GB, device="cuda", num_ranks=1), "cuda")
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ from tasuki.client import AsyncClient, Phase
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.node.start import start_node
-from tasuki.planner.layout import GB
-from tasuki.planner.node_plan import plan_node
+from tasuki.planner.choose import plan_node
+from tasuki.planner.node import GB
 from tasuki.planner.presets import MODELS
 from tools.bench.changeover_gpu import STAGE_LIMIT_S, mapped_gb, smallest_gpu, stages_ms, taken_bytes
 from tools.bench.gpus import at_least_one, require_gpus

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tasuki.planner.layout import GB
+from tasuki.planner.node import GB
 from tools.bench.trainer_peers_gpu import OURS
 
 _COLOURS = {OURS: "#1b6ca8", "torchtitan": "#d98c1f", "trl": "#7f8c8d"}

@@ -37,7 +37,7 @@ from tasuki.trainer.data.cost import sample_cost
 from tasuki.trainer.data.plan import plan_micro_batches
 from tests.ports import free_port
 from tools.bench.gpus import at_least_one, require_gpus
-from tools.bench.plan_gpu import layout_of, make_model_apart
+from tools.bench.plan_gpu import make_model_apart, node_for
 from tools.bench.trainer_step_gpu import MICRO_BATCH_TOKENS, lengths_of, run_case
 
 Settings = tuple[str, ...]
@@ -91,7 +91,7 @@ MULTIPLE, GROUP = 128, 8
 def work_of(arguments: Namespace) -> dict[str, Any]:
     """Returns the arguments of a peer's rank."""
     device = "cpu" if arguments.tiny else "cuda"
-    shape = layout_of(arguments.preset, gpu_bytes=1, device=device, num_ranks=1).model
+    shape = node_for(arguments.preset, gpu_bytes=1, device=device, num_ranks=1).model
     lengths = lengths_of(arguments.samples)
     cost = sample_cost(Model(shape=shape, attention=full_attention(shape)))
     plan = plan_micro_batches(lengths, num_ranks=arguments.ranks, max_tokens=arguments.micro_batch_tokens, cost=cost)
@@ -297,8 +297,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "work.json").write_text(json.dumps(work_of(arguments)))
-        layout = layout_of(arguments.preset, gpu_bytes=1, device=device, num_ranks=arguments.ranks)
-        make_model_apart(folder / "model", layout, device)
+        node = node_for(arguments.preset, gpu_bytes=1, device=device, num_ranks=arguments.ranks)
+        make_model_apart(folder / "model", node, device)
 
         def run(side: str, settings: str) -> dict[str, Any]:
             return run_ours(settings, folder, arguments) if side == OURS else run_peer(side, settings, folder, arguments)

@@ -35,7 +35,7 @@ from tasuki.models.shape import ModelShape
 from tasuki.wire.stages import Phase
 from tools.bench.gpus import require_gpus
 from tools.bench.kernel_times import kernel_times, profiled
-from tools.bench.plan_gpu import SOURCES, layout_of, make_model_apart, predict, step_bytes, used_bytes
+from tools.bench.plan_gpu import SOURCES, make_model_apart, node_for, predict, step_bytes, used_bytes
 
 if TYPE_CHECKING:
     from tasuki.v1.types_pb2 import TrainingSample
@@ -156,7 +156,7 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
 
     device = "cpu" if arguments.tiny else "cuda"
     preset, settings = CASES[case]
-    shape, lengths = layout_of(preset, gpu_bytes=1, device=device, num_ranks=1).model, lengths_of(arguments.samples)
+    shape, lengths = node_for(preset, gpu_bytes=1, device=device, num_ranks=1).model, lengths_of(arguments.samples)
     if case.endswith(("long", "tiled")):
         lengths = [LONG // 64 if arguments.tiny else LONG] * 2
     launch = read_launch(os.environ)
@@ -202,7 +202,7 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
         "samples": len(lengths),
         "tokens": sum(lengths),
         "micro_batch_tokens": settings["micro_batch_tokens"],
-        "checkpointing": f"{fsdp(learner)._layout.checkpointing}, {fsdp(learner)._layout.kept_layers} layers kept",
+        "checkpointing": f"{fsdp(learner)._planned.checkpointing}, {fsdp(learner)._planned.kept_layers} layers kept",
         "micro_batches": len(batches),
         "start_s": round(start_s, 1),
         "seconds": [round(each, 3) for each in seconds],
@@ -215,11 +215,11 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
     if device == "cuda":
         memory = fsdp(learner).memory
         num_groups = mesh.size() // learner.backend.sequence_part.num_parts
-        layout = replace(fsdp(learner)._layout, logit_tokens=sum(lengths) // 2 // (len(batches) * num_groups))
+        node = replace(fsdp(learner)._planned, logit_tokens=sum(lengths) // 2 // (len(batches) * num_groups))
         result |= {
             "allocated_bytes": sum(usage.total_bytes for usage in memory.usage()) + step_bytes(memory, device),
             "reserved_bytes": torch.cuda.max_memory_reserved(),
-            "predicted_bytes": {kind: predict(layout)[Phase.TRAIN, kind] for kind in ("allocated", "driver")},
+            "predicted_bytes": {kind: predict(node)[Phase.TRAIN, kind] for kind in ("allocated", "driver")},
         }
     if arguments.profile:
         result["profile"] = profile(step, is_observed=launch.rank == 0 and device == "cuda")
@@ -266,8 +266,8 @@ def run_preset(preset: str, cases: list[str], arguments: argparse.Namespace) -> 
     """Runs each case with each backend and value of trainer.compile, on one model."""
     device = "cpu" if arguments.tiny else "cuda"
     with tempfile.TemporaryDirectory() as folder:
-        layout = layout_of(preset, gpu_bytes=1, device=device, num_ranks=arguments.ranks)
-        make_model_apart(Path(folder), layout, device)
+        node = node_for(preset, gpu_bytes=1, device=device, num_ranks=arguments.ranks)
+        make_model_apart(Path(folder), node, device)
         for case, backend, compiled in product(cases, arguments.backends, arguments.compile):
             yield run_case(case, Path(folder), backend, compiled, arguments)
 

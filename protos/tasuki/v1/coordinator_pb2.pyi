@@ -617,14 +617,11 @@ class PlannedChange(_message.Message):
     SETTING_FIELD_NUMBER: _builtins.int
     OLD_FIELD_NUMBER: _builtins.int
     NEW_FIELD_NUMBER: _builtins.int
-    IS_AVAILABLE_FIELD_NUMBER: _builtins.int
     GPU_PEAK_BYTES_FIELD_NUMBER: _builtins.int
     FITS_FIELD_NUMBER: _builtins.int
     setting: _builtins.str
     old: _builtins.str
     new: _builtins.str
-    is_available: _builtins.bool
-    """Whether this release supports the setting."""
     gpu_peak_bytes: _builtins.int
     """The plan's result with the change."""
     fits: _builtins.bool
@@ -634,13 +631,12 @@ class PlannedChange(_message.Message):
         setting: _builtins.str = ...,
         old: _builtins.str = ...,
         new: _builtins.str = ...,
-        is_available: _builtins.bool = ...,
         gpu_peak_bytes: _builtins.int = ...,
         fits: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fits", b"fits", "gpu_peak_bytes", b"gpu_peak_bytes", "is_available", b"is_available", "new", b"new", "old", b"old", "setting", b"setting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fits", b"fits", "gpu_peak_bytes", b"gpu_peak_bytes", "new", b"new", "old", b"old", "setting", b"setting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -698,8 +694,6 @@ class PlanResponse(_message.Message):
     HOST_PEAK_FIELD_NUMBER: _builtins.int
     KV_CACHE_TOKENS_FIELD_NUMBER: _builtins.int
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
-    MUST_LEAVE_FIELD_NUMBER: _builtins.int
-    IS_LEAVING_ENOUGH_FIELD_NUMBER: _builtins.int
     MAX_KV_RATIO_FIELD_NUMBER: _builtins.int
     ADVICE_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
@@ -712,8 +706,6 @@ class PlanResponse(_message.Message):
     """How the GPUs are shared; "v3" means in stages."""
     kv_cache_tokens: _builtins.int
     kv_cache_bytes: _builtins.int
-    is_leaving_enough: _builtins.bool
-    """Whether some choice of tags suffices."""
     max_kv_ratio: _builtins.float
     """Largest rollout.kv_ratio, in hundredths, at which everything fits; absent if none."""
     gpu_bytes: _builtins.int
@@ -730,10 +722,6 @@ class PlanResponse(_message.Message):
 
     @_builtins.property
     def host_peak(self) -> Global___PlannedPeak: ...
-    @_builtins.property
-    def must_leave(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Smallest set of tags, by bytes, that must leave; empty if both services fit together or if no choice suffices."""
-
     @_builtins.property
     def advice(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedChange]:
         """Suggested changes, in the order to try them; empty if the plan fits."""
@@ -761,8 +749,6 @@ class PlanResponse(_message.Message):
         host_peak: Global___PlannedPeak | None = ...,
         kv_cache_tokens: _builtins.int = ...,
         kv_cache_bytes: _builtins.int = ...,
-        must_leave: _abc.Iterable[_builtins.str] | None = ...,
-        is_leaving_enough: _builtins.bool = ...,
         max_kv_ratio: _builtins.float | None = ...,
         advice: _abc.Iterable[Global___PlannedChange] | None = ...,
         parameters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
@@ -773,7 +759,7 @@ class PlanResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio", "gpu_peak", b"gpu_peak", "host_peak", b"host_peak", "max_kv_ratio", b"max_kv_ratio"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio", "advice", b"advice", "expected_seconds", b"expected_seconds", "fits", b"fits", "gpu_bytes", b"gpu_bytes", "gpu_peak", b"gpu_peak", "host_bytes", b"host_bytes", "host_peak", b"host_peak", "is_leaving_enough", b"is_leaving_enough", "kv_cache_bytes", b"kv_cache_bytes", "kv_cache_tokens", b"kv_cache_tokens", "max_kv_ratio", b"max_kv_ratio", "must_leave", b"must_leave", "parameters", b"parameters", "problems", b"problems", "residency", b"residency", "stages", b"stages", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio", "advice", b"advice", "expected_seconds", b"expected_seconds", "fits", b"fits", "gpu_bytes", b"gpu_bytes", "gpu_peak", b"gpu_peak", "host_bytes", b"host_bytes", "host_peak", b"host_peak", "kv_cache_bytes", b"kv_cache_bytes", "kv_cache_tokens", b"kv_cache_tokens", "max_kv_ratio", b"max_kv_ratio", "parameters", b"parameters", "problems", b"problems", "residency", b"residency", "stages", b"stages", "strategy", b"strategy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_kv_ratio: _TypeAlias = _typing.Literal["max_kv_ratio"]  # noqa: Y015
     _WhichOneofArgType__max_kv_ratio: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio"]  # noqa: Y015

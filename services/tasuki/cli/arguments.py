@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from tasuki.planner.layout import Checkpointing, Strategy
+from tasuki.planner.node import Strategy
 from tasuki.planner.presets import PRESETS
 
 DEFAULT_HOST_GB = 2000.0
@@ -61,23 +61,5 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy", choices=[*Strategy], help="v0 both resident, v1 relaunch, v2 one stage, v3 staged (default)"
     )
-    model = parser.add_argument_group("for a model or a preset; with a node's TOML use --set A.B=VALUE")
-    model.add_argument("--tp", type=int, dest="tp_size", metavar="N", help="GPUs per engine; there are GPUs / N engines")
-    model.add_argument(
-        "--tokens",
-        type=int,
-        dest="micro_batch_tokens",
-        metavar="N",
-        help="tokens of a micro-batch; by default what a node would use",
-    )
-    model.add_argument("--kv-ratio", type=float, metavar="R")
-    model.add_argument("--context", type=int, dest="context_length", metavar="N", help="longest sequence")
-    model.add_argument(
-        "--checkpointing",
-        type=Checkpointing,
-        choices=[*Checkpointing],
-        help="activations kept for backward; by default the fastest choice that fits",
-    )
-    model.add_argument("--lora-rank", type=int, metavar="N")
     add_overrides(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

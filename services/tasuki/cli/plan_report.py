@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tasuki.planner.advice import Advice, problems
-from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, gb
+from tasuki.planner.advice import Advice
+from tasuki.planner.node import MARGIN, Checkpointing, Node, Part, gb
 from tasuki.planner.node_traffic import Traffic
 from tasuki.planner.plan import Plan, StagePlan
-from tasuki.planner.residency import stay_and_leave
+from tasuki.planner.residency import gpu_names, stay_and_leave
 from tasuki.planner.seconds import expected_seconds, stages_to
 from tasuki.wire.stages import Phase
 
@@ -28,10 +28,10 @@ COLUMNS: dict[str, tuple[Part, ...]] = {
 
 def show(planned: Plan, advice: Advice, *, console: Console) -> None:
     """Prints tables of the stages, one for each kind of GPU, and the conclusions."""
-    layout = planned.layout
-    console.print(headline(layout), highlight=False)
-    kinds = ", ".join(f"{kind} {_count(count)}" for kind, count in layout.model.count_by_kind().items())
-    console.print(f"{_count(layout.model.num_parameters)} parameters: {kinds}", highlight=False, style="dim")
+    node = planned.node
+    console.print(headline(node), highlight=False)
+    kinds = ", ".join(f"{kind} {_count(count)}" for kind, count in node.model.count_by_kind().items())
+    console.print(f"{_count(node.model.num_parameters)} parameters: {kinds}", highlight=False, style="dim")
     for gpus, index in groups(planned):
         console.print(_stage_table(planned, gpus, index))
     for line in answers(planned, advice):
@@ -48,57 +48,54 @@ def _count(number: int) -> str:
 
 def answers(planned: Plan, advice: Advice) -> list[str]:
     """Whether the plan fits, which stage peaks, what must leave and what to change."""
-    layout, peak, host = planned.layout, planned.gpu_peak, planned.host_peak
+    node, peak, host = planned.node, planned.gpu_peak, planned.host_peak
     fullest = max(peak.gpus, key=lambda parts: sum(parts.values()))
     parts = ", ".join(f"{part} {gb(size)}" for part, size in sorted(fullest.items(), key=lambda item: -item[1]))
-    lines = ["It fits." if planned.fits else f"It does NOT fit: {'; '.join(problems(planned))}."]
-    if layout.device == "cuda":
-        lines.append(f"GPU peak: {peak.stage}, {gb(peak.gpu_bytes)} of {gb(layout.gpu_bytes)} GB: {parts}.")
-    lines.append(f"Host peak: {host.stage}, {gb(host.host_bytes)} of {gb(layout.host_bytes)} GB.")
-    if layout.expert_parallel:
-        lines.append(_experts(layout))
-    size = f"{gb(planned.kv_pool.num_bytes)} GB {'on a GPU' if layout.device == 'cuda' else 'of a rank'}"
+    lines = ["It fits." if planned.fits else f"It does NOT fit: {'; '.join(planned.problems())}."]
+    if node.device == "cuda":
+        lines.append(f"GPU peak: {peak.stage}, {gb(peak.gpu_bytes)} of {gb(node.gpu_bytes)} GB: {parts}.")
+    lines.append(f"Host peak: {host.stage}, {gb(host.host_bytes)} of {gb(node.host_bytes)} GB.")
+    if node.trainer.expert_parallel:
+        lines.append(_experts(node))
+    size = f"{gb(planned.kv_pool.num_bytes)} GB {'on a GPU' if node.device == 'cuda' else 'of a rank'}"
     lines.append(f"KV cache: {planned.kv_pool.num_tokens:,} tokens for each engine, {size}.")
-    idle = layout.num_gpus - layout.num_engine_ranks
-    if layout.device == "cuda" and idle and layout.engine_gpus is None:
-        engines = f"{layout.num_engines} of TP {layout.tp_size}"
-        lines.append(f"Without an engine: {idle} of {layout.num_gpus} GPUs, which idle in ROLLOUT; the engines are {engines}.")
-    if layout.device == "cuda":
-        if layout.staying is None:
-            lines.append(f"Least that must leave: {_least(advice)}.")
+    idle = node.num_gpus - node.config.num_engine_ranks
+    if node.device == "cuda" and idle and not node.gpus.names:
+        engines = f"{node.config.dp_size} of TP {node.tp_size}"
+        lines.append(f"Without an engine: {idle} of {node.num_gpus} GPUs, which idle in ROLLOUT; the engines are {engines}.")
+    if node.device == "cuda":
         ratio = "none fits" if advice.max_kv_ratio is None else f"{advice.max_kv_ratio:g}"
-        lines.append(f"Largest KV ratio: {ratio} (now {layout.kv_ratio:g}).")
+        lines.append(f"Largest KV ratio: {ratio} (now {node.config.rollout.kv_ratio:g}).")
     lines += residency(planned)
     for number, rung in enumerate(advice.ladder, start=1):
-        note = "" if rung.is_available else " (no setting of a node yet)"
         after = f"{_peak(rung.plan)}, {'fits' if rung.plan.fits else 'not enough'}"
-        lines.append(f"{'Change' if number == 1 else '  then'} {rung.setting}: {rung.old} -> {rung.new}{note}: {after}.")
+        lines.append(f"{'Change' if number == 1 else '  then'} {rung.setting}: {rung.old} -> {rung.new}: {after}.")
     if not planned.fits and not advice.solves:
-        room = "more or larger GPUs" if layout.device == "cuda" else "fewer ranks, a machine with more memory"
+        room = "more or larger GPUs" if node.device == "cuda" else "fewer ranks, a machine with more memory"
         lines.append(f"No change known to the planner makes it fit: use {room}, or a smaller model.")
     return lines
 
 
 def _peak(planned: Plan) -> str:
     """The fullest stage of a GPU, or of the host where all memory is the host's."""
-    if planned.layout.device == "cuda":
+    if planned.node.device == "cuda":
         return f"{planned.gpu_peak.stage} {gb(planned.gpu_peak.gpu_bytes)} GB"
     return f"{planned.host_peak.stage} {gb(planned.host_peak.host_bytes)} GB"
 
 
-def _experts(layout: Layout) -> str:
+def _experts(node: Node) -> str:
     """Memory of experts spread over ranks."""
-    sparse = next(model for model in (layout.model, layout.critic) if model is not None and model.num_experts)
-    each, rows = sparse.num_experts // layout.num_ranks, layout.rank_tokens * replace(layout, model=sparse).rows_per_token
+    sparse = next(model for model in (node.model, node.critic) if model is not None and model.num_experts)
+    each, rows = sparse.num_experts // node.num_ranks, node.rank_tokens * replace(node, model=sparse).rows_per_token
     return (
         f"Experts: {each} of {sparse.num_experts} on each rank. Counted are {rows:,} rows, the most that can reach one rank: when all "
-        f"tokens of all ranks choose its experts. Even routing brings {layout.rank_tokens * sparse.experts_per_token:,}."
+        f"tokens of all ranks choose its experts. Even routing brings {node.rank_tokens * sparse.experts_per_token:,}."
     )
 
 
 def residency(planned: Plan) -> list[str]:
     """Tags that stay and leave, and the expected seconds of a changeover's stages."""
-    kinds = stay_and_leave(planned.layout)
+    kinds = stay_and_leave(planned.node)
     lines = [f"{name}: keeps {_listed(stays)}; releases {_listed(leaves)}." for name, stays, leaves in kinds]
     seconds = expected_seconds(planned)
     for phase in (Phase.ROLLOUT, Phase.TRAIN):
@@ -116,14 +113,14 @@ def _listed(parts: Sequence[Part]) -> str:
 
 def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
     """The whole plan, in bytes."""
-    layout = planned.layout
+    node = planned.node
     return {
         "fits": planned.fits,
-        "problems": problems(planned),
-        "strategy": layout.strategy,
-        "gpu_bytes": layout.gpu_bytes,
-        "host_bytes": layout.host_bytes,
-        "parameters": layout.model.count_by_kind(),
+        "problems": planned.problems(),
+        "strategy": node.strategy,
+        "gpu_bytes": node.gpu_bytes,
+        "host_bytes": node.host_bytes,
+        "parameters": node.model.count_by_kind(),
         "gpu_peak": {"stage": planned.gpu_peak.stage, "bytes": planned.gpu_peak.gpu_bytes},
         "host_peak": {"stage": planned.host_peak.stage, "bytes": planned.host_peak.host_bytes},
         "kv_cache": {"tokens": planned.kv_pool.num_tokens, "bytes": planned.kv_pool.num_bytes},
@@ -131,9 +128,8 @@ def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
             {"stage": each.stage, "gpus": [dict(parts) for parts in each.gpus], "host": dict(each.host)}
             for each in planned.stages
         ],
-        "must_leave": None if advice.must_leave is None else [tag for tag in TAGS if tag in advice.must_leave],
         "residency": [
-            {"gpus": name, "stays": list(stays), "leaves": list(leaves)} for name, stays, leaves in stay_and_leave(layout)
+            {"gpus": name, "stays": list(stays), "leaves": list(leaves)} for name, stays, leaves in stay_and_leave(node)
         ],
         "expected_seconds": expected_seconds(planned),
         "max_kv_ratio": advice.max_kv_ratio,
@@ -142,7 +138,6 @@ def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
                 "setting": rung.setting,
                 "old": rung.old,
                 "new": rung.new,
-                "is_available": rung.is_available,
                 "gpu_peak_bytes": rung.plan.gpu_peak.gpu_bytes,
                 "fits": rung.plan.fits,
             }
@@ -181,62 +176,51 @@ def traffic_table(traffic: Sequence[Traffic], network_gbit: float | None) -> dic
 def groups(planned: Plan) -> list[tuple[str, int]]:
     """GPUs with equal plans in all stages: a name, such as "GPUs 0-3", and the number of the first."""
     found: dict[str, list[int]] = {}
-    for index in range(planned.layout.num_gpus):
-        alike = repr([stage.gpus[index] for stage in planned.stages])
-        found.setdefault(alike, []).append(index)
-    named: list[tuple[str, int]] = []
-    for indices in found.values():
-        first, last = indices[0], indices[-1]
-        noun = "rank" if planned.layout.device == "cpu" else "GPU"
-        named.append((f"{noun} {first}" if first == last else f"{noun}s {first}-{last}", first))
-    return named
+    for gpu in range(planned.node.num_gpus):
+        found.setdefault(repr([stage.gpus[gpu] for stage in planned.stages]), []).append(gpu)
+    return [(gpu_names(planned.node, gpus), gpus[0]) for gpus in found.values()]
 
 
-def headline(layout: Layout) -> str:
+def headline(node: Node) -> str:
     """The main settings in one line."""
-    where = "CPU" if layout.device == "cpu" else f"{layout.num_gpus} GPUs of {gb(layout.gpu_bytes)} GB"
-    engines = f"{layout.num_engines} x TP {layout.tp_size}"
-    is_kept = bool(layout.kept_layers) and layout.checkpointing is not Checkpointing.NONE
-    kept = f" ({layout.kept_layers} layers kept)" if is_kept else ""
-    how = f"LoRA rank {layout.lora_rank}" if layout.lora_rank is not None else "all parameters"
-    how += ", expert parallel" if layout.expert_parallel else ""
-    how += ", one base for both services" if layout.shares_base else ""
-    ranks = "rank" if layout.num_ranks == 1 else "ranks"
+    where = "CPU" if node.device == "cpu" else f"{node.num_gpus} GPUs of {gb(node.gpu_bytes)} GB"
+    engines = f"{node.config.dp_size} x TP {node.tp_size}"
+    is_kept = bool(node.kept_layers) and node.checkpointing is not Checkpointing.NONE
+    kept = f" ({node.kept_layers} layers kept)" if is_kept else ""
+    how = f"LoRA rank {node.lora.rank}" if node.lora is not None else "all parameters"
+    how += ", expert parallel" if node.trainer.expert_parallel else ""
+    how += ", one base for both services" if node.shares_base else ""
+    ranks = "rank" if node.num_ranks == 1 else "ranks"
     return (
-        f"{layout.model.architecture} on {where}, strategy {layout.strategy}: {layout.num_ranks} FSDP {ranks}, {how}, "
-        f"{layout.micro_batch_tokens:,} tokens, checkpointing {layout.checkpointing}{kept}; engines {engines}, KV ratio {layout.kv_ratio:g}"
+        f"{node.model.architecture} on {where}, strategy {node.strategy}: {node.num_ranks} FSDP {ranks}, {how}, "
+        f"{node.micro_batch_tokens:,} tokens, checkpointing {node.checkpointing}{kept}; engines {engines}, "
+        f"KV ratio {node.config.rollout.kv_ratio:g}"
     )
 
 
 def _stage_table(planned: Plan, name: str, index: int) -> Table:
-    layout = planned.layout
+    node = planned.node
     table = Table(title=f"{name}, GB", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
-    is_gpu = layout.device == "cuda"
+    is_gpu = node.device == "cuda"
     for heading in ("stage", *COLUMNS, "total", *(["free"] if is_gpu else []), "host"):
         table.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
     for stage in planned.stages:
-        table.add_row(*_row(stage, layout, index), style=_style(stage, planned, index))
+        table.add_row(*_row(stage, node, index), style=_style(stage, planned, index))
     return table
 
 
-def _row(stage: StagePlan, layout: Layout, index: int) -> list[str]:
+def _row(stage: StagePlan, node: Node, index: int) -> list[str]:
     parts = stage.gpus[index]
     total = sum(parts.values())
     sums = [sum(parts.get(part, 0) for part in column) for column in COLUMNS.values()]
-    free = [gb(layout.gpu_bytes - total) if total <= layout.gpu_bytes else f"-{gb(total - layout.gpu_bytes)}"]
+    free = [gb(node.gpu_bytes - total) if total <= node.gpu_bytes else f"-{gb(total - node.gpu_bytes)}"]
     sizes = [gb(size) if size else "" for size in sums]
-    return [stage.stage, *sizes, gb(total), *(free if layout.device == "cuda" else []), gb(stage.host_bytes)]
+    return [stage.stage, *sizes, gb(total), *(free if node.device == "cuda" else []), gb(stage.host_bytes)]
 
 
 def _style(stage: StagePlan, planned: Plan, index: int) -> str:
     """Red where it does not fit, bold at the GPU's peak."""
-    layout = planned.layout
+    node = planned.node
     total = sum(stage.gpus[index].values())
-    is_over = layout.device == "cuda" and total + layout.overheads.margin > layout.gpu_bytes
+    is_over = node.device == "cuda" and total + MARGIN > node.gpu_bytes
     return "red" if is_over else "bold" if stage is planned.gpu_peak else ""
-
-
-def _least(advice: Advice) -> str:
-    if advice.must_leave is None:
-        return "no choice of tags suffices"
-    return ", ".join(tag for tag in TAGS if tag in advice.must_leave) or "nothing, both services may stay"

@@ -1,16 +1,20 @@
-"""Everything that concerns several keys: settings that conflict, and settings without effect."""
+"""Checks across keys, model and machine, and settings without effect."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.table import MAX_GPUS, UNIX, UUID
 from tasuki.wire.address import is_beyond_loopback, is_same_port
+from tasuki.wire.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    from tasuki.config.gpus import Gpus
     from tasuki.config.schema import NodeConfig
+    from tasuki.models.shape import ModelShape
 
 FUSED_LINEAR = ("qkv_proj", "gate_up_proj")
 """Fused linear layers, for which SGLang supports adapters on the parts only."""
@@ -115,6 +119,94 @@ def _check_kind_of_device(config: NodeConfig) -> None:
         )
     if config.device == "cuda" and config.memory.host_budget_bytes is not None:
         raise SettingsConflict("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
+
+
+def check_model(config: NodeConfig, model: ModelShape, *, critic: ModelShape | None = None) -> None:
+    """Raises InvalidArgument for settings that these models cannot have."""
+    trainer, rollout = config.trainer, config.rollout
+    if critic is not None:
+        check_critic_model(config, model, critic)
+    if trainer.lora is not None:
+        check_lora_targets(model, trainer.lora.target_modules)
+    if critic is not None and trainer.critic_lora is not None:
+        check_lora_targets(critic, trainer.critic_lora.target_modules)
+    if model.num_heads % rollout.tp_size:
+        problem = f"{model.num_heads} attention heads cannot be split over {rollout.tp_size} ranks"
+        raise InvalidArgument("rollout.tp_size", problem)
+    models, shared = [model] if critic is None else [model, critic], trainer.sequence_parallel
+    for each in models:
+        heads, kv_heads = each.num_heads, each.num_kv_heads
+        if heads % shared:
+            raise InvalidArgument("trainer.sequence_parallel", f"{shared} ranks cannot share {heads} attention heads evenly")
+        if kv_heads % shared and shared % kv_heads:
+            problem = f"{shared} ranks can neither share {kv_heads} key heads evenly, nor have one of them each"
+            raise InvalidArgument("trainer.sequence_parallel", problem)
+    if trainer.expert_parallel:
+        _check_experts(models, num_ranks=trainer.num_ranks)
+    tokens, longest = rollout.engine.get(MAX_TOKENS), rollout.context_length or model.context_length
+    if isinstance(tokens, int) and tokens < longest:
+        raise InvalidArgument(
+            f"rollout.engine.{MAX_TOKENS}",
+            f"= {tokens} cannot hold one sequence of {longest}; raise it, or lower rollout.context_length",
+            needed_tokens=longest,
+            total_tokens=tokens,
+        )
+
+
+def _check_experts(models: Sequence[ModelShape], *, num_ranks: int) -> None:
+    field, sparse = "trainer.expert_parallel", [model for model in models if model.num_experts]
+    if not sparse:
+        raise InvalidArgument(field, f"{models[0].architecture} has no experts to spread; remove it")
+    for model in sparse:
+        if model.num_experts % num_ranks:
+            problem = f"{num_ranks} ranks cannot share {model.num_experts} experts of {model.architecture} evenly"
+            raise InvalidArgument(field, f"{problem}; give a number of ranks that divides them, or remove it")
+
+
+def check_critic_model(config: NodeConfig, policy: ModelShape, critic: ModelShape) -> None:
+    """Raises InvalidArgument for a critic that cannot process every token and sequence of the policy."""
+    field = "trainer.critic.path"
+    if critic.vocab_size < policy.vocab_size:
+        raise InvalidArgument(
+            field,
+            f"its vocabulary of {critic.vocab_size} tokens is smaller than the policy's of {policy.vocab_size}; give a model with the "
+            "policy's tokenizer",
+        )
+    limits = (policy.context_length, config.rollout.context_length, config.most_micro_batch_tokens)
+    longest = min(limit for limit in limits if limit is not None)
+    if critic.context_length < longest:
+        raise InvalidArgument(
+            field,
+            f"its context of {critic.context_length} tokens is shorter than the policy's sequences of up to {longest}; lower "
+            "rollout.context_length or trainer.micro_batch_tokens, or give another model",
+        )
+
+
+def check_lora_targets(model: ModelShape, targets: Sequence[str]) -> None:
+    """Raises InvalidArgument for a target that is not a linear layer of every decoder layer, naming those that are."""
+    for index in range(model.num_layers):
+        there = model.linear_layers(index)
+        missing = [target for target in targets if target not in there]
+        if missing:
+            has = f"it has {', '.join(there)}; experts cannot have adapters"
+            problem = f"layer {index} of {model.architecture} has no linear {', '.join(missing)}; {has}"
+            raise InvalidArgument("trainer.lora.target_modules", problem)
+
+
+def check_gpus(config: NodeConfig, gpus: Gpus, *, num_gpus: int) -> None:
+    """Raises InvalidArgument for ranks beyond the GPUs of a machine."""
+    if num_gpus > MAX_GPUS:
+        raise InvalidArgument("gpus", f"must be at most {MAX_GPUS} on one node, not {num_gpus}")
+    needed = max(*gpus.trainer, *gpus.rollout) + 1
+    if gpus.names and needed > num_gpus:
+        raise InvalidArgument("trainer.devices", f"and rollout.devices name {needed} GPUs, not {num_gpus}")
+    if config.trainer.num_ranks > num_gpus:
+        problem = f"{config.trainer.num_ranks} ranks need as many GPUs; there are {num_gpus}"
+        raise InvalidArgument("trainer.num_ranks", problem)
+    tp_size, needed = config.rollout.tp_size, config.num_engine_ranks
+    if needed > num_gpus:
+        key = "rollout.tp_size" if tp_size > num_gpus else "rollout.dp_size"
+        raise InvalidArgument(key, f"{config.dp_size} engines of TP {tp_size} need {needed} GPUs, not {num_gpus}")
 
 
 def port_problem(config: NodeConfig) -> tuple[str, str] | None:

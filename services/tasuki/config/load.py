@@ -39,7 +39,42 @@ def load_config(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
     Relative paths are relative to the file's folder, or, in overrides, to the working directory.
     Raises PathNotFound if there is no file, PathPermissionDenied if it cannot be read, and otherwise InvalidArgument naming the key.
     """
-    return _validated(_read(path, overrides))
+    return config_of(_read(path, overrides))
+
+
+def config_of(table: dict[str, Any], *, overrides: Sequence[str] = ()) -> NodeConfig:
+    """The configuration of TOML's tables, with absolute paths, and overrides. Raises InvalidArgument naming the key."""
+    for override in overrides:
+        _apply(table, override)
+    _anchor_paths(table, Path.cwd())
+    check_replaced(table)
+    try:
+        return NodeConfig.model_validate(table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        conflict = first.get("ctx", {}).get("error")
+        if isinstance(conflict, SettingsConflict):
+            raise InvalidArgument(conflict.field, str(conflict)) from error
+        key = ".".join(str(part) for part in first["loc"]) or "config"
+        if isinstance(conflict, SettingError):
+            raise InvalidArgument(f"{key}.{conflict.field}", conflict.problem) from error
+        raise InvalidArgument(key, _explain(first)) from error
+
+
+def changed(config: NodeConfig, values: Mapping[str, object]) -> NodeConfig:
+    """The configuration with other values of keys, such as "trainer.num_ranks". Raises as config_of."""
+    table = config.model_dump(exclude_none=True)
+    for key, value in values.items():
+        put(table, key, value)
+    return config_of(table)
+
+
+def value_at(config: NodeConfig, key: str) -> object:
+    """The value of a key; None without one."""
+    at: object = config
+    for part in key.split("."):
+        at = at.get(part) if isinstance(at, Mapping) else getattr(at, part, None)
+    return at
 
 
 def origins(path: Path, *, overrides: Sequence[str] = ()) -> Callable[[str], str]:
@@ -71,7 +106,7 @@ def load_beside_node(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig
     table = _read(path, overrides)
     if isinstance(table.get("fleet"), dict):
         table["fleet"] = {**_started_fleet(table), **table["fleet"]}
-    return _validated(table)
+    return config_of(table)
 
 
 def _started_fleet(table: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -85,7 +120,7 @@ def _started_fleet(table: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """The tables, with absolute paths."""
+    """The file's tables, with absolute paths."""
     with named_if_denied(path, key="config"):
         if not path.is_file():
             found = "is not a regular file" if path.exists() else "does not exist"
@@ -104,21 +139,6 @@ def _toml(path: Path) -> dict[str, Any]:
     # Includes TOMLDecodeError, UnicodeDecodeError and the interpreter's limits on digits and nesting.
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("config", f"{path} is not TOML: {error}") from error
-
-
-def _validated(table: Mapping[str, Any]) -> NodeConfig:
-    check_replaced(table)
-    try:
-        return NodeConfig.model_validate(table)
-    except ValidationError as error:
-        first = error.errors()[0]
-        conflict = first.get("ctx", {}).get("error")
-        if isinstance(conflict, SettingsConflict):
-            raise InvalidArgument(conflict.field, str(conflict)) from error
-        key = ".".join(str(part) for part in first["loc"]) or "config"
-        if isinstance(conflict, SettingError):
-            raise InvalidArgument(f"{key}.{conflict.field}", conflict.problem) from error
-        raise InvalidArgument(key, _explain(first)) from error
 
 
 def _keys_beside(location: Sequence[str | int]) -> list[str]:
@@ -169,6 +189,11 @@ def _apply(table: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         value = text
+    put(table, key, value)
+
+
+def put(table: dict[str, Any], key: str, value: object) -> None:
+    """Sets a key of tables, such as "trainer.num_ranks"."""
     *parents, last = key.strip().split(".")
     for parent in parents:
         table = table.setdefault(parent, {})

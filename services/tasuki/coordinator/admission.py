@@ -24,8 +24,8 @@ from tasuki.coordinator.headroom import (
 )
 from tasuki.coordinator.observe.memory_record import MemoryRecord
 from tasuki.memory.host import host_memory
-from tasuki.planner.layout import Part
-from tasuki.planner.node_plan import plan_node
+from tasuki.planner.choose import plan_node
+from tasuki.planner.node import Part
 from tasuki.planner.plan import needed_bytes
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.wire.errors import TasukiError

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.kv_tokens import TOKENS_KEY
-from tasuki.planner.layout import GB, Overheads
+from tasuki.planner.node import GB, MARGIN
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.v1.types_pb2 import TagUsage
 from tasuki.wire.errors import OutOfGpuMemory
@@ -23,7 +23,6 @@ TAKES = {rule.stage: rule.resumes for rule in RING if rule.resumes}
 """Tags that a stage wakes."""
 _GIVES = {rule.stage: rule.pauses for rule in RING if rule.pauses}
 _MOST_DEVICES = 4
-_MARGIN = Overheads().margin
 
 Bytes = Mapping[str, int]
 """Bytes per device."""
@@ -111,7 +110,7 @@ def holders(device: str, usages: Mapping[Service, GetUsageResponse]) -> dict[str
 
 def margin_bytes(device: str) -> int:
     """Bytes that must stay free beyond a stage's need: on a GPU the margin of `tasuki plan`, on a CPU 0."""
-    return 0 if device == "cpu" else _MARGIN
+    return 0 if device == "cpu" else MARGIN
 
 
 def lacks_room(device: str, needed_bytes: int, free: Bytes) -> bool:

@@ -12,9 +12,9 @@ from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.phases import phase_of
 from tasuki.memory.host import host_memory
-from tasuki.planner.advice import Advice, Rung, advise, problems
-from tasuki.planner.layout import TAGS, Part
-from tasuki.planner.node_plan import plan_node
+from tasuki.planner.advice import Advice, Rung, advise
+from tasuki.planner.choose import plan_node
+from tasuki.planner.node import MARGIN, Part
 from tasuki.planner.plan import Plan, StagePlan
 from tasuki.planner.residency import stay_and_leave
 from tasuki.planner.seconds import expected_seconds
@@ -76,38 +76,34 @@ def planned_memory(plan: pb.PlanResponse | None, at: Stage | None, *, device: st
 
 
 def plan_to_proto(planned: Plan, advice: Advice) -> pb.PlanResponse:
-    layout, is_gpu = planned.layout, planned.layout.device == "cuda"
+    node, is_gpu = planned.node, planned.node.device == "cuda"
     response = pb.PlanResponse(
         fits=planned.fits,
-        problems=problems(planned),
-        strategy=layout.strategy,
+        problems=planned.problems(),
+        strategy=node.strategy,
         stages=[_stage(planned, stage) for stage in planned.stages],
         host_peak=pb.PlannedPeak(stage=planned.host_peak.stage, bytes=planned.host_peak.host_bytes),
         kv_cache_tokens=planned.kv_pool.num_tokens,
         kv_cache_bytes=planned.kv_pool.num_bytes,
-        must_leave=[tag for tag in TAGS if tag in (advice.must_leave or ())],
-        is_leaving_enough=advice.must_leave is not None,
         max_kv_ratio=advice.max_kv_ratio,
         advice=[_change(rung) for rung in advice.ladder],
-        parameters=layout.model.count_by_kind(),
-        host_bytes=layout.host_bytes,
-        residency=[
-            pb.PlannedResidency(gpus=name, stays=stays, leaves=leaves) for name, stays, leaves in stay_and_leave(layout)
-        ],
+        parameters=node.model.count_by_kind(),
+        host_bytes=node.host_bytes,
+        residency=[pb.PlannedResidency(gpus=name, stays=stays, leaves=leaves) for name, stays, leaves in stay_and_leave(node)],
         expected_seconds=expected_seconds(planned),
     )
     if is_gpu:
-        response.gpu_bytes = layout.gpu_bytes
+        response.gpu_bytes = node.gpu_bytes
         response.gpu_peak.CopyFrom(pb.PlannedPeak(stage=planned.gpu_peak.stage, bytes=planned.gpu_peak.gpu_bytes))
     return response
 
 
 def _stage(planned: Plan, stage: StagePlan) -> pb.PlannedStage:
-    layout = planned.layout
-    devices = [_device("host", stage.host, layout.host_bytes, margin=layout.overheads.margin)]
-    if layout.device == "cuda":
+    node = planned.node
+    devices = [_device("host", stage.host, node.host_bytes, margin=MARGIN)]
+    if node.device == "cuda":
         gpus = enumerate(stage.gpus)
-        devices += [_device(f"cuda:{i}", parts, layout.gpu_bytes, margin=layout.overheads.margin) for i, parts in gpus]
+        devices += [_device(f"cuda:{i}", parts, node.gpu_bytes, margin=MARGIN) for i, parts in gpus]
     return pb.PlannedStage(stage=stage.stage, devices=devices)
 
 
@@ -127,7 +123,6 @@ def _change(rung: Rung) -> pb.PlannedChange:
         setting=rung.setting,
         old=rung.old,
         new=rung.new,
-        is_available=rung.is_available,
         gpu_peak_bytes=rung.plan.gpu_peak.gpu_bytes,
         fits=rung.plan.fits,
     )

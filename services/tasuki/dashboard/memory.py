@@ -23,7 +23,7 @@ from tasuki.coordinator.planning import PART_TAGS, plan_to_proto
 from tasuki.dashboard.journal import STAGES, StageColumns, stage_number
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import advise
-from tasuki.planner.node_plan import plan_node
+from tasuki.planner.choose import plan_node
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.regular_file import open_regular, unreadable

@@ -19,9 +19,8 @@ from tasuki.node.choose import check_host_budget, check_host_ranks
 from tasuki.node.fleet_place import check_place
 from tasuki.node.model_folder import check_model_folders
 from tasuki.node.start import check_node_installed, check_state_folder
-from tasuki.planner.advice import problems
+from tasuki.planner.choose import plan_node
 from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import plan_node
 from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.port import check_ports
 from tasuki.runs.inputs import read_inputs
@@ -153,7 +152,7 @@ def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
     except TasukiError as error:
         return fail(name, error.message, f"change {error.metadata.get('field', 'the configuration')}")
     if not planned.fits:
-        return fail(name, "; ".join(problems(planned)), "run tasuki plan CONFIG to see what to change")
+        return fail(name, "; ".join(planned.problems()), "run tasuki plan CONFIG to see what to change")
     available = host_memory().available_bytes
     if planned.host_peak.host_bytes > available:
         text = f"needs {planned.host_peak.host_bytes / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB are free now"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -87,8 +87,7 @@ class ModelShape:
 
     def layer(self, index: int) -> Shapes:
         """Parameters of one decoder layer, an FSDP2 unit."""
-        mlp = self._experts() if self.is_sparse(index) else self._mlp()
-        return self._attention() | mlp | {f"{norm}.weight": (self.hidden_size,) for norm in self.norms + self.post_norms}
+        return _layer(self, self.is_sparse(index))
 
     def root(self) -> Shapes:
         """Parameters outside the layers, which stay gathered for a whole step."""
@@ -167,22 +166,6 @@ VOCABULARY_STEP = 64
 """The engine pads the vocabulary to a multiple of this."""
 
 
-def check_lora_targets(shape: ModelShape, targets: Sequence[str], *, table: str = "trainer.lora") -> None:
-    """Raises InvalidArgument for a target that is not a linear layer of every decoder layer, naming those that are.
-
-    table: in the configuration, for the key in the error.
-    """
-    for index in range(shape.num_layers):
-        there = shape.linear_layers(index)
-        missing = [target for target in targets if target not in there]
-        if missing:
-            has = f"it has {', '.join(there)}; experts cannot have adapters"
-            raise InvalidArgument(
-                f"{table}.target_modules",
-                f"layer {index} of {shape.architecture} has no linear {', '.join(missing)}; {has}",
-            )
-
-
 def unshared_base(shape: ModelShape, *, num_ranks: int) -> str | None:
     """Why engine and trainer, of this many ranks each, cannot read one copy of the model; None if they can."""
     if shape.num_experts:
@@ -238,6 +221,12 @@ def decoder_shape(
         is_tied=flag(config, "tie_word_embeddings", default=is_tied),
         **special,
     )
+
+
+@functools.lru_cache(maxsize=32)
+def _layer(model: ModelShape, is_sparse: bool) -> Shapes:
+    mlp = model._experts() if is_sparse else model._mlp()
+    return model._attention() | mlp | {f"{norm}.weight": (model.hidden_size,) for norm in model.norms + model.post_norms}
 
 
 @functools.lru_cache(maxsize=16)

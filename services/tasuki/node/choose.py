@@ -11,10 +11,8 @@ from tasuki.config.choices import Choices
 from tasuki.config.gpus import smallest_gpu_bytes
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
-from tasuki.planner.advice import problems
-from tasuki.planner.layout import gb
-from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import check_sequence, choices_of, node_layout
+from tasuki.planner import choose as planner
+from tasuki.planner.node import gb, node_of
 from tasuki.planner.plan import plan
 from tasuki.planner.residency import stay_and_leave
 from tasuki.planner.rollout_bytes import engine_weights, kv_pool
@@ -39,20 +37,17 @@ def choose(config: NodeConfig, *, resumes: bool, tell: Callable[[str], None]) ->
     Raises InvalidArgument if the KV cache has more tokens than fit, or cannot hold one sequence.
     """
     budget, host = config.memory.host_budget_bytes, host_memory()
-    layout = node_layout(
-        config,
-        read_model_shape(config.model.path),
-        gpu_bytes=_NO_GPU if config.device == "cpu" else _gpu_bytes(),
-        host_bytes=host.total_bytes,
+    gpu_bytes = _NO_GPU if config.device == "cpu" else _gpu_bytes()
+    node = planner.choose(
+        node_of(config, gpu_bytes=gpu_bytes, host_bytes=host.total_bytes),
         free_host_bytes=host.available_bytes if budget is None else budget,
     )
-    check_sequence(layout)
-    for name, stays, leaves in stay_and_leave(layout):
+    for name, stays, leaves in stay_and_leave(node):
         tell(f"{name}: keeps {', '.join(stays) or 'nothing'}; releases {', '.join(leaves) or 'nothing'}")
-    planned = plan(replace(layout, host_bytes=host.available_bytes))
+    planned = plan(replace(node, host_bytes=host.available_bytes))
     if not planned.fits:
-        tell(f"the plan does not fit: {'; '.join(problems(planned))}; `tasuki plan CONFIG` shows what to change")
-    choices = choices_of(layout, config, resumes=resumes)
+        tell(f"the plan does not fit: {'; '.join(planned.problems())}; `tasuki plan CONFIG` shows what to change")
+    choices = planner.choices_of(node, resumes=resumes)
     if choices.shares_base:
         tell("trainer and rollout read one copy of the model below the adapters")
     if choices.starts_together and config.device == "cuda":
@@ -78,10 +73,9 @@ def check_host_budget(config: NodeConfig) -> None:
     budget = config.memory.host_budget_bytes
     if budget is None:
         return
-    shape = read_model_shape(config.model.path)
-    layout = node_layout(config, shape, gpu_bytes=host_memory().total_bytes, host_bytes=budget)
-    of_trainer = {str(part): size for part, size in trainer_tags(layout).items()}
-    of_engine = {"rollout weights": engine_weights(layout), "KV cache": kv_pool(layout, taken_bytes=0).num_bytes}
+    node = planner.choose(node_of(config, gpu_bytes=_NO_GPU, host_bytes=budget))
+    of_trainer = {str(part): size for part, size in trainer_tags(node).items()}
+    of_engine = {"rollout weights": engine_weights(node), "KV cache": kv_pool(node, taken_bytes=0).num_bytes}
     for name, num_ranks, tags in (
         ("trainer", config.trainer.num_ranks, of_trainer),
         ("rollout", config.num_engine_ranks, of_engine),

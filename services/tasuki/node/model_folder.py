@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tasuki.config.checks import check_critic_model
 from tasuki.config.schema import NodeConfig
 from tasuki.models.config_json import architecture_of, read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.folder_files import INDEX_FILE, WEIGHT_SUFFIXES, model_files, other_files
 from tasuki.models.stored_tensors import check_stored, read_stored
 from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import check_critic
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular
 
 
 def check_model_folders(config: NodeConfig) -> None:
-    """Checks policy and critic. Raises as check_model_folder and check_critic."""
+    """Checks policy and critic. Raises as check_model_folder and check_critic_model."""
     check_model_folder(config.model.path)
-    check_critic(config)
     if config.trainer.critic is not None and (critic := config.trainer.critic.path) is not None:
-        check_stored(critic, read_model_shape(critic), key="trainer.critic.path", is_critic=True)
+        shape = read_model_shape(critic)
+        check_critic_model(config, read_model_shape(config.model.path), shape)
+        check_stored(critic, shape, key="trainer.critic.path", is_critic=True)
 
 
 def check_planned_folder(path: Path, *, key: str = "model.path") -> None:

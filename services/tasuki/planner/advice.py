@@ -1,30 +1,32 @@
-"""Conclusions from a plan: the least that must leave, the largest KV cache, and which settings to change if it does not fit.
-
-Every answer comes from planning again with the change, never from a rule of thumb.
-"""
+"""Which settings to change if a plan does not fit. Every answer comes from planning again with the change, never from a rule of thumb."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
 
-from tasuki.planner.changes import changes, largest_kv_ratio, plan_again
-from tasuki.planner.layout import TAGS, Layout, Part, Strategy, gb
-from tasuki.planner.plan import TRAINER_TAGS, Plan, plan
+from tasuki.config.load import changed, value_at
+from tasuki.planner.choose import MIN_TOKENS, choose
+from tasuki.planner.kv_tokens import running_requests
+from tasuki.planner.node import Checkpointing, Node, Strategy, node_of
+from tasuki.planner.plan import Plan, plan
+from tasuki.planner.residency import decide
 from tasuki.planner.seconds import expected_seconds, stages_to
+from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import Phase
+
+_RATIO_STEPS = 100
+_FEW_REQUESTS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One changed setting, on top of those before it, and the resulting plan."""
+    """One changed key, on top of those before it, and the resulting plan."""
 
     setting: str
-    """The node's key, or what it would be if there is none yet."""
     old: str
     new: str
-    is_available: bool
-    """Whether this release supports the setting."""
     plan: Plan
 
 
@@ -32,8 +34,6 @@ class Rung:
 class Advice:
     """Answers for one plan."""
 
-    must_leave: frozenset[Part] | None
-    """The smallest set of tags, by bytes, that must leave; None if no choice suffices."""
     max_kv_ratio: float | None
     """Largest ratio, in hundredths, at which everything fits; None if none."""
     ladder: tuple[Rung, ...]
@@ -45,13 +45,8 @@ class Advice:
 
 
 def advise(planned: Plan) -> Advice:
-    """Advice for the layout. Where what stays was decided, every change decides it again."""
-    layout = planned.layout
-    return Advice(
-        must_leave=smallest_sleeping(replace(layout, staying=None)),
-        max_kv_ratio=largest_kv_ratio(layout),
-        ladder=() if planned.fits else climb(planned),
-    )
+    """Advice for the node. Every change makes its open choices again."""
+    return Advice(max_kv_ratio=largest_kv_ratio(planned.node), ladder=() if planned.fits else climb(planned))
 
 
 def changeovers_ms(planned: Plan) -> tuple[str, str]:
@@ -61,47 +56,15 @@ def changeovers_ms(planned: Plan) -> tuple[str, str]:
     return f"{1000 * there:.0f} ms", f"{1000 * back:.0f} ms"
 
 
-def problems(planned: Plan) -> list[str]:
-    """Why the plan does not fit."""
-    layout = planned.layout
-    margin = layout.overheads.margin
-    reasons: list[str] = []
-    if not planned.fits_gpu:
-        over = planned.gpu_peak.gpu_bytes + margin - layout.gpu_bytes
-        reasons.append(f"a GPU lacks {gb(over)} GB in {planned.gpu_peak.stage}")
-    if not planned.fits_host:
-        over = planned.host_peak.host_bytes + margin - layout.host_bytes
-        reasons.append(f"the host lacks {gb(over)} GB in {planned.host_peak.stage}")
-    if not planned.fits_budget:
-        peak = planned.budget_peak
-        reasons.append(
-            f"the tags take {peak.tag_bytes} bytes in {peak.stage}, and memory.host_budget_bytes is {layout.budget_bytes}"
-        )
-    if not planned.has_room_for_a_sequence:
-        tokens, longest = planned.kv_pool.num_tokens, layout.longest_sequence
-        reasons.append(f"the KV cache holds {tokens:,} tokens and a sequence may have {longest:,}")
-    return reasons
-
-
-def smallest_sleeping(layout: Layout) -> frozenset[Part] | None:
-    """Choice of tags that fits and moves the fewest bytes on the busiest GPU; None if none fits."""
-    if layout.strategy is Strategy.RESIDENT or layout.device == "cpu":
-        return frozenset() if plan(layout).fits else None
-    best: tuple[int, frozenset[Part]] | None = None
-    for size in range(len(TAGS) + 1):
-        for chosen in combinations(TAGS, size):
-            sleeping = frozenset(chosen)
-            tried = plan(replace(layout, sleeping=sleeping, released_early=layout.released_early & sleeping))
-            moved = _moved_bytes(tried)
-            if tried.fits and (best is None or moved < best[0]):
-                best = moved, sleeping
-    return None if best is None else best[1]
-
-
 def climb(planned: Plan) -> tuple[Rung, ...]:
-    """Applies changes for what is short, one on top of the other; keeps those that help, until everything fits."""
+    """Applies changes for what is short, one on top of the other; until everything fits or none helps."""
     rungs: list[Rung] = []
-    planned = plan_again(planned.layout)
+    if (
+        planned.node.strategy is not Strategy.STAGED
+        and (staged := _with(planned.node, {}, strategy=Strategy.STAGED)) is not None
+    ):
+        rungs.append(Rung("strategy", planned.node.strategy, Strategy.STAGED, staged))
+        planned = staged
     while not planned.fits and (rung := _next_rung(planned)) is not None:
         rungs.append(rung)
         planned = rung.plan
@@ -109,34 +72,92 @@ def climb(planned: Plan) -> tuple[Rung, ...]:
 
 
 def _next_rung(planned: Plan) -> Rung | None:
-    """The first change that makes it fit, else the first that reduces the shortage; supported settings come first."""
-    rungs = [
-        Rung(change.setting, change.old, change.new, change.is_available, plan_again(change.layout))
-        for change in changes(planned)
-    ]
-    for is_enough in (lambda rung: rung.plan.fits, lambda rung: _shortage(rung.plan) < _shortage(planned)):
-        for is_available in (True, False):
-            for rung in rungs:
-                if rung.is_available is is_available and is_enough(rung):
-                    return rung
-    return None
+    """The first change that makes it fit, else the one that helps most; adapters only if nothing else helps."""
+    best: Rung | None = None
+    for key, value in (*_changes(planned), ("trainer.lora.rank", 32)):
+        if key == "trainer.lora.rank" and (best is not None or planned.node.lora is not None):
+            return best
+        tried = _with(planned.node, {key: value})
+        if tried is None or _shortage(tried) >= _shortage(planned if best is None else best.plan):
+            continue
+        best = Rung(key, _text(value_at(planned.node.config, key)), _text(value), tried)
+        if tried.fits:
+            return best
+    return best
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "unset"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _with(node: Node, values: Mapping[str, object], *, strategy: Strategy | None = None) -> Plan | None:
+    """The plan with other values of keys; None if they are refused."""
+    try:
+        again = node_of(
+            changed(node.config, values),
+            node.model,
+            gpu_bytes=node.gpu_bytes,
+            host_bytes=node.host_bytes,
+            num_gpus=node.num_gpus,
+            strategy=strategy or node.strategy,
+        )
+        return plan(choose(again))
+    except InvalidArgument:
+        return None
+
+
+def _changes(planned: Plan) -> Iterator[tuple[str, object]]:
+    """Keys and values to try, least costly first; those that conflict with others are refused when they are tried."""
+    node = planned.node
+    trainer, rollout = node.trainer, node.config.rollout
+    if not planned.fits_budget:
+        yield "memory.host_budget_bytes", planned.budget_peak.tag_bytes
+    if trainer.checkpointing != "auto":
+        yield from (("trainer.checkpointing", rung.value) for rung in Checkpointing if rung is not node.checkpointing)
+    if node.has_reference:
+        yield "trainer.reference_on_host", True
+    yield from (("trainer.moments", moments) for moments in ("host", "gpu") if trainer.moments not in ("8bit", moments))
+    tokens = node.micro_batch_tokens if node.device == "cpu" or trainer.micro_batch_tokens is not None else 0
+    while (tokens := tokens // 2) >= (rollout.context_length or MIN_TOKENS):
+        yield "trainer.micro_batch_tokens", tokens
+    if (ratio := largest_kv_ratio(node)) is not None:
+        yield "rollout.kv_ratio", ratio
+    yield "trainer.sequence_parallel", 2 * trainer.sequence_parallel
+    if not trainer.expert_parallel:
+        yield "trainer.expert_parallel", True
+    if not rollout.engine.get("disable_cuda_graph"):
+        yield "rollout.engine.disable_cuda_graph", True
+    if (requests := running_requests(node.config)) > _FEW_REQUESTS:
+        yield "rollout.max_running_requests", max(_FEW_REQUESTS, requests // 4)
+    yield "rollout.tp_size", 2 * node.tp_size
+    if planned.kv_pool.num_tokens >= MIN_TOKENS:
+        yield "rollout.context_length", min(planned.kv_pool.num_tokens, node.longest_sequence - 1)
+    if node.num_ranks < node.num_gpus:
+        yield "trainer.num_ranks", node.num_gpus
 
 
 def _shortage(planned: Plan) -> int:
     """Missing bytes and tokens; 0 if it fits."""
-    layout = planned.layout
-    gpu = 0 if planned.fits_gpu else planned.gpu_peak.gpu_bytes + layout.overheads.margin - layout.gpu_bytes
-    host = 0 if planned.fits_host else planned.host_peak.host_bytes + layout.overheads.margin - layout.host_bytes
-    budget = 0 if layout.budget_bytes is None else max(0, planned.budget_peak.tag_bytes - layout.budget_bytes)
-    return gpu + host + budget + max(0, layout.longest_sequence - planned.kv_pool.num_tokens)
+    node, budget = planned.node, planned.node.config.memory.host_budget_bytes
+    over_budget = 0 if budget is None else max(0, planned.budget_peak.tag_bytes - budget)
+    missing = max(0, node.longest_sequence - planned.kv_pool.num_tokens)
+    return planned.lacking(planned.gpu_peak)[0] + planned.lacking(planned.host_peak)[1] + over_budget + missing
 
 
-def _moved_bytes(planned: Plan) -> int:
-    """Bytes that leave a GPU in a whole round."""
-    sleeping = planned.layout.released | ({Part.CUDA_GRAPH} if Part.KV_CACHE in planned.layout.released else set())
-    trained, served = planned.stage(Phase.TRAIN), planned.stage(Phase.ROLLOUT)
-    moved: list[int] = []
-    for one, other in zip(trained.gpus, served.gpus, strict=True):
-        moved.append(sum(size for part, size in one.items() if part in sleeping and part in TRAINER_TAGS))
-        moved[-1] += sum(size for part, size in other.items() if part in sleeping and part not in TRAINER_TAGS)
-    return max(moved)
+def largest_kv_ratio(node: Node) -> float | None:
+    """Finds the ratio by bisection: a larger cache never takes less memory or holds shorter sequences. None on a CPU."""
+
+    def plan_with(hundredths: int) -> Plan:
+        again = replace(node, config=changed(node.config, {"rollout.kv_ratio": hundredths / _RATIO_STEPS}))
+        return plan(replace(again, staying=decide(again)))
+
+    def is_too_large(hundredths: int) -> bool:
+        tried = plan_with(hundredths)
+        return not (tried.fits_gpu and tried.fits_host)
+
+    if node.device == "cpu" or is_too_large(1):
+        return None
+    hundredths = bisect_left(range(1, _RATIO_STEPS), True, key=is_too_large)
+    return hundredths / _RATIO_STEPS if plan_with(hundredths).fits else None

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tasuki.planner.layout import Layout
+from tasuki.planner.node import Node
 from tasuki.planner.trainer_bytes import gradient_bytes
 from tasuki.wire.errors import InvalidArgument
 
@@ -33,19 +33,19 @@ class Traffic:
         return self.num_bytes / (network_gbit * _GBIT)
 
 
-def node_traffic(layout: Layout, *, num_nodes: int) -> Sequence[Traffic]:
+def node_traffic(node: Node, *, num_nodes: int) -> Sequence[Traffic]:
     """Traffic of a fleet of `num_nodes` such nodes; empty for one. Raises InvalidArgument for less than one."""
     if num_nodes < 1:
         raise InvalidArgument("nodes", f"{num_nodes} must be at least 1")
     if num_nodes == 1:
         return ()
-    gradients = gradient_bytes(layout) * layout.num_ranks
+    gradients = gradient_bytes(node) * node.num_ranks
     crossing = (num_nodes - 1) / num_nodes
-    gathered = layout.model.num_parameters * layout.compute_bytes
-    reduced = gradients * _FLOAT32_BYTES // layout.param_bytes
+    gathered = node.model.num_parameters * node.compute_bytes
+    reduced = gradients * _FLOAT32_BYTES // node.param_bytes
     rows = [Traffic("HSDP", round(2 * crossing * gradients), "step", True)]
-    if layout.lora_rank is None and layout.param_bytes > _HALF_BYTES:
-        halved = round(2 * crossing * gradients * _HALF_BYTES / layout.param_bytes)
+    if node.lora is None and node.param_bytes > _HALF_BYTES:
+        halved = round(2 * crossing * gradients * _HALF_BYTES / node.param_bytes)
         rows.append(Traffic('HSDP with trainer.param_dtype = "bfloat16"', halved, "step", True))
     rows.append(Traffic("FSDP over all nodes", round(crossing * (2 * gathered + reduced)), "micro-batch", False))
     return rows

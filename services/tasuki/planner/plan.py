@@ -1,16 +1,17 @@
 """The planner: bytes of every part on every GPU and the host in every stage of the ring. Pure arithmetic: no GPU, no torch.
 
-`plan(layout)` predicts; admission compares `needed_bytes` with free memory; planner/node_plan.py plans a node's configuration;
-planner/advice.py draws conclusions.
+`plan(node)` predicts; admission compares `needed_bytes` with free memory; planner/choose.py makes the open choices of a configuration;
+planner/advice.py suggests changes.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from tasuki.planner.layout import TAGS, Layout, Part, Strategy
+from tasuki.planner.node import GB, MARGIN, TAGS, Node, Part, Strategy, gb
 from tasuki.planner.rollout_bytes import KvPool, cuda_graphs, engine_step, engine_weights, kv_bytes_per_token, kv_pool
 from tasuki.planner.step_bytes import offloaded_bytes, training_peak
 from tasuki.planner.trainer_bytes import Bytes, export_arena, frozen_bytes, host_moments, host_reference, trainer_tags
@@ -19,9 +20,19 @@ from tasuki.wire.stages import RING, Phase, Stage
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 _BUDGETED = {*TAGS, Part.EXPORT}
 _STEP = {Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS}
-# Gradients are dropped and restored as zeros.
-_COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
+COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
+"""Tags that leave with their content; gradients are dropped and restored as zeros."""
 
+# Fixed memory of processes. The sums are what sleeping services still held on an H200 (docs/benchmarks.md: 1.8 GB each for trainer and
+# engine). Their breakdown, NCCL above one rank, and host processes are estimates.
+TRAINER_CONTEXT = 1_300 * 10**6
+_ROLLOUT_CONTEXT = 1_500 * 10**6
+# Blocks cached by torch in the engine, asleep or not.
+_ROLLOUT_CACHED = 280 * 10**6
+NCCL = 550 * 10**6
+"""Buffers of one communicator, for a trainer rank or an engine rank above TP 1."""
+# Resident memory of a rank's process: Python, torch, CUDA.
+_HOST_PROCESS = 3 * GB
 
 PlanStage: TypeAlias = Stage | Phase
 """A stage of the ring, or the peak of a phase: a training step or a full batch."""
@@ -59,9 +70,9 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The prediction for a layout."""
+    """The prediction for a node."""
 
-    layout: Layout
+    node: Node
     stages: tuple[StagePlan, ...]
     kv_pool: KvPool
 
@@ -77,30 +88,50 @@ class Plan:
         return max(self.stages, key=lambda stage: stage.host_bytes)
 
     @property
-    def fits_gpu(self) -> bool:
-        layout = self.layout
-        return layout.device == "cpu" or self.gpu_peak.gpu_bytes + layout.overheads.margin <= layout.gpu_bytes
-
-    @property
-    def fits_host(self) -> bool:
-        return self.host_peak.host_bytes + self.layout.overheads.margin <= self.layout.host_bytes
-
-    @property
     def budget_peak(self) -> StagePlan:
         return max(self.stages, key=lambda stage: stage.tag_bytes)
 
+    def lacking(self, stage: StagePlan) -> tuple[int, int]:
+        """Missing bytes of a stage, on the fullest GPU and on the host."""
+        gpu = 0 if self.node.device == "cpu" else stage.gpu_bytes + MARGIN - self.node.gpu_bytes
+        return max(0, gpu), max(0, stage.host_bytes + MARGIN - self.node.host_bytes)
+
+    @property
+    def fits_gpu(self) -> bool:
+        return not self.lacking(self.gpu_peak)[0]
+
+    @property
+    def fits_host(self) -> bool:
+        return not self.lacking(self.host_peak)[1]
+
     @property
     def fits_budget(self) -> bool:
-        return self.layout.budget_bytes is None or self.budget_peak.tag_bytes <= self.layout.budget_bytes
+        budget = self.node.config.memory.host_budget_bytes
+        return budget is None or self.budget_peak.tag_bytes <= budget
 
     @property
     def has_room_for_a_sequence(self) -> bool:
         """Whether the KV cache holds one sequence of maximum length, without which rollout does not start."""
-        return self.kv_pool.num_tokens >= self.layout.longest_sequence
+        return self.kv_pool.num_tokens >= self.node.longest_sequence
 
     @property
     def fits(self) -> bool:
-        return self.fits_gpu and self.fits_host and self.fits_budget and self.has_room_for_a_sequence
+        return not self.problems()
+
+    def problems(self) -> list[str]:
+        """Why the plan does not fit."""
+        reasons: list[str] = []
+        if not self.fits_gpu:
+            reasons.append(f"a GPU lacks {gb(self.lacking(self.gpu_peak)[0])} GB in {self.gpu_peak.stage}")
+        if not self.fits_host:
+            reasons.append(f"the host lacks {gb(self.lacking(self.host_peak)[1])} GB in {self.host_peak.stage}")
+        if not self.fits_budget:
+            peak, budget = self.budget_peak, self.node.config.memory.host_budget_bytes
+            reasons.append(f"the tags take {peak.tag_bytes} bytes in {peak.stage}, and memory.host_budget_bytes is {budget}")
+        if not self.has_room_for_a_sequence:
+            tokens, longest = self.kv_pool.num_tokens, self.node.longest_sequence
+            reasons.append(f"the KV cache holds {tokens:,} tokens and a sequence may have {longest:,}")
+        return reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +149,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of every part of a layout when present; of what stays, only the KV cache depends on it."""
+    """Bytes of every part of a node when present; of what stays, only the KV cache depends on it."""
 
     trainer: Mapping[Part, int]
     engine: Mapping[Part, int]
@@ -128,43 +159,54 @@ class Sizes:
     frozen: int
     """Bytes of the trainer's weights that are copied to the host once, not whenever they leave."""
 
+    @property
+    def cached(self) -> int:
+        """Bytes that torch caches after a step."""
+        return sum(self.work.values())
 
-def sizes_of(layout: Layout) -> Sizes:
-    pool = kv_pool(layout, taken_bytes=_taken_at_start(layout))
+
+def sizes_of(node: Node) -> Sizes:
+    tags = trainer_tags(node)
+    pool = kv_pool(node, taken_bytes=_taken_at_start(node, tags))
     engine = {
-        Part.ROLLOUT_WEIGHTS: engine_weights(layout),
+        Part.ROLLOUT_WEIGHTS: engine_weights(node),
         Part.KV_CACHE: pool.num_bytes,
-        Part.CUDA_GRAPH: cuda_graphs(layout),
-        Part.ENGINE_STEP: engine_step(layout),
+        Part.CUDA_GRAPH: cuda_graphs(node),
+        Part.ENGINE_STEP: engine_step(node),
     }
-    trainer = trainer_tags(layout) | {Part.EXPORT: export_arena(layout)}
-    return Sizes(trainer, engine, training_peak(layout), pool, frozen_bytes(layout))
+    return Sizes(tags | {Part.EXPORT: export_arena(node)}, engine, training_peak(node), pool, frozen_bytes(node))
 
 
-def largest_pool(layout: Layout) -> KvPool:
+def largest_pool(node: Node) -> KvPool:
     """The KV cache bounded only by memory: on a CPU all of it, minus the engine's weights."""
-    taken = _taken_at_start(layout)
-    if layout.device == "cuda":
-        return kv_pool(replace(layout, kv_tokens=None), taken_bytes=taken)
-    each = kv_bytes_per_token(layout)
-    room = layout.host_bytes if layout.budget_bytes is None else min(layout.host_bytes, layout.budget_bytes)
-    num_tokens = max(0, room - engine_weights(layout)) // each
+    if node.device == "cuda":
+        return kv_pool(replace(node, kv_tokens=None), taken_bytes=_taken_at_start(node, trainer_tags(node)))
+    each, budget = kv_bytes_per_token(node), node.config.memory.host_budget_bytes
+    room = node.host_bytes if budget is None else min(node.host_bytes, budget)
+    num_tokens = max(0, room - engine_weights(node)) // each
     return KvPool(num_tokens, num_tokens * each)
 
 
-def plan(layout: Layout) -> Plan:
-    """Predicts every stage of `layout`."""
-    return plan_of(layout, sizes_of(layout))
+def plan(node: Node) -> Plan:
+    """Predicts every stage of `node`."""
+    return plan_of(node, sizes_of(node))
 
 
-def plan_of(layout: Layout, sizes: Sizes) -> Plan:
+def plan_of(node: Node, sizes: Sizes) -> Plan:
     """Same as `plan`, with known sizes."""
-    layouts = [layout.on_gpu(index) for index in range(layout.num_gpus)]
     stages: list[StagePlan] = []
+    kinds = [(node.has_rank(gpu), node.has_engine(gpu), node.staying[gpu]) for gpu in range(node.num_gpus)]
+    first_of = {kind: kinds.index(kind) for kind in set(kinds)}
+    leaving: Counter[Part] = Counter()
+    for kind, gpu in first_of.items():
+        if node.has_rank(gpu) and node.strategy is not Strategy.RESIDENT:
+            leaving.update(dict.fromkeys(node.released(gpu), kinds.count(kind)))
     for stage in PLAN_STAGES:
-        gpus = tuple(parts_on_gpu(one, sizes, stage, index) for index, one in enumerate(layouts))
-        stages.append(StagePlan(stage, gpus, _host(layout, layouts, stage, trainer=sizes.trainer, gpus=gpus)))
-    return Plan(layout=layout, stages=tuple(stages), kv_pool=sizes.kv_pool)
+        parts = {kind: parts_on_gpu(node, sizes, stage, gpu) for kind, gpu in first_of.items()}
+        gpus = tuple(parts[kind] for kind in kinds)
+        held = {part: sizes.trainer[part] * leaving[part] for part in COPIED}
+        stages.append(StagePlan(stage, gpus, _host(node, stage, held=held, gpus=gpus)))
+    return Plan(node=node, stages=tuple(stages), kv_pool=sizes.kv_pool)
 
 
 def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) -> Need:
@@ -175,137 +217,115 @@ def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) ->
     if not, so is the engine's first batch.
     """
     fullest: dict[PlanStage, PlanStage] = {Stage.LOAD_TRAINER: Phase.TRAIN, Stage.RESUME_KV: Phase.ROLLOUT}
-    reached = fullest.get(stage, stage)
-    before, after = plan.stage(PLAN_STAGES[PLAN_STAGES.index(stage) - 1]), plan.stage(reached)
+    before, after = plan.stage(PLAN_STAGES[PLAN_STAGES.index(stage) - 1]), plan.stage(fullest.get(stage, stage))
     gpus = [_growth(old, new) for old, new in zip(before.gpus, after.gpus, strict=True)]
-    if stage is Stage.LOAD_WEIGHTS and not has_published:
+    first: dict[PlanStage, Part] = {Stage.LOAD_WEIGHTS: Part.EXPORT, Stage.RESUME_KV: Part.ENGINE_STEP}
+    if not has_published:
         for grown, parts in zip(gpus, after.gpus, strict=True):
-            grown |= {part: size for part, size in parts.items() if part is Part.EXPORT}
-    if stage is Stage.RESUME_KV and not has_published:
-        for grown, parts in zip(gpus, after.gpus, strict=True):
-            grown |= {part: size for part, size in parts.items() if part is Part.ENGINE_STEP}
+            grown |= {part: size for part, size in parts.items() if part is first.get(stage)}
     return Need(gpus=tuple(gpus), host_bytes=max(0, after.host_bytes - before.host_bytes))
 
 
-def parts_on_gpu(layout: Layout, sizes: Sizes, stage: PlanStage, index: int) -> Mapping[Part, int]:
-    """Bytes on one GPU at the peak of a stage. layout: from `Layout.on_gpu`."""
-    has_trainer, has_engine = _present(layout, stage)
+def parts_on_gpu(node: Node, sizes: Sizes, stage: PlanStage, gpu: int) -> Mapping[Part, int]:
+    """Bytes on one GPU at the peak of a stage."""
+    has_trainer, has_engine = _present(node, stage, gpu)
     parts: Bytes = {}
-    if layout.has_rank(index):
+    if node.has_rank(gpu):
         parts |= {part: size for part, size in sizes.trainer.items() if part in has_trainer}
         if stage is Phase.TRAIN:
             parts |= sizes.work
         elif Part.TORCH_CACHE in has_trainer:
-            parts[Part.TORCH_CACHE] = sum(sizes.work.values())
-    if layout.has_engine(index):
+            parts[Part.TORCH_CACHE] = sizes.cached
+    if node.has_engine(gpu):
         parts |= {part: size for part, size in sizes.engine.items() if part in has_engine}
-    if layout.device == "cuda":
-        has_process = not (layout.strategy is Strategy.RELAUNCH and Part.ROLLOUT_WEIGHTS not in has_engine)
-        parts[Part.CONTEXTS] = _contexts(layout, index, has_engine=has_process)
+    if node.device == "cuda":
+        parts[Part.CONTEXTS] = _contexts(node, gpu, has_engine=Part.ENGINE_STEP in has_engine)
     return {part: size for part, size in parts.items() if size}
 
 
 _RISING = (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Stage.SYNC)
-SERVING = (Stage.RESUME_KV, Phase.ROLLOUT, Stage.DRAIN)
-_WITHOUT_TRAINER = (Stage.OFFLOAD, *SERVING, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS)
+_SERVING = (Stage.RESUME_KV, Phase.ROLLOUT, Stage.DRAIN)
+_WITHOUT_TRAINER = (Stage.OFFLOAD, *_SERVING, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS)
 
 
-def _present(layout: Layout, stage: PlanStage) -> tuple[set[Part], set[Part]]:
+def _present(node: Node, stage: PlanStage, gpu: int) -> tuple[set[Part], set[Part]]:
     """Parts of trainer and engine on a GPU in `stage`."""
+    staying, is_resident, is_alone = node.staying[gpu], node.strategy is Strategy.RESIDENT, node.strategy is Strategy.RELAUNCH
     trainer = {*TRAINER_TAGS, Part.EXPORT}
-    engine = {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.CUDA_GRAPH}
-    if layout.sync_bucket_bytes is not None and stage is not Stage.SYNC:
+    if is_alone or not (Part.EXPORT in staying or is_resident or stage in _RISING):
         trainer.discard(Part.EXPORT)
-    if not layout.export_stays and layout.strategy is not Strategy.RESIDENT and stage not in _RISING:
-        trainer.discard(Part.EXPORT)
-    is_alone = layout.strategy is Strategy.RELAUNCH
     if stage in _WITHOUT_TRAINER or (is_alone and stage in _RISING[1:]):
-        trainer -= layout.released if layout.strategy is not Strategy.RESIDENT else set()
+        trainer -= set() if is_resident else node.released(gpu)
     elif stage in _RISING:
-        trainer -= layout.released_early
-        if not layout.empties_cache:
-            trainer |= {Part.TORCH_CACHE}
-    if layout.cache_stays and stage is not Phase.TRAIN:
         trainer.add(Part.TORCH_CACHE)
-    if is_alone:
-        trainer.discard(Part.EXPORT)
-    engine -= _asleep(layout, stage)
-    if layout.strategy is not Strategy.RELAUNCH or Part.ROLLOUT_WEIGHTS in engine:
+    if Part.TORCH_CACHE in staying and stage is not Phase.TRAIN:
+        trainer.add(Part.TORCH_CACHE)
+    engine = {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.CUDA_GRAPH} - _asleep(node, stage, gpu)
+    if not is_alone or Part.ROLLOUT_WEIGHTS in engine:
         engine.add(Part.ENGINE_STEP)  # torch caches it from the first batch on, asleep or not
     return trainer, engine
 
 
-def _asleep(layout: Layout, stage: PlanStage) -> set[Part]:
+def _asleep(node: Node, stage: PlanStage, gpu: int) -> set[Part]:
     """The engine's tags that are paused."""
-    if layout.strategy is Strategy.RESIDENT:
+    if node.strategy is Strategy.RESIDENT:
         return set()
     has_weights = stage not in (Phase.TRAIN, Stage.LOAD_WEIGHTS, Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER)
-    has_cache = stage in SERVING
-    if layout.strategy is Strategy.ONE_STAGE:
+    has_cache = stage in _SERVING
+    if node.strategy is Strategy.ONE_STAGE:
         has_cache = has_weights and stage is not Stage.PAUSE_KV
     away = (set() if has_weights else {Part.ROLLOUT_WEIGHTS}) | (set() if has_cache else {Part.KV_CACHE})
-    if layout.strategy is not Strategy.RELAUNCH:
-        away &= layout.released
+    if node.strategy is not Strategy.RELAUNCH:
+        away &= node.released(gpu)
     return away | ({Part.CUDA_GRAPH} if Part.KV_CACHE in away else set())
 
 
-def _host(
-    layout: Layout,
-    layouts: Sequence[Layout],
-    stage: PlanStage,
-    *,
-    trainer: Mapping[Part, int],
-    gpus: Sequence[Mapping[Part, int]],
-) -> Bytes:
-    """layouts: by GPU."""
-    host = {Part.CONTEXTS: layout.overheads.host_process * (layout.num_ranks + layout.num_engine_ranks + 1)}
-    host[Part.MODEL_COPY] = layout.preloaded_bytes
-    if layout.strategy is not Strategy.RESIDENT:
-        # Pinned once, at the first pause, then kept.
-        ranks = [one.released | one.released_early for gpu, one in enumerate(layouts) if layout.has_rank(gpu)]
-        host |= {part: trainer[part] * sum(part in released for released in ranks) for part in _COPIED}
-    host[Part.TRAINER_WEIGHTS] = host.get(Part.TRAINER_WEIGHTS, 0) + host_reference(layout) * layout.num_ranks
-    host[Part.OPTIMIZER] = host.get(Part.OPTIMIZER, 0) + host_moments(layout) * layout.num_ranks
-    if layout.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
+def _host(node: Node, stage: PlanStage, *, held: Mapping[Part, int], gpus: Sequence[Mapping[Part, int]]) -> Bytes:
+    """held: copies of what leaves, pinned at the first pause, then kept."""
+    num_ranks = node.num_ranks
+    host = {
+        Part.CONTEXTS: _HOST_PROCESS * (num_ranks + node.config.num_engine_ranks + 1),
+        Part.MODEL_COPY: node.preloaded_bytes,
+    }
+    host[Part.TRAINER_WEIGHTS] = held[Part.TRAINER_WEIGHTS] + host_reference(node) * num_ranks
+    host[Part.OPTIMIZER] = held[Part.OPTIMIZER] + host_moments(node) * num_ranks
+    if node.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
         # The checkpoint on its way to disk.
-        host[Part.EXPORT] = layout.model.num_parameters * layout.engine_bytes
+        host[Part.EXPORT] = node.model.num_parameters * node.engine_bytes
     # Pinned at start, then kept.
-    host[Part.ACTIVATIONS] = offloaded_bytes(layout) * layout.num_ranks
-    if layout.device == "cpu":
+    host[Part.ACTIVATIONS] = offloaded_bytes(node) * num_ranks
+    if node.device == "cpu":
         for parts in gpus:
             for part, size in parts.items():
                 host[part] = host.get(part, 0) + size
     return {part: size for part, size in host.items() if size}
 
 
-def _contexts(layout: Layout, index: int, *, has_engine: bool) -> int:
-    overheads, total = layout.overheads, 0
-    if layout.has_rank(index):
+def _contexts(node: Node, gpu: int, *, has_engine: bool) -> int:
+    total = 0
+    if node.has_rank(gpu):
         # Ranks that share sequences, if not all ranks do, have an additional communicator.
-        is_split = 1 < layout.sequence_parallel < layout.num_ranks
-        total += overheads.trainer_context + overheads.nccl * (2 if is_split else 1)
-    if layout.has_engine(index) and has_engine:
-        total += overheads.rollout_context + overheads.rollout_cached + (overheads.nccl if layout.tp_size > 1 else 0)
+        is_split = 1 < node.trainer.sequence_parallel < node.num_ranks
+        total += TRAINER_CONTEXT + NCCL * (2 if is_split else 1)
+    if node.has_engine(gpu) and has_engine:
+        total += _ROLLOUT_CACHED + _engine_context(node)
     return total
 
 
-def _taken_at_start(layout: Layout) -> int:
-    """Bytes on its fullest GPU when the engine sizes its cache: its context, and trainer tags that never leave.
+def _engine_context(node: Node) -> int:
+    return _ROLLOUT_CONTEXT + (NCCL if node.tp_size > 1 else 0)
 
-    Excludes the trainer's context, which starts after the engine. Tags in `staying` also make room then, except parameters that the engine
-    reads in place.
+
+def _taken_at_start(node: Node, tags: Bytes) -> int:
+    """Bytes on its fullest GPU when the engine sizes its cache: its context, and parameters that it will read in place.
+
+    Excludes the trainer's context, which starts after the engine. Other tags that stay make room then.
     """
-    if layout.device == "cpu":
+    if node.device == "cpu":
         return 0
-    if layout.staying is None:
-        never_released = frozenset(TRAINER_TAGS) - layout.released
-    else:
-        kept = all(Part.TRAINER_WEIGHTS in one for gpu, one in enumerate(layout.staying) if layout.has_rank(gpu))
-        never_released = frozenset({Part.TRAINER_WEIGHTS} if layout.exports_parameters and kept else ())
-    stays = sum(size for part, size in trainer_tags(layout).items() if part in never_released)
-    is_shared = any(layout.has_rank(gpu) and layout.has_engine(gpu) for gpu in range(layout.num_gpus))
-    own = layout.overheads.rollout_context + (layout.overheads.nccl if layout.tp_size > 1 else 0)
-    return own + (stays if is_shared else 0)
+    stays = node.config.exports_parameters and all(Part.TRAINER_WEIGHTS in node.staying[gpu] for gpu in node.gpus.trainer)
+    is_shared = not set(node.gpus.trainer).isdisjoint(node.gpus.rollout)
+    return _engine_context(node) + (tags[Part.TRAINER_WEIGHTS] if stays and is_shared else 0)
 
 
 def _growth(before: Mapping[Part, int], after: Mapping[Part, int]) -> Bytes:

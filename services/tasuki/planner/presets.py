@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tasuki.models.shape import ModelShape, QkNorm
-from tasuki.planner.layout import GB, TAGS, Part
+from tasuki.planner.node import GB
 from tasuki.wire.errors import InvalidArgument
 
 
@@ -54,59 +55,46 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A starting point: a model, GPUs, and fields of Layout."""
+    """A starting point: a model, GPUs, and keys."""
 
-    text: str
     model: str
     num_gpus: int
     gpu_bytes: int
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object]
 
 
-# Settings from verl's memory documentation: examples/tuning, docs/advance/ppo_lora.rst and its memory-optimization examples, which
-# shard gradients after every micro-batch. GPU counts and models are ours where those give none.
+# Settings from verl's memory documentation: examples/tuning, docs/advance/ppo_lora.rst and its memory-optimization examples. GPU counts
+# and models are ours where those give none.
 PRESETS = {
     "constrained": Preset(
-        "7B on GPUs of 32 GB: KV ratio 0.3, no CUDA graphs, 4,096 tokens, moments on the host, everything leaves",
         "qwen2.5-7b",
         8,
         32 * GB,
         {
-            "kv_ratio": 0.3,
-            "tp_size": 4,
-            "has_cuda_graphs": False,
-            "micro_batch_tokens": 4096,
-            "optimizer_on_host": True,
-            "released_early": frozenset(TAGS[1:3]),
+            "rollout.kv_ratio": 0.3,
+            "rollout.tp_size": 4,
+            "rollout.engine.disable_cuda_graph": True,
+            "trainer.micro_batch_tokens": 4096,
+            "trainer.moments": "host",
         },
     ),
-    "balanced": Preset(
-        "7B on GPUs of 80 GB: KV ratio 0.5, the trainer stays",
-        "qwen2.5-7b",
-        8,
-        80 * GB,
-        {"kv_ratio": 0.5, "tp_size": 1, "sleeping": frozenset({Part.ROLLOUT_WEIGHTS, Part.KV_CACHE})},
-    ),
+    "balanced": Preset("qwen2.5-7b", 8, 80 * GB, {"rollout.kv_ratio": 0.5}),
     "70b+": Preset(
-        "72B, all parameters, on GPUs of 141 GB: KV ratio 0.8, TP 4, everything leaves, reference policy",
-        "qwen2.5-72b",
-        8,
-        141 * GB,
-        {"kv_ratio": 0.8, "tp_size": 4, "has_reference": True, "released_early": frozenset(TAGS[1:3])},
+        "qwen2.5-72b", 8, 141 * GB, {"rollout.kv_ratio": 0.8, "rollout.tp_size": 4, "trainer.reference_on_host": False}
     ),
     "72b-lora": Preset(
-        "72B by LoRA of rank 32 on GPUs of 80 GB: KV ratio 0.4, TP 8, sequences of 1,536 tokens",
         "qwen2.5-72b",
         8,
         80 * GB,
         {
-            "lora_rank": 32,
-            "kv_ratio": 0.4,
-            "tp_size": 8,
-            "context_length": 1536,
-            "max_running_requests": 64,
+            "trainer.lora.rank": 32,
+            "rollout.lora": "adapter",
+            "rollout.kv_ratio": 0.4,
+            "rollout.tp_size": 8,
+            "rollout.context_length": 1536,
+            "rollout.max_running_requests": 64,
             # Twice the longest sequence, as verl advises.
-            "micro_batch_tokens": 3072,
+            "trainer.micro_batch_tokens": 3072,
         },
     ),
 }

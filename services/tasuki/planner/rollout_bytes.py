@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
-from tasuki.config.engine_arguments import DRAFT_BLOCKS
+from tasuki.config.engine_arguments import DRAFT_BLOCKS, draft_tokens
 from tasuki.memory.granularity import arena_bytes
-from tasuki.models.shape import ROUTER, VOCABULARY_STEP, Shapes
-from tasuki.planner.kv_tokens import CPU_TOKENS
-from tasuki.planner.layout import Layout
+from tasuki.models.shape import ROUTER, VOCABULARY_STEP, ModelShape, Shapes
+from tasuki.planner.kv_tokens import CPU_TOKENS, SGLANG_GRAPH_REQUESTS, graph_requests, running_requests
+from tasuki.planner.node import Node
 
 # SGLang's chunked prefill on a GPU with much memory; rollout/arguments.py sets it on a CPU.
 _PREFILL_TOKENS = 8192
 _CONTEXT_SLACK = 8
 MEASURED_FREE = 0.03
 """Most of the free memory that SGLang leaves when it checks the cache whose tokens are planned (rollout/arguments.py)."""
-# Of CUDA graphs, whatever their batches.
-_GRAPHS = 100 * 10**6
+# CUDA graphs: what they take whatever their batches, and at least.
+_GRAPHS, _CUDA_GRAPHS = 100 * 10**6, 600 * 10**6
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,69 +29,75 @@ class KvPool:
     num_bytes: int
 
 
-def engine_weights(layout: Layout) -> int:
+def engine_weights(node: Node) -> int:
     """Parameters of one rank in the engine's dtype, rounded up by the arena."""
-    model = layout.model
+    return _engine_weights(node.model, node.tp_size, node.engine_bytes, node.device)
+
+
+@functools.lru_cache(maxsize=16)  # a search plans the same ones a hundred times
+def _engine_weights(model: ModelShape, tp_size: int, element_bytes: int, device: str) -> int:
     # A key-value head that cannot be split is replicated.
-    repeats = max(1, layout.tp_size // model.num_kv_heads)
+    repeats = max(1, tp_size // model.num_kv_heads)
     whole = replace(model, num_kv_heads=model.num_kv_heads * repeats)
-    tensors = [numel * layout.engine_bytes for unit in whole.units() for numel in _rank_tensors(unit, layout.tp_size)]
+    tensors = [numel * element_bytes for unit in whole.units() for numel in _rank_tensors(unit, tp_size)]
     if model.has_whole_embedding:
         # In addition to the part counted above.
-        tensors.append(model.vocab_size * model.hidden_size * (layout.tp_size - 1) // layout.tp_size * layout.engine_bytes)
+        tensors.append(model.vocab_size * model.hidden_size * (tp_size - 1) // tp_size * element_bytes)
     # The rotary tables, in float32.
     tensors.append(model.context_length * model.head_dim * 4)
-    return arena_bytes(tuple(tensors), device=layout.device)
+    return arena_bytes(tuple(tensors), device=device)
 
 
-def kv_bytes_per_token(layout: Layout) -> int:
+def kv_bytes_per_token(node: Node) -> int:
     """Keys and values of one token in all layers of one rank."""
-    heads = max(1, layout.model.num_kv_heads // layout.tp_size)
-    return 2 * layout.model.num_layers * heads * layout.model.head_dim * layout.engine_bytes
+    heads = max(1, node.model.num_kv_heads // node.tp_size)
+    return 2 * node.model.num_layers * heads * node.model.head_dim * node.engine_bytes
 
 
-def kv_pool(layout: Layout, *, taken_bytes: int) -> KvPool:
+def kv_pool(node: Node, *, taken_bytes: int) -> KvPool:
     """SGLang's cache at start: kv_ratio of the memory then free, minus the weights; at most kv_tokens.
 
     taken_bytes: used by others and by contexts on the GPU at that time.
     """
-    each = kv_bytes_per_token(layout)
-    most = layout.kv_tokens
-    if layout.device == "cpu":
-        most = max(CPU_TOKENS, layout.longest_sequence) if most is None else most
-        num_buffers = 2 * layout.model.num_layers  # keys and values
+    each = kv_bytes_per_token(node)
+    most = node.kv_tokens
+    if node.device == "cpu":
+        most = max(CPU_TOKENS, node.longest_sequence) if most is None else most
+        num_buffers = 2 * node.model.num_layers  # keys and values
         buffer = (most + _CONTEXT_SLACK + 1) * each // num_buffers
         # SGLang's table of every request's slots.
-        table = (layout.max_running_requests + 1) * (layout.longest_sequence + _CONTEXT_SLACK + 4) * 4
-        return KvPool(most, arena_bytes((table, *(buffer,) * num_buffers), device=layout.device))
-    pool = int((layout.gpu_bytes - taken_bytes) * layout.kv_ratio) - engine_weights(layout)
+        table = (running_requests(node.config) + 1) * (node.longest_sequence + _CONTEXT_SLACK + 4) * 4
+        return KvPool(most, arena_bytes((table, *(buffer,) * num_buffers), device=node.device))
+    pool = int((node.gpu_bytes - taken_bytes) * node.config.rollout.kv_ratio) - engine_weights(node)
     num_tokens = max(0, pool) // each
     if most is not None:
         num_tokens = min(num_tokens, most)
     return KvPool(num_tokens, num_tokens * each)
 
 
-def cuda_graphs(layout: Layout) -> int:
+def cuda_graphs(node: Node) -> int:
     """Logits and one layer's activations of the largest batch, and a fixed part. Fitted to 7B on an H200 at 256 and 544 requests."""
-    if layout.device == "cpu" or not layout.has_cuda_graphs:
+    engine = node.config.rollout.engine
+    if node.device == "cpu" or engine.get("disable_cuda_graph") is True:
         return 0
-    model = layout.model
-    logits = 4 * model.vocab_size * (1 if layout.tp_size == 1 else 2)
-    layer = 3 * -(-model.intermediate_size // layout.tp_size) * layout.engine_bytes
-    num_tokens = layout.graph_requests * max(1, layout.draft_tokens)
-    return max(layout.overheads.cuda_graph, _GRAPHS + num_tokens * (logits + layer))
+    model = node.model
+    logits = 4 * model.vocab_size * (1 if node.tp_size == 1 else 2)
+    layer = 3 * -(-model.intermediate_size // node.tp_size) * node.engine_bytes
+    num_tokens = (graph_requests(node.config) or SGLANG_GRAPH_REQUESTS) * max(1, draft_tokens(engine))
+    return max(_CUDA_GRAPHS, _GRAPHS + num_tokens * (logits + layer))
 
 
-def engine_step(layout: Layout) -> int:
+def engine_step(node: Node) -> int:
     """Working memory of a full prefill and of sampling, outside SGLang's fraction. Fitted to H200s (docs/plan.md)."""
-    if layout.device == "cpu":
+    if node.device == "cpu":
         return 0
-    model = layout.model
-    width = 4 * model.hidden_size + 3 * -(-max(model.intermediate_size, model.query_size) // layout.tp_size)
+    model = node.model
+    width = 4 * model.hidden_size + 3 * -(-max(model.intermediate_size, model.query_size) // node.tp_size)
     # Logits in float32 and a copy of them. Verification of drafts has its own blocks (rollout/sglang/speculative.py).
-    copies = DRAFT_BLOCKS * layout.draft_tokens if layout.draft_tokens else 2
-    sampling = layout.max_running_requests * model.vocab_size * 4 * copies
-    return _PREFILL_TOKENS * width * layout.engine_bytes + sampling
+    drafts = draft_tokens(node.config.rollout.engine)
+    copies = DRAFT_BLOCKS * drafts if drafts else 2
+    sampling = running_requests(node.config) * model.vocab_size * 4 * copies
+    return _PREFILL_TOKENS * width * node.engine_bytes + sampling
 
 
 def _rank_tensors(unit: Shapes, tp_size: int) -> list[int]:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tasuki.planner.layout import GB, Layout, Part, Strategy
-from tasuki.planner.plan import Plan, Sizes, sizes_of
+from tasuki.planner.node import GB, Node, Part, Strategy
+from tasuki.planner.plan import COPIED, Plan, Sizes, sizes_of
 from tasuki.wire.stages import HOLDS, RING, Phase, Stage
 
 # Seconds per byte.
@@ -22,13 +22,12 @@ _READ = 1 / (2000 * GB)  # on the same GPU
 _COMMAND = 3e-3
 _SYNC = 4e-3
 _RENEW = 45e-3  # what left is published under other handles: every engine rank imports them again
-_COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
 
 
 def release_seconds(part: Part, num_bytes: int, *, frozen: int) -> float:
     """Seconds of a whole round in which `part` leaves and returns. frozen: of the trainer's weights, bytes that the host has already."""
     seconds = num_bytes * (_MAKE + _RELEASE)
-    if part in _COPIED:
+    if part in COPIED:
         return seconds + (2 * num_bytes - (frozen if part is Part.TRAINER_WEIGHTS else 0)) * _COPY
     return seconds + (_RENEW if part is Part.EXPORT else 0.0)
 
@@ -44,45 +43,36 @@ def stages_to(phase: Phase) -> tuple[Stage, ...]:
 def expected_seconds(planned: Plan) -> dict[str, float]:
     """Seconds of every stage on its slowest GPU, without one-time costs of the first round. Empty on a CPU, and if the GPUs are not
     shared in stages."""
-    layout = planned.layout
-    if layout.device == "cpu" or layout.strategy is not Strategy.STAGED:
+    node = planned.node
+    if node.device == "cpu" or node.strategy is not Strategy.STAGED:
         return {}
-    sizes = sizes_of(layout)
+    sizes = sizes_of(node)
     longest: dict[str, float] = {}
-    for index in range(layout.num_gpus):
-        for stage, seconds in _on_gpu(layout.on_gpu(index), sizes, index).items():
+    for gpu in range(node.num_gpus):
+        for stage, seconds in _on_gpu(node, sizes, gpu).items():
             longest[stage] = max(longest.get(stage, 0.0), seconds)
     return longest
 
 
-def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
-    export = sizes.trainer[Part.EXPORT]
-    trainer = {**sizes.trainer, Part.TORCH_CACHE: sum(sizes.work.values())} if layout.has_rank(index) else {}
-    engine = sizes.engine if layout.has_engine(index) else {}
-    left = {part: size for part, size in trainer.items() if part in layout.released}
-    copied = sum(size for part, size in left.items() if part in _COPIED)
-    if Part.TRAINER_WEIGHTS in left:
-        copied -= sizes.frozen
-    released = sum(left.values()) + sum(
-        trainer.get(part, 0)
-        for part, stays in ((Part.EXPORT, layout.export_stays), (Part.TORCH_CACHE, layout.cache_stays))
-        if not stays
-    )
-    is_emptied = layout.empties_cache and not layout.cache_stays
-    emptied = trainer.get(Part.TORCH_CACHE, 0) if is_emptied else 0
-    weights = engine.get(Part.ROLLOUT_WEIGHTS, 0) if Part.ROLLOUT_WEIGHTS in layout.released else 0
-    cache = sum(engine.get(part, 0) for part in (Part.KV_CACHE, Part.CUDA_GRAPH)) if Part.KV_CACHE in layout.released else 0
+def _on_gpu(node: Node, sizes: Sizes, gpu: int) -> Mapping[Stage, float]:
+    export, staying, leaving = sizes.trainer[Part.EXPORT], node.staying[gpu], node.released(gpu)
+    export_stays = Part.EXPORT in staying
+    trainer = {**sizes.trainer, Part.TORCH_CACHE: sizes.cached} if node.has_rank(gpu) else {}
+    engine = sizes.engine if node.has_engine(gpu) else {}
+    left = {part: size for part, size in trainer.items() if part in leaving}
+    copied = sum(size for part, size in left.items() if part in COPIED) - (sizes.frozen if Part.TRAINER_WEIGHTS in left else 0)
+    released = sum(left.values()) + sum(trainer.get(part, 0) for part in (Part.EXPORT, Part.TORCH_CACHE) if part not in staying)
+    weights = engine.get(Part.ROLLOUT_WEIGHTS, 0) if Part.ROLLOUT_WEIGHTS in leaving else 0
+    cache = sum(engine.get(part, 0) for part in (Part.KV_CACHE, Part.CUDA_GRAPH)) if Part.KV_CACHE in leaving else 0
     # Of what a replica reads, the trainer rank on its own GPU has one part.
-    is_local = layout.has_rank(index)
-    near = sizes.engine[Part.ROLLOUT_WEIGHTS] * is_local / layout.num_ranks
-    far = sizes.engine[Part.ROLLOUT_WEIGHTS] - near
-    made = 0 if layout.export_stays else trainer.get(Part.EXPORT, 0)
-    renewed_s = 0.0 if layout.export_stays else _RENEW
+    near = engine.get(Part.ROLLOUT_WEIGHTS, 0) * node.has_rank(gpu) / node.num_ranks
+    far = engine.get(Part.ROLLOUT_WEIGHTS, 0) - near
+    made, renewed_s = (0, 0.0) if export_stays else (trainer.get(Part.EXPORT, 0), _RENEW)
     return {
-        Stage.LOAD_WEIGHTS: 2 * _COMMAND + emptied * _RELEASE + made * _MAKE + (export * _PUBLISH if trainer else 0.0),
+        Stage.LOAD_WEIGHTS: 2 * _COMMAND + made * _MAKE + (export * _PUBLISH if trainer else 0.0),
         Stage.RESUME_WEIGHTS: _COMMAND + weights * _MAKE,
-        Stage.SYNC: _SYNC + renewed_s + (_sync_seconds(layout, near, far) if engine else 0.0),
-        Stage.OFFLOAD: _COMMAND + (released - emptied) * _RELEASE + copied * _COPY,
+        Stage.SYNC: _SYNC + renewed_s + near * _READ + far * _PULL,
+        Stage.OFFLOAD: _COMMAND + released * _RELEASE + copied * _COPY,
         Stage.RESUME_KV: _COMMAND + cache * _MAKE,
         Stage.DRAIN: _COMMAND,
         Stage.PAUSE_KV: _COMMAND + cache * _RELEASE,
@@ -90,8 +80,3 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
         # Content is restored after the stage.
         Stage.LOAD_TRAINER: 2 * _COMMAND + sum(left.values()) * _MAKE,
     }
-
-
-def _sync_seconds(layout: Layout, near: float, far: float) -> float:
-    """near, far: bytes of the engine's weights that are published on its own GPU and on others."""
-    return near * _READ + far * _PULL

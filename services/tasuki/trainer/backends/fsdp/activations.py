@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from tasuki.planner.layout import Checkpointing
+from tasuki.planner.node import Checkpointing
 from tasuki.trainer.attention.packed import attention_operators
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
 from tasuki.trainer.modules.pointwise import GatedMlp

@@ -20,9 +20,9 @@ from tasuki.config.paths import model_source, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import CriticConfig, LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
-from tasuki.planner.layout import Checkpointing
+from tasuki.planner.choose import chosen
 from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import check_critic, layout_of
+from tasuki.planner.node import Checkpointing, node_of
 from tasuki.planner.step_bytes import TRIAL_TOKENS, offloaded_per_token
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
@@ -93,7 +93,7 @@ class FsdpBackend:
 
         heartbeat: shows the progress of background work.
 
-        Raises the errors of read_model_config, check_critic, check_stored and load_shards.
+        Raises the errors of read_model_config, node_of, check_stored and load_shards.
         """
         config = node.trainer
         self.device, self.num_ranks = mesh_device(mesh), mesh.size()
@@ -103,10 +103,9 @@ class FsdpBackend:
         self._node, self._choices, self._mesh, self._replicas = node, choices, mesh, replicas
         self._model_path = model_source(node)
         self._model_config = read_model_config(self._model_path)
-        check_critic(node)
         self._stored_dtypes = stored_dtypes(self._model_path, read_model_shape(self._model_path))
         torch.manual_seed(node.seed)
-        self._layout, self._to_close = layout_of(node, choices), ExitStack()
+        self._planned, self._to_close = chosen(node_of(node, gpu_bytes=1, host_bytes=1), choices), ExitStack()
         self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=node.coordinator.stage_timeout_s)
         _log.info("event=checkpointing choice=%s kept_layers=%d", choices.checkpointing, choices.kept_layers)
         self.memory = TrainerMemory(
@@ -115,7 +114,7 @@ class FsdpBackend:
             resident=ResidentTags.of(choices, rank=mesh.get_local_rank()),
             heartbeat=heartbeat,
         )
-        self.memory.pin_in_background(self._layout)
+        self.memory.pin_in_background(self._planned)
         self._export: WeightExport | None = None
         self._merged: MergedWeights | None = None
         self._reference: Policy | None = None
@@ -337,8 +336,8 @@ class FsdpBackend:
         if self._choices.checkpointing != Checkpointing.OFFLOADED or num_layers < 1:
             return None
         # The passes that compile at the start have this many tokens on each rank, even where a micro-batch has fewer.
-        num_tokens = max(self._layout.rank_tokens, TRIAL_TOKENS if self._compiles else 0)
-        num_bytes = num_tokens * offloaded_per_token(self._layout)
+        num_tokens = max(self._planned.rank_tokens, TRIAL_TOKENS if self._compiles else 0)
+        num_bytes = num_tokens * offloaded_per_token(self._planned)
         activations = HostActivations(self._mesh, num_layers=num_layers, num_bytes=num_bytes)
         self._to_close.callback(activations.close)
         return activations

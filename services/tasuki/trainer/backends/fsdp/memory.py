@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena, Keep, NativeAllocator
 from tasuki.memory.device_usage import device_usage, torch_pool
-from tasuki.planner.layout import Layout, Part
+from tasuki.planner.node import Node, Part
 from tasuki.planner.plan import TRAINER_TAGS
 from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.rpc.heartbeat import Heartbeat
@@ -117,11 +117,11 @@ class TrainerMemory:
             if local.numel():
                 native.freeze(local.data_ptr(), local.nbytes)
 
-    def pin_in_background(self, layout: Layout) -> None:
+    def pin_in_background(self, node: Node) -> None:
         """Allocates the pinned host memory for OFFLOAD in the background; `pause` waits for it. Does nothing on a CPU."""
         leaving = [tag for tag in _KEEP if tag not in self._resident.tags]
         if self._device.type == "cuda" and leaving:
-            sizes = trainer_tags(layout)
+            sizes = trainer_tags(node)
             arenas = {self._allocator.arena(tag): sizes[_PARTS[tag]] for tag in leaving}
             self._pinning = threading.Thread(target=self._pin, args=(arenas,), name="pinning", daemon=True)
             self._pinning.start()

@@ -23,7 +23,6 @@ from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
-from tasuki.models.shape import check_lora_targets
 from tasuki.models.stored_tensors import check_head, read_stored
 from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
@@ -180,8 +179,7 @@ class NetworkSource:
 def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) -> Policy:
     """Loads the model of `source`, sharded. Every rank reads only its own rows. Allocates the shards in `region`.
 
-    Gradients are summed, not averaged, over ranks in float32. Raises as read_model, check_module,
-    check_lora_targets, load_shards and check_head.
+    Gradients are summed, not averaged, over ranks in float32. Raises as read_model, check_module, load_shards and check_head.
     """
     softcap = source.model.final_logit_softcap
     policy = Policy(_on_meta(source), attention=_attention(source), final_logit_softcap=softcap)
@@ -244,7 +242,6 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
         if source.expert_parallel:
             parallelize_experts(causal_lm, source.mesh)
         if source.lora is not None:
-            check_lora_targets(model.shape, source.lora.target_modules)
             add_adapters(causal_lm, source.lora)
     return causal_lm
 

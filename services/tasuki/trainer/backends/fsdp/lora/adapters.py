@@ -26,7 +26,7 @@ _BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight
 def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
     """Freezes the model and adds adapters, in float32 and uninitialized, to the layers that `config` names.
 
-    The model must have these layers (models.shape.check_lora_targets).
+    The model must have these layers (config.checks.check_lora_targets).
     """
     # Takes two seconds to import, so only when needed.
     from peft import LoraConfig as PeftConfig
