@@ -41,7 +41,7 @@ _NOTE_EVERY = 128
 
 
 class Tokenizer(Protocol):
-    def encode_prompt(self, prompt: object) -> list[int]: ...
+    def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
     def decode(self, token_ids: NDArray[np.int32]) -> str: ...
 
 
@@ -201,7 +201,7 @@ class RlLoop:
         self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, call_number: int | None = None
     ) -> tuple[list[list[int]], list[Sample]]:
         """Generates completions; returns the prompts and the samples, ordered by prompt."""
-        prompts = [self.tokenizer.encode_prompt(row["prompt"]) for row in rows]
+        prompts = [self.tokenizer.encode_prompt(row["prompt"], row) for row in rows]
         return prompts, self.client.generate(prompts, sampling, num_samples=num_samples, call_number=call_number)
 
     def completions(self, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> list[Completion]:

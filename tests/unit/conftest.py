@@ -16,7 +16,7 @@ from tests.extent import IS_WHOLE, examples
 from tests.sparse_weights import write_sparse_weights
 from tests.unit.fake_node import make_node
 from tests.unit.fake_services import FakeServices
-from tests.unit.memory_folder import memory_folder
+from tests.unit.memory_folder import memory_folder, write_tokenizer
 
 # No deadline: an example's time only shows how busy the machine is. `make test` repeats its examples, each `make chaos` draws others.
 settings.register_profile(
@@ -40,7 +40,7 @@ def node_file(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
-    (model / "tokenizer_config.json").write_text("{}")
+    write_tokenizer(model)
     write_sparse_weights(model)
     file = tmp_path / "node.toml"
     file.write_text(f'state_dir = "{tmp_path}/node"\n[model]\npath = "model"\n')

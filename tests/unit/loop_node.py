@@ -184,7 +184,7 @@ class Rewards:
 
 
 class Tokenizer:
-    def encode_prompt(self, prompt: object) -> list[int]:
+    def encode_prompt(self, prompt: object, fields: object = None) -> list[int]:
         return [int(str(prompt))]
 
     def decode(self, token_ids: NDArray[np.int32]) -> str:

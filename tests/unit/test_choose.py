@@ -22,6 +22,7 @@ from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import Stage
 from tests.planned import chosen_node
 from tests.sparse_weights import write_sparse_weights
+from tests.unit.memory_folder import write_tokenizer
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -122,7 +123,7 @@ def test_more_tokens_than_fit_are_refused_before_anything_starts(model: Path, mo
 
 def test_a_refused_start_leaves_nothing_open(model: Path) -> None:
     write_sparse_weights(model)
-    (model / "tokenizer_config.json").write_text("{}")
+    write_tokenizer(model)
     config = node(model, device="cpu", rollout={"engine": {"max_total_tokens": 8}})
     before = os.listdir("/proc/self/fd")
     with pytest.raises(InvalidArgument, match=r"rollout.engine.max_total_tokens: = 8 cannot hold one sequence"):

@@ -13,6 +13,7 @@ from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.node.exit_report import write_exit_report
 from tests.conftest import called
 from tests.sparse_weights import write_sparse_weights
+from tests.unit.memory_folder import write_tokenizer
 
 
 def tasuki(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -37,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", **SIZES}))
     write_sparse_weights(model)
-    (model / "tokenizer_config.json").write_text("{}")
+    write_tokenizer(model)
     return tmp_path
 
 

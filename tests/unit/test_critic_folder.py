@@ -17,6 +17,7 @@ from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.wire.errors import InvalidArgument
 from tests.choices import choices_for
 from tests.sparse_weights import write_sparse_weights
+from tests.unit.memory_folder import write_tokenizer
 
 SIZES = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -35,7 +36,7 @@ def node(folder: Path, *overrides: str, **critic: int) -> NodeConfig:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(sizes))
         write_sparse_weights(folder / name)
-        (folder / name / "tokenizer_config.json").write_text("{}")
+        write_tokenizer(folder / name)
     (folder / "node.toml").write_text('state_dir = "node"\n[model]\npath = "policy"\n[trainer.critic]\npath = "critic"\n')
     return load_config(folder / "node.toml", overrides=overrides)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,7 +14,6 @@ from tasuki.doctor.certificates import check_certificate, warn_of_certificate
 from tasuki.doctor.finding import Finding, Verdict, ok
 from tasuki.doctor.node import check_datasets
 from tasuki.wire.extras import install_extras
-from tests.dashboard import RECORDED
 from tests.unit.doctor import examined, finding_of, is_bad, is_ok
 
 
@@ -38,7 +36,6 @@ def test_a_fault_of_the_configuration_is_found(
 
 
 def test_data_that_a_run_would_refuse_is_found(node_file: Path):
-    shutil.copy(RECORDED / "model" / "tokenizer.json", node_file.parent / "model")
     data = node_file.parent / "train.jsonl"
     data.write_text('{"prompt": "1234>", "answer": "4321"}\n')
     run = [f"train.dataset={data}", "train.output_dir=run", "train.reward.function=a"]

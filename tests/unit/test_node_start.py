@@ -22,6 +22,7 @@ from tasuki.rpc.process_start import StartSeconds, read_start_seconds
 from tasuki.wire.errors import InvalidArgument
 from tests.conftest import ENVIRONMENT
 from tests.sparse_weights import write_sparse_weights
+from tests.unit.memory_folder import write_tokenizer
 
 
 def test_modules_in_the_working_folder_are_not_imported(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def node(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES}))
-    (model / "tokenizer_config.json").write_text("{}")
+    write_tokenizer(model)
     write_sparse_weights(model)
     file = tmp_path / "node.toml"
     file.write_text('state_dir = "node"\n[model]\npath = "model"\n')

@@ -26,7 +26,7 @@ from tasuki.weights.shards import Shard
 from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError, UnsupportedModel
 from tests.models import CONFIGS, make_model, save_checkpoint
 from tests.sparse_weights import write_sparse_weights
-from tests.unit.memory_folder import memory_folder
+from tests.unit.memory_folder import memory_folder, write_tokenizer
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 UP, HEAD, EMBEDDING = "model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.embed_tokens.weight"
@@ -256,7 +256,7 @@ def test_a_70b_folder_is_judged_within_a_second(tmp_path: Path) -> None:
     named = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps({**named, **sizes, **heads}))
     write_sparse_weights(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{}")
+    write_tokenizer(tmp_path)
     started = time.process_time()
     check_model_folder(tmp_path)
     assert time.process_time() - started < 1.0

@@ -15,10 +15,10 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoTokenizer
 
 from tasuki.client import Client, SamplingParams
 from tasuki.client.types import TrainingSample
+from tasuki.runs.tokenizer import ModelTokenizer
 from tools.bench.gpus import at_least_one, require_gpus
 from tools.bench.plan_node_gpu import tasuki
 
@@ -63,13 +63,13 @@ def gaps_of(model: Path, prompts: list[list[int]], *, gpus: int, num_tokens: int
 
 
 def encoded(model: Path, prompts: Path | None) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = ModelTokenizer(model)
     if prompts is not None:
-        return [tokenizer.encode(line) for line in prompts.read_text().splitlines() if line]
+        return [tokenizer.encode_prompt(line) for line in prompts.read_text().splitlines() if line]
     random = np.random.default_rng(0)
     questions = [f"What is {a} + {b}? Answer with the number alone." for a, b in random.integers(10, 100, (64, 2)).tolist()]
     chats = [[{"role": "user", "content": question}] for question in questions]
-    return [list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)) for chat in chats]
+    return [tokenizer.encode_prompt(chat) for chat in chats]
 
 
 def main() -> None:

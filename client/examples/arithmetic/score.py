@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 BATCH_SIZE = 64
 
@@ -32,7 +32,9 @@ def score(folder: Path, problems: Path, *, reward: str, max_new_tokens: int, dev
             [row["prompt"] for row in batch], add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
         ).to(device)
         made = model.generate(**prompts, do_sample=False, max_new_tokens=max_new_tokens)
-        texts = tokenizer.batch_decode(made[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+        texts = tokenizer.batch_decode(
+            made[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         scores += [rewarded(completion=text, answer=row["answer"]) for text, row in zip(texts, batch, strict=True)]
     return sum(scores) / len(scores)
 
@@ -54,7 +56,8 @@ def load(folder: Path) -> tuple[Any, Any]:
     try:
         if not (folder / "config.json").is_file():
             raise Refused(f"model: {folder} is not a model's folder; {advice}")
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", local_files_only=True)
+        # AutoTokenizer would rebuild parts of tokenizer.json from the class that the folder names.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, padding_side="left", local_files_only=True)
         if tokenizer.chat_template is None:
             raise Refused(f"model: {folder} has no chat template; {advice}")
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)

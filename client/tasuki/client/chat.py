@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from tasuki.wire.errors import InvalidArgument
 
 Message = Mapping[str, object]
-"""`role`, `content`, and anything else the chat template reads."""
+"""`role`, `content`, and anything else the chat template reads. A `weight` of 0 leaves an answer untrained."""
 Render = Callable[[Sequence[Message]], list[int]]
 """Renders messages to token ids with a chat template."""
 ASSISTANT = "assistant"
@@ -25,26 +25,31 @@ class ChatTokens:
     """[T], 1 for the assistant's tokens including the end of turn, else 0."""
 
 
-def chat_tokens(messages: Sequence[Message], *, render: Render, render_prompt: Render, eos_token_id: int | None) -> ChatTokens:
+def is_learned(message: Message) -> bool:
+    return message["role"] == ASSISTANT and message.get("weight") != 0
+
+
+def chat_tokens(
+    messages: Sequence[Message], *, render: Render, render_prompt: Render, stop_token_ids: Collection[int]
+) -> ChatTokens:
     """Finds the assistant's tokens by rendering the conversation up to each of its turns.
 
     render_prompt: like render, with the generation prompt appended.
-    A turn starts where its prompt ends. It ends with its last `eos_token_id`, or at its last token without one.
+    A turn starts where its prompt ends. It ends with its last stop token, or at its last token without one.
     Raises InvalidArgument if rendering part of a conversation is not a prefix of rendering the whole.
     """
     token_ids = render(messages)
     assistant_mask = [0] * len(token_ids)
     for index, message in enumerate(messages):
-        if message["role"] != ASSISTANT:
+        if not is_learned(message):
             continue
         prompt = render_prompt(messages[:index])
         turn = token_ids if index == len(messages) - 1 else render(messages[: index + 1])
         for shorter, longer in pairwise((prompt, turn, token_ids)):
             if longer[: len(shorter)] != shorter:
                 raise InvalidArgument("messages", _no_prefix(index, is_prompt=shorter is prompt))
-        end = len(turn)
-        if eos_token_id in turn[len(prompt) :]:
-            end -= turn[::-1].index(eos_token_id)
+        stops = [place for place in range(len(prompt), len(turn)) if turn[place] in stop_token_ids]
+        end = stops[-1] + 1 if stops else len(turn)
         assistant_mask[len(prompt) : end] = [1] * (end - len(prompt))
     return ChatTokens(token_ids, assistant_mask)
 

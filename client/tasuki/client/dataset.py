@@ -124,4 +124,26 @@ def prompt_problem(prompt: object) -> str:
     for index, message in enumerate(prompt):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             return f"message {index} must be an object with `role` and `content`"
+        if problem := _content_problem(message) or _weight_problem(message):
+            return f"message {index}: {problem}"
     return ""
+
+
+def _content_problem(message: Mapping[str, object]) -> str:
+    """Text, a list of text parts, or null beside `tool_calls`; anything else would reach the template as Python prints it."""
+    content = message["content"]
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return ""
+    if not isinstance(content, list) or not content:
+        return f"`content` must be text or a list of text parts, is {json.dumps(content)}"[:200]
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            return f'`content` has a part that is not text, {{"type": "text", "text": ...}}: {json.dumps(part)}'[:200]
+    return ""
+
+
+def _weight_problem(message: Mapping[str, object]) -> str:
+    weight = message.get("weight")
+    if weight not in (None, 0, 1) or isinstance(weight, bool):
+        return f"`weight` must be 0 or 1, is {json.dumps(weight)}"[:200]
+    return "`weight` 1 is for the assistant's messages; remove it" if weight and message["role"] != "assistant" else ""

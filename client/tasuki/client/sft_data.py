@@ -15,21 +15,24 @@ from tasuki.wire.errors import InvalidArgument
 
 
 class SftTokenizer(Protocol):
-    """Converts text to token ids. Each method raises InvalidArgument for input it cannot encode."""
+    """Converts text to token ids. fields: the row, whose `tools` and `chat_template_kwargs` reach the chat template.
 
-    def encode_prompt(self, prompt: object) -> list[int]: ...
+    Each method raises InvalidArgument for input it cannot encode.
+    """
 
-    def encode_completion(self, completion: str) -> list[int]:
-        """Encodes without beginning-of-text tokens, and appends the end-of-sequence token."""
+    def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
+
+    def encode_completion(self, completion: str, prompt: str = "") -> list[int]:
+        """Encodes as what follows the prompt, and appends the end-of-sequence token."""
         ...
 
-    def encode_chat(self, messages: Sequence[Message]) -> ChatTokens: ...
+    def encode_chat(self, messages: Sequence[Message], fields: Row | None = None) -> ChatTokens: ...
 
 
 def read_sft_jsonl(path: Path | str, tokenizer: SftTokenizer, *, max_tokens: int) -> list[TrainingSample]:
     """Reads one sample per line. A line has one of
 
-    - `messages`, a chat. The assistant's messages are trained; everything before the first is the prompt.
+    - `messages`, a chat. The assistant's messages are trained, except those with `weight` 0; everything before the first is the prompt.
     - `prompt` and `completion`, two strings. The completion and an end-of-sequence token are trained.
     - `prompt`, a list of chat messages, and `completion`, the assistant's answer as a string, which ends the chat.
 
@@ -55,7 +58,7 @@ def sft_sample(row: Row, tokenizer: SftTokenizer) -> TrainingSample:
     if "messages" in row:
         if "prompt" in row or "completion" in row:
             raise InvalidArgument("messages", "comes with `prompt` or `completion`; give one or the other")
-        return _chat_sample(row["messages"], tokenizer)
+        return _chat_sample(row["messages"], row, tokenizer)
     prompt, completion = row.get("prompt"), row.get("completion")
     if prompt is None or completion is None:
         raise InvalidArgument("messages", "missing; give `messages`, or `prompt` and `completion`")
@@ -64,18 +67,18 @@ def sft_sample(row: Row, tokenizer: SftTokenizer) -> TrainingSample:
     if not isinstance(completion, str) or not completion:
         raise InvalidArgument("completion", f"must be a string with text, is {completion!r:.40}")
     if isinstance(prompt, list):
-        return _chat_sample([*prompt, {"role": ASSISTANT, "content": completion}], tokenizer)
-    token_ids = tokenizer.encode_completion(completion)
-    return _sample(tokenizer.encode_prompt(prompt), token_ids, [1] * len(token_ids))
+        return _chat_sample([*prompt, {"role": ASSISTANT, "content": completion}], row, tokenizer)
+    token_ids = tokenizer.encode_completion(completion, str(prompt))
+    return _sample(tokenizer.encode_prompt(prompt, row), token_ids, [1] * len(token_ids))
 
 
-def _chat_sample(messages: object, tokenizer: SftTokenizer) -> TrainingSample:
+def _chat_sample(messages: object, row: Row, tokenizer: SftTokenizer) -> TrainingSample:
     """The prompt ends with the template's generation prompt for the first answer. Everything after the last answer is dropped."""
     if not isinstance(messages, list):
         raise InvalidArgument("messages", f"must be a list of chat messages, is {type(messages).__name__}")
     if problem := prompt_problem(messages):
         raise InvalidArgument("messages", problem)
-    chat = tokenizer.encode_chat(messages)
+    chat = tokenizer.encode_chat(messages, row)
     learned = np.flatnonzero(chat.assistant_mask)
     if not len(learned):
         raise InvalidArgument("messages", "has no tokens by the assistant, so there is nothing to train on")

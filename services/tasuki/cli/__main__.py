@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tasuki.cli.arguments import FLEET_FLAGS, add_fleet_arguments, add_node, add_overrides, add_plan_arguments
-from tasuki.cli.config import warn_of_settings
+from tasuki.cli.config import warn_of_settings, warn_of_tokenizer
 from tasuki.config.load import load_beside_node, load_config
 from tasuki.config.paths import config_path
 from tasuki.config.schema import TRACKERS, NodeConfig, TrackConfig
@@ -251,6 +251,7 @@ def _up(arguments: argparse.Namespace) -> int:
     warn_of_settings(config)
     node = start_node(config, resumes=arguments.resume)
     warn_of_certificate(config)
+    warn_of_tokenizer(config)
     if not arguments.foreground:
         node.detach()
         return 0

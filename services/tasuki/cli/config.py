@@ -10,6 +10,7 @@ from tasuki.config.checks import without_effect
 from tasuki.config.load import load_config, origins
 from tasuki.config.save import toml_lines
 from tasuki.config.schema import NodeConfig
+from tasuki.models.tokenizer import check_tokenizer
 from tasuki.wire.printable import printable
 
 
@@ -25,4 +26,14 @@ def show_config(path: Path, *, overrides: Sequence[str]) -> int:
 def warn_of_settings(config: NodeConfig) -> None:
     """Tells settings without effect on standard error."""
     for problem in without_effect(config):
-        sys.stderr.write(printable(f"tasuki: warning: {problem}") + "\n")
+        _warn(problem)
+
+
+def warn_of_tokenizer(config: NodeConfig) -> None:
+    """Tells what is likely wrong with the model's tokenizer. Raises as check_tokenizer."""
+    for problem in check_tokenizer(config.model.path):
+        _warn(problem)
+
+
+def _warn(problem: str) -> None:
+    sys.stderr.write(printable(f"tasuki: warning: {problem}") + "\n")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tasuki.cli.config import warn_of_tokenizer
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.environment import otlp_endpoint, otlp_headers_file
@@ -58,6 +59,7 @@ def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started
     check_run(config)
     check_trackers(config)
     training = read_training(config)
+    warn_of_tokenizer(config)
     _check_idle(training.settings.output_dir)
     check_output(training.settings)
     return _run(
@@ -77,6 +79,7 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
     check_run(config)
     check_trackers(config)
     training = read_training(config)
+    warn_of_tokenizer(config)
     settings = training.settings
 
     def look() -> EarlierRun | None:

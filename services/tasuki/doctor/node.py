@@ -15,6 +15,7 @@ from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, o
 from tasuki.doctor.gpus import Gpu
 from tasuki.doctor.host import check_disk, check_port, check_shared_memory
 from tasuki.memory.host import host_memory
+from tasuki.models.tokenizer import check_tokenizer
 from tasuki.node.choose import check_host_budget, check_host_ranks
 from tasuki.node.fleet_place import check_place
 from tasuki.node.model_folder import check_model_folders
@@ -44,6 +45,11 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) 
         yield checked("state_dir", str(config.state_dir), lambda: check_state_folder(config), key="state_dir")
     model = checked("model", str(config.model.path), lambda: check_model_folders(config), key="model.path")
     yield model
+    if model.verdict is Verdict.OK:
+        yield from (
+            warn("tokenizer", doubt, "take the tokenizer that belongs to the model")
+            for doubt in check_tokenizer(config.model.path)
+        )
     security = checked("security", _secured(config), lambda: check_ports(config), key="[security]")
     yield security
     if security.verdict is Verdict.OK:

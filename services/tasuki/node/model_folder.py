@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from tasuki.config.checks import check_critic_model
@@ -10,9 +11,10 @@ from tasuki.models.config_json import architecture_of, read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.folder_files import INDEX_FILE, WEIGHT_SUFFIXES, model_files, other_files
 from tasuki.models.stored_tensors import check_stored, read_stored
+from tasuki.models.tokenizer import read_tokenizer
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.wire.denied_path import named_if_denied
-from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.errors import InvalidArgument, NotInstalled, PathNotFound
 from tasuki.wire.regular_file import open_regular
 
 
@@ -60,6 +62,8 @@ def _check_files(path: Path, key: str) -> None:
         _check_readable(file, key=key)
     if not (path / "tokenizer_config.json").is_file():
         raise PathNotFound(f"{key}: {path} has no tokenizer_config.json; save the tokenizer into the folder", path=path)
+    with suppress(NotInstalled):  # `tasuki plan` needs no libraries
+        read_tokenizer(path)
 
 
 def _check_readable(file: Path, *, key: str) -> None:

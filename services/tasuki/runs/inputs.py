@@ -97,7 +97,10 @@ def check_lengths(
         raise InvalidArgument(key, text, limit=limit)
     longest = 0
     for number, row in enumerate(rows, start=1):
-        num_tokens = len(tokenizer.encode_prompt(row["prompt"]))
+        try:
+            num_tokens = len(tokenizer.encode_prompt(row["prompt"], row))
+        except InvalidArgument as error:
+            raise InvalidArgument("dataset", f"{path}: row {number}: {error.message}") from error
         if not num_tokens:
             raise InvalidArgument("dataset", f"{path}: row {number}: the prompt has no tokens")
         if max_prompt_tokens is not None and num_tokens > max_prompt_tokens:

@@ -11,6 +11,7 @@ from typing import Any
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import TrainConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
+from tasuki.models.tokenizer import CHAT_TEMPLATES
 from tasuki.wire.errors import InvalidArgument
 
 Recipe = Mapping[str, Any]
@@ -82,7 +83,11 @@ def _file_digest(path: Path) -> str:
 
 def model_digest(folder: Path) -> str:
     """Digest that does not read the weights, which may be hundreds of GB."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in (*_MODEL_TEXTS, ".safetensors"))
+    files = sorted(
+        path
+        for path in (*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATES}/*"))
+        if path.suffix in (*_MODEL_TEXTS, ".safetensors")
+    )
     parts = [
         f"{path.name} {_file_digest(path) if path.suffix in _MODEL_TEXTS else path.stat().st_size}"
         for path in files

@@ -1,110 +1,120 @@
-"""Text to token ids with the model folder's tokenizer. The only module of the command line that needs transformers."""
+"""Prompts, completions and chats of rows as token ids of the model folder's tokenizer."""
 
 from __future__ import annotations
 
-import logging
-import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.client.chat import ChatTokens, Message, chat_tokens
-from tasuki.wire.errors import InvalidArgument, NotInstalled, PathNotFound
-from tasuki.wire.extras import install_extras
+from tasuki.client.chat import ASSISTANT, ChatTokens, Message, chat_tokens, is_learned
+from tasuki.client.dataset import Row
+from tasuki.models.chat_template import ChatTemplate
+from tasuki.models.stop_tokens import read_stop_token_ids
+from tasuki.models.tokenizer import read_tokenizer
+from tasuki.wire.errors import InvalidArgument
 
-# Mark of the assistant's text in a chat template, as transformers searches for it.
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 
 class ModelTokenizer:
-    """The tokenizer of a Hugging Face model folder."""
+    """The tokenizer of a Hugging Face model folder. `fields` are a row's: its `tools` and `chat_template_kwargs` reach the template."""
 
     def __init__(self, model_path: Path) -> None:
-        """Raises PathNotFound if the folder has no tokenizer, InvalidArgument if it cannot be loaded, NotInstalled without transformers."""
-        try:
-            from huggingface_hub.errors import StrictDataclassError  # comes with transformers
+        """Raises as read_tokenizer."""
+        self._tokenizer = read_tokenizer(model_path)
+        self._stop_token_ids = read_stop_token_ids(model_path, vocab_size=self._tokenizer.vocab_size)
 
-            tokenizers = _auto_tokenizer()
-        except ImportError as error:
-            text = f"the model's tokenizer needs transformers: {install_extras('trainer')}"
-            raise NotInstalled(text, packages="transformers", extras="trainer") from error
-        try:
-            # Any: transformers' return type is a union of every tokenizer.
-            self._tokenizer: Any = tokenizers.from_pretrained(model_path, local_files_only=True)
-        except OSError as error:
-            raise PathNotFound(f"{model_path} has no tokenizer: {error}", path=model_path) from error
-        except (ValueError, StrictDataclassError) as error:
-            raise InvalidArgument("model.path", f"the tokenizer of {model_path} cannot be loaded: {error}") from error
-
-    def encode_prompt(self, prompt: object) -> list[int]:
+    def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]:
         """Encodes a string as it is, or chat messages by the chat template, ending with the generation prompt."""
         if isinstance(prompt, str):
-            return cast(list[int], self._tokenizer.encode(prompt))
-        self._check_template("prompt")
-        return self._render_prompt(cast(Sequence[Message], prompt))
+            for name in ("tools", "chat_template_kwargs"):
+                if (fields or {}).get(name):
+                    raise InvalidArgument(name, "is for the chat template, but `prompt` is a string; give it as chat messages")
+            return self._tokenizer.encode_start(prompt)
+        template, variables = self._template("prompt", fields)
+        messages = template.settle(_checked(prompt), variables)
+        return self._tokenizer.encode(template.render(messages, {**variables, "add_generation_prompt": True})).ids
 
-    def encode_completion(self, completion: str) -> list[int]:
-        """Encodes without beginning-of-text tokens and appends the end-of-sequence token."""
+    def encode_completion(self, completion: str, prompt: str = "") -> list[int]:
+        """Encodes as what follows the prompt, unless a token would span both, and appends the end-of-sequence token."""
         eos_token_id = self._tokenizer.eos_token_id
         if eos_token_id is None:
             raise InvalidArgument("completion", "the model's tokenizer has no end-of-sequence token to end it with")
-        token_ids = cast(list[int], self._tokenizer.encode(completion, add_special_tokens=False))
+        token_ids = self._tokenizer.encode(completion).ids
+        for before in (prompt, "\n") if prompt else ():
+            start, whole = (self._tokenizer.encode(text).ids for text in (before, before + completion))
+            if start and whole[: len(start)] == start:
+                token_ids = whole[len(start) :]  # without the space that some tokenizers put before a text
+                break
         return token_ids if token_ids[-1:] == [eos_token_id] else [*token_ids, eos_token_id]
 
-    def encode_chat(self, messages: Sequence[Message]) -> ChatTokens:
+    def encode_chat(self, messages: Sequence[Message], fields: Row | None = None) -> ChatTokens:
         """Encodes a conversation by the model's chat template. Takes the assistant's tokens from the template's `{% generation %}` marks,
         or else finds them by rendering prefixes; refuses templates that do not allow that.
         """
-        self._check_template("messages")
-        if not (self._tokenizer.is_fast and _GENERATION.search(self._tokenizer.get_chat_template())):
-            eos_token_id = self._tokenizer.eos_token_id
-            return chat_tokens(messages, render=self._render, render_prompt=self._render_prompt, eos_token_id=eos_token_id)
-        rendered = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return ChatTokens(rendered["input_ids"], rendered["assistant_masks"])
+        template, variables = self._template("messages", fields)
+        messages = template.settle(messages, variables)
+        if template.has_marks:
+            return self._marked(template, messages, variables)
+
+        def render(some: Sequence[Message], *, is_prompt: bool = False) -> list[int]:
+            return self._tokenizer.encode(template.render(some, {**variables, "add_generation_prompt": is_prompt})).ids
+
+        return chat_tokens(
+            messages,
+            render=render,
+            render_prompt=lambda some: render(some, is_prompt=True),
+            stop_token_ids=self._stop_token_ids,
+        )
 
     def decode(self, token_ids: NDArray[np.int32]) -> str:
         """Decodes without special tokens such as end of sequence."""
-        return cast(str, self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return self._tokenizer.decode(token_ids.tolist())
 
-    def _render(self, messages: Sequence[Message]) -> list[int]:
-        return cast(list[int], self._apply(messages, return_dict=False))
+    def _marked(self, template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> ChatTokens:
+        text, spans = template.render_marked(messages, variables)
+        answers = [message for message in messages if message["role"] == ASSISTANT]
+        if not all(map(is_learned, answers)):
+            if len(spans) != len(answers):
+                problem = (
+                    f"the chat template marks {len(spans)} texts of {len(answers)} answers, so weights cannot be told apart"
+                )
+                raise InvalidArgument("messages", problem)
+            spans = [span for span, message in zip(spans, answers, strict=True) if is_learned(message)]
+        encoding = self._tokenizer.encode(text)
+        mask = [int(any(start < end and first < stop for first, end in spans)) for start, stop in encoding.offsets]
+        return ChatTokens(encoding.ids, mask)
 
-    def _render_prompt(self, messages: Sequence[Message]) -> list[int]:
-        return cast(list[int], self._apply(messages, add_generation_prompt=True, return_dict=False))
-
-    def _apply(self, messages: Sequence[Message], **options: bool) -> Any:
-        """Raises InvalidArgument for messages that the template refuses."""
-        from jinja2 import TemplateError  # comes with transformers
-
-        try:
-            return self._tokenizer.apply_chat_template(list(messages), **options)
-        except (TemplateError, TypeError) as error:
-            raise InvalidArgument("messages", f"the model's chat template refuses them: {error}") from error
-
-    def _check_template(self, field: str) -> None:
-        if self._tokenizer.chat_template is None:
+    def _template(self, field: str, fields: Row | None) -> tuple[ChatTemplate, dict[str, Any]]:
+        """The template of a row, and what it is rendered with."""
+        tools, options = ((fields or {}).get(name) for name in ("tools", "chat_template_kwargs"))
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            raise InvalidArgument("tools", "must be a list of objects")
+        if options is not None and not isinstance(options, dict):
+            raise InvalidArgument("chat_template_kwargs", "must be an object")
+        templates = self._tokenizer.templates
+        template = templates.get("tool_use") if tools else None
+        template = templates.get("default") if template is None else template
+        if template is None:
             raise InvalidArgument(field, "is a list of chat messages, but the model's tokenizer has no chat template")
+        if tools and "tools" not in template.variables:
+            raise InvalidArgument(
+                "tools", "is not read by the model's chat template; remove it, or use a template that reads it"
+            )
+        for name in options or ():
+            if name in _OWN_VARIABLES or name not in template.variables:
+                problem = "is set by tasuki" if name in _OWN_VARIABLES else "is not read by the model's chat template"
+                raise InvalidArgument(f"chat_template_kwargs.{name}", f"{problem}; remove it")
+        common = {"tools": tools, "documents": None, "add_generation_prompt": False}
+        return template, {**common, **self._tokenizer.special_tokens, **(options or {})}
 
 
-def _auto_tokenizer() -> Any:
-    """Imports transformers' AutoTokenizer without torch, which would take seconds and 0.7 GB and is not needed for text.
-
-    A process that has already imported torch or transformers keeps them.
-    """
-    if "torch" in sys.modules or "transformers" in sys.modules:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer
-    log = logging.getLogger("transformers")
-    sys.modules["torch"] = cast(Any, None)  # marks the module as not importable
-    log.disabled = True  # it would warn that torch is missing
-    try:
-        from transformers import AutoTokenizer
-    finally:
-        del sys.modules["torch"]
-        log.disabled = False
-    return AutoTokenizer
+def _checked(prompt: object) -> Sequence[Message]:
+    assert isinstance(prompt, list)
+    for index, message in enumerate(prompt):
+        if message.get("weight"):
+            raise InvalidArgument("prompt", f"message {index} has a weight, but nothing of a prompt is trained; remove it")
+    return prompt

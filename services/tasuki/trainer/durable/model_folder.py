@@ -18,6 +18,7 @@ from torch import Tensor
 from tasuki.models.folder_files import INDEX_FILE, other_files
 from tasuki.models.shape import ModelShape
 from tasuki.models.stored_tensors import SINGLE_FILE, check_stored, read_stored, stored_shapes
+from tasuki.models.tokenizer import CHAT_TEMPLATES
 from tasuki.weights.shards import Shard
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -140,6 +141,8 @@ def copy_other_files(source: Path, folder: Path) -> None:
     try:
         for file in other_files(source):
             shutil.copyfile(file, folder / file.name)
+        if (source / CHAT_TEMPLATES).is_dir():
+            shutil.copytree(source / CHAT_TEMPLATES, folder / CHAT_TEMPLATES)
     except FileNotFoundError as error:
         text = f"{error.filename} was there at the start and is gone; restore the folder, then --resume exports the model"
         raise PathNotFound(f"model.path: {text}", path=source) from error

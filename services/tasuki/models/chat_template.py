@@ -1,0 +1,205 @@
+"""Renders chats by a model's Jinja template, in the environment that transformers documents for templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tasuki.wire.errors import InvalidArgument
+
+Message = Mapping[str, Any]
+# Noncharacters of Unicode, which no text contains.
+_START, _END = "\ufdd0", "\ufdd1"
+
+
+class ChatTemplate:
+    """A compiled template. Nothing of a message reaches the text as Python would print it."""
+
+    def __init__(self, text: str, *, source: str) -> None:
+        """source: the file, for errors. Raises InvalidArgument for a template that does not compile."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.tests["none"] = lambda value: value is None or isinstance(value, _Null)
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+        self._marks = next(one for one in environment.extensions.values() if isinstance(one, _Generation))
+        try:
+            tree = environment.parse(text)
+            self.variables = meta.find_undeclared_variables(tree)
+            """Names that the template takes from its caller."""
+            self._template = environment.from_string(tree)
+        except (TemplateError, RecursionError) as error:
+            line = f":{error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+            problem = (
+                f"{source}{line}: the chat template is no Jinja that tasuki knows: {one_line(error)}; correct or replace it"
+            )
+            raise InvalidArgument("model.path", problem) from error
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template marks the assistant's text with `{% generation %}`."""
+        return self._marks.is_used
+
+    def settle(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[Message]:
+        """Returns the messages with contents in the form that the template reads: lists of text parts, or else their text.
+
+        Raises InvalidArgument for a content of several parts if the template reads only text.
+        """
+        if not any(isinstance(message["content"], list) for message in messages):
+            return list(messages)
+        guarded = [_guarded(message) for message in messages]
+        parts = [part for message in guarded if isinstance(message["content"], list) for part in message["content"]]
+        try:
+            self._rendered(guarded, variables)
+        except InvalidArgument:
+            parts = []
+        if parts and all(part.has_been_read for part in parts):
+            return list(messages)
+        return [{**message, "content": _text(message["content"], index)} for index, message in enumerate(messages)]
+
+    def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        """Raises InvalidArgument for messages that the template refuses or would print as Python's objects."""
+        return self._rendered([_guarded(message) for message in messages], variables)
+
+    def render_marked(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """Also returns the start and end of each text that the template marks, in characters. Raises as `render`."""
+        plain = self.render(messages, variables)
+        with self._marks.shown():
+            marked = self.render(messages, variables)
+        spans: list[tuple[int, int]] = []
+        text = ""
+        for piece in marked.split(_START):
+            inner, end, after = piece.partition(_END)
+            if end:
+                spans.append((len(text), len(text) + len(inner)))
+            text += inner + after
+        if text != plain:
+            raise InvalidArgument("messages", "the chat template changes the text that it marks with {% generation %}")
+        return plain, spans
+
+    def _rendered(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        try:
+            return self._template.render(messages=messages, **variables)
+        except Exception as error:  # a template is foreign code and may raise anything
+            raise InvalidArgument("messages", f"the model's chat template refuses them: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+class _Generation(Extension):
+    """`{% generation %}`, around what the assistant wrote."""
+
+    tags = {"generation"}  # noqa: RUF012
+    is_used = False
+    start = end = ""
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        self.is_used = True
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        marks = (nodes.Output([self.attr(name)]).set_lineno(line) for name in ("start", "end"))
+        return nodes.Scope([next(marks), *body, next(marks)]).set_lineno(line)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        self.start, self.end = _START, _END
+        try:
+            yield
+        finally:
+            self.start = self.end = ""
+
+
+class _Unprintable:
+    """Raises where Python would print its repr into a text."""
+
+    def __str__(self) -> str:
+        raise TypeError(f"it prints {self.kind} as if it were text; give text there, or a template that reads it")
+
+    __repr__ = __str__
+    kind = "a null"
+
+
+class _Null(_Unprintable):
+    """null of a message. The template's `is none` is true for it."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or isinstance(other, _Null)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+class _Array(_Unprintable, list[Any]):
+    kind = "a list"
+
+
+class _Object(_Unprintable, dict[str, Any]):
+    kind = "an object"
+    has_been_read = False
+    """Whether the template has taken its `text`."""
+
+    def __getitem__(self, key: str) -> Any:
+        self.has_been_read |= key == "text"
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.has_been_read |= key == "text"
+        return super().get(key, default)
+
+
+def _guarded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return _Object({key: _guarded(one) for key, one in value.items()})
+    if isinstance(value, list):
+        return _Array(map(_guarded, value))
+    return _Null() if value is None else value
+
+
+def _text(content: Any, index: int) -> Any:
+    if not isinstance(content, list):
+        return content
+    if len(content) > 1:
+        problem = (
+            f"message {index} has {len(content)} text parts, but the model's chat template reads only text; join them into one"
+        )
+        raise InvalidArgument("messages", problem)
+    return content[0]["text"]
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own, does not escape HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_null_as_json
+    )
+
+
+def _null_as_json(value: object) -> None:
+    if not isinstance(value, _Null):
+        raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
+
+
+def _raise(problem: str) -> None:
+    raise TemplateError(problem)

@@ -1,0 +1,37 @@
+"""Stop tokens from the files of a model folder."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from tasuki.models.config_json import read_json_object
+from tasuki.models.tokenizer import TOKENIZER_FILE, read_tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+def read_stop_token_ids(folder: Path, *, vocab_size: int | None) -> tuple[int, ...]:
+    """Returns the end-of-sequence token ids of config.json, generation_config.json and the tokenizer, ascending.
+
+    Logs and skips ids outside the vocabulary. Raises InvalidArgument for a file that is not JSON, and as read_tokenizer.
+    """
+    tables = [read_json_object(file, field="model.path") for file in _files(folder)]
+    texts = [table["text_config"] for table in tables if isinstance(table.get("text_config"), dict)]
+    found = {token_id for table in (*tables, *texts) for token_id in _ids(table.get("eos_token_id"))}
+    if (folder / TOKENIZER_FILE).exists():
+        found |= set(_ids(read_tokenizer(folder).eos_token_id))
+    limit = max(found, default=0) + 1 if vocab_size is None else vocab_size
+    for token_id in sorted(found - set(range(limit))):
+        _log.warning("event=eos_token_outside_vocabulary token_id=%d vocab_size=%d path=%s", token_id, limit, folder)
+    return tuple(sorted(token_id for token_id in found if 0 <= token_id < limit))
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for name in ("config.json", "generation_config.json") if (file := folder / name).is_file()]
+
+
+def _ids(value: object) -> list[int]:
+    """Parses an `eos_token_id`: a number, a list of numbers, or nothing."""
+    values = value if isinstance(value, list) else [value]
+    return [one for one in values if isinstance(one, int) and not isinstance(one, bool)]

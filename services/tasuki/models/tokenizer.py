@@ -1,0 +1,250 @@
+"""The tokenizer of a model folder: tokenizer.json alone says which ids a text has, and which text ids have.
+
+transformers rebuilds parts of it from the class that tokenizer_config.json or config.json names, so it is not asked:
+https://github.com/huggingface/transformers/issues/45488.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasuki.models.config_json import read_json_object
+from tasuki.wire.denied_path import named_if_denied
+from tasuki.wire.errors import InvalidArgument, NotInstalled, PathNotFound, TasukiError
+from tasuki.wire.extras import install_extras
+from tasuki.wire.regular_file import read_regular
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+
+    from tasuki.models.chat_template import ChatTemplate
+
+_KEY = "model.path"
+TOKENIZER_FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+CHAT_TEMPLATES = "additional_chat_templates"
+"""Folder of named templates."""
+_OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+_MAX_BYTES = 500_000_000
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_MIN_SHARE = 0.5
+"""A vocabulary that fills less of the embedding is suspicious; real ones fill 0.9."""
+
+
+class FolderTokenizer:
+    """Text to token ids and back. Raises InvalidArgument for text that the tokenizer cannot encode."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises PathNotFound without tokenizer.json, InvalidArgument naming a file that cannot be used, NotInstalled."""
+        self.folder = folder
+        self._config = _table(folder / _CONFIG)
+        self._tokenizer = _backend(folder / TOKENIZER_FILE)
+        self.special_tokens = _special_tokens(folder, self._config)
+        """Texts by name, as templates read them: `bos_token`, `eos_token`, ..."""
+        self._declare()
+        self.vocab_size = _vocab_size(folder)
+        """Rows of the embedding; None if config.json does not say."""
+        self.templates = self._read_templates()
+        """By name; the usual one is "default"."""
+        self._check()
+
+    @property
+    def eos_token_id(self) -> int | None:
+        token = self.special_tokens.get("eos_token")
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str) -> Encoding:
+        """Encodes without the tokens that tokenizer.json would add around a text."""
+        with self._named("cannot encode it"):
+            return self._checked(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_start(self, text: str) -> list[int]:
+        """Encodes the start of a sequence: with the tokens that tokenizer.json adds before a text, without those that it adds after it.
+
+        Does not repeat a beginning-of-text token that the text has itself.
+        """
+        own = self.encode(text).ids
+        with self._named("cannot encode it"):
+            whole = self._checked(self._tokenizer.encode(text))
+        inside = [index for index, part in enumerate(whole.sequence_ids) if part is not None]
+        if not own or not inside:
+            return own
+        added = whole.ids[: inside[0]]
+        return own if added and own[: len(added)] == added else [*added, *own]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decodes without special tokens such as end of sequence."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def doubts(self) -> list[str]:
+        """What is likely wrong, though it can be used."""
+        found: list[str] = []
+        num_tokens = self._tokenizer.get_vocab_size()
+        if self.vocab_size is not None and num_tokens < _MIN_SHARE * self.vocab_size:
+            found.append(
+                f"{self.folder / TOKENIZER_FILE} has {num_tokens} tokens, the embedding {self.vocab_size} rows: is it the model's?"
+            )
+        if self._config.get("add_bos_token") is True and not self._tokenizer.num_special_tokens_to_add(False):
+            found.append(
+                f"{self.folder / _CONFIG} says add_bos_token, but tokenizer.json adds none: prompts that are strings begin without it"
+            )
+        return found
+
+    def _checked(self, encoding: Encoding) -> Encoding:
+        """Raises InvalidArgument for a token without a row in the embedding."""
+        largest = max(encoding.ids, default=0)
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            token = self._tokenizer.id_to_token(largest)
+            problem = (
+                f"has the token {token!r} with id {largest}, but the model's embedding has {self.vocab_size} rows; remove it"
+            )
+            raise InvalidArgument("text", problem, token_id=largest, vocab_size=self.vocab_size)
+        return encoding
+
+    def _declare(self) -> None:
+        """Makes tokens of the vocabulary added tokens, which are never split, where tokenizer_config.json says so."""
+        from tokenizers import AddedToken
+
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        declared = self._config.get("added_tokens_decoder") or {}
+        if not isinstance(declared, Mapping) or not all(key.isdecimal() for key in declared):
+            raise InvalidArgument(_KEY, f"{self.folder / _CONFIG}: added_tokens_decoder must be an object of tokens by id")
+        for token_id, entry in sorted((int(key), value) for key, value in declared.items()):
+            text = _content(entry)
+            if not text or text in known:
+                continue
+            flags = {flag: bool(entry[flag]) for flag in _FLAGS if isinstance(entry, Mapping) and flag in entry}
+            self._tokenizer.add_tokens([AddedToken(text, **flags)])
+            if self._tokenizer.token_to_id(text) != token_id:
+                problem = (
+                    f"{self.folder / _CONFIG} declares token {text!r} with id {token_id}, which tokenizer.json does not have"
+                )
+                raise InvalidArgument(_KEY, f"{problem}; save both files together with the tokenizer")
+            known.add(text)
+        for name in ("bos_token", "eos_token"):
+            text = self.special_tokens.get(name)
+            if text is not None and text not in known and self._tokenizer.token_to_id(text) is not None:
+                self._tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+
+    def _read_templates(self) -> dict[str, ChatTemplate]:
+        from tasuki.models.chat_template import ChatTemplate
+
+        texts: dict[str, tuple[Any, Path]] = {}
+        in_config = self._config.get("chat_template")
+        named = in_config if isinstance(in_config, list) else [{"name": "default", "template": in_config}] if in_config else []
+        for entry in named:
+            if not isinstance(entry, Mapping) or not isinstance(entry.get("template"), str):
+                raise InvalidArgument(
+                    _KEY, f"{self.folder / _CONFIG}: chat_template must be text, or a list of `name` and `template`"
+                )
+            texts[str(entry.get("name"))] = (entry["template"], self.folder / _CONFIG)
+        others = self.folder / CHAT_TEMPLATES
+        files = {"default": self.folder / "chat_template.jinja"} | {file.stem: file for file in sorted(others.glob("*.jinja"))}
+        for name, file in files.items():
+            if file.exists():
+                texts[name] = (_read(file).decode(errors="replace"), file)
+        return {name: ChatTemplate(text, source=str(file)) for name, (text, file) in texts.items()}
+
+    def _check(self) -> None:
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        if vocabulary.keys() <= {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}:
+            raise InvalidArgument(_KEY, f"{self.folder / TOKENIZER_FILE} has no tokens for text: take the model's own file")
+        read = {"eos_token"}.union(*(template.variables for template in self.templates.values()))
+        for name in sorted(read & self.special_tokens.keys()):
+            text = self.special_tokens[name]
+            if self._tokenizer.token_to_id(text) is None:
+                problem = f"{self.folder / _CONFIG} names {text!r} as {name}, which is no token of tokenizer.json"
+                raise InvalidArgument(_KEY, f"{problem}; save both files together with the tokenizer")
+
+    @contextmanager
+    def _named(self, problem: str) -> Iterator[None]:
+        with _refused("text", f"the tokenizer of {self.folder} {problem}"):
+            yield
+
+
+def read_tokenizer(folder: Path) -> FolderTokenizer:
+    """Reads a folder's tokenizer. Reading the same files again costs nothing. Raises as FolderTokenizer."""
+    with named_if_denied(folder, key=_KEY):
+        facts = [path.stat() for path in sorted(folder.iterdir()) if path.suffix in (".json", ".jinja") and path.is_file()]
+    return _cached(folder, tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in facts))
+
+
+@lru_cache(maxsize=2)
+def _cached(folder: Path, facts: tuple[tuple[int, int, int], ...]) -> FolderTokenizer:
+    return FolderTokenizer(folder)
+
+
+def check_tokenizer(folder: Path) -> list[str]:
+    """Checks the files that say what a token and a chat are; returns doubts. Raises as FolderTokenizer."""
+    return read_tokenizer(folder).doubts()
+
+
+@contextmanager
+def _refused(field: str, problem: str) -> Iterator[None]:
+    """Turns what tokenizers raises, Exception itself or a panic of Rust, into InvalidArgument."""
+    from tasuki.models.chat_template import one_line
+
+    try:
+        yield
+    except (TasukiError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic is not an Exception
+        raise InvalidArgument(field, f"{problem}: {one_line(error)}") from error
+
+
+def _backend(file: Path) -> Tokenizer:
+    try:
+        import tokenizers
+    except ImportError as error:
+        text = f"the model's tokenizer needs tokenizers: {install_extras('trainer')}"
+        raise NotInstalled(text, packages="tokenizers", extras="trainer") from error
+    if not file.exists():
+        others = [name for name in _OTHER_FILES if (file.parent / name).exists()]
+        found = f"only {', '.join(others)}, which" if others else "and nothing else that"
+        problem = f"{file.parent} has no {file.name}, {found} says what its tokens are"
+        cure = "take tokenizer.json from the model's page, or convert the tokenizer and compare ids"
+        raise PathNotFound(f"{_KEY}: {problem}; {cure}", path=file)
+    content = _read(file)
+    if content.startswith(b"version https://git-lfs"):
+        raise InvalidArgument(_KEY, f"{file} is a pointer of Git LFS: fetch it with `git lfs pull`")
+    version = tokenizers.__version__
+    with _refused(_KEY, f"{file} is damaged, or newer than tokenizers {version}; save it with that release or an older one"):
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read(file: Path) -> bytes:
+    try:
+        with named_if_denied(file, key=_KEY):
+            return read_regular(file, max_bytes=_MAX_BYTES)
+    except OSError as error:
+        raise InvalidArgument(_KEY, f"{file} cannot be read: {error.strerror}; check its links") from error
+
+
+def _table(file: Path) -> dict[str, Any]:
+    return read_json_object(file, field=_KEY) if file.is_file() else {}
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    extra = config.get("extra_special_tokens")
+    tables = (_table(folder / "special_tokens_map.json"), extra if isinstance(extra, Mapping) else {}, config)
+    found = {name: _content(value) for table in tables for name, value in table.items() if name.endswith("_token")}
+    return {name: text for name, text in found.items() if text}
+
+
+def _content(token: object) -> str | None:
+    """The text of a token, stored as a string or in an object with its properties."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
+
+
+def _vocab_size(folder: Path) -> int | None:
+    config = _table(folder / "config.json")
+    text = config.get("text_config")
+    number = (text if isinstance(text, dict) else config).get("vocab_size")
+    return number if isinstance(number, int) and not isinstance(number, bool) and number > 0 else None
