@@ -83,4 +83,4 @@ def test_charts_of_a_recorded_run_have_each_figure_once() -> None:
     parts = next(chart for chart in charts if chart["is_stacked"])
     assert [one["name"] for one in parts["series"]][:3] == ["to_rollout", "evaluate", "generate"]
     num_drawn = sum(len(chart["series"]) for chart in charts)
-    assert num_drawn == len(columns.names()) - 3  # versions and step counts are shown as numbers
+    assert num_drawn == len(columns.columns) - 3  # versions and step counts are shown as numbers

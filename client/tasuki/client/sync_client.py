@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client.aside import Pending
 from tasuki.client.async_client import AsyncClient
-from tasuki.client.encode import TokenIds
-from tasuki.client.types import (
-    Changeover,
-    ForwardBackwardResult,
-    NodeState,
-    OptimStepResult,
-    Phase,
-    Role,
-    RolloutState,
-    Sample,
-    SamplingParams,
-    SaveResult,
-    StageEvent,
-    TrainerState,
-    TrainingSample,
-    Watched,
-)
 from tasuki.wire.credentials import Credentials
 
 _Answer = TypeVar("_Answer")
+_Given = ParamSpec("_Given")
+
+
+def _verb(
+    method: Callable[Concatenate[AsyncClient, _Given], Coroutine[Any, Any, _Answer]],
+) -> Callable[Concatenate[Client, _Given], _Answer]:
+    @functools.wraps(method)
+    def verb(self: Client, *arguments: _Given.args, **options: _Given.kwargs) -> _Answer:
+        return self._run(method(self._client, *arguments, **options))
+
+    return verb
+
+
+def _stream(
+    method: Callable[Concatenate[AsyncClient, _Given], AsyncGenerator[_Answer, None]],
+) -> Callable[Concatenate[Client, _Given], Generator[_Answer, None, None]]:
+    @functools.wraps(method)
+    def stream(self: Client, *arguments: _Given.args, **options: _Given.kwargs) -> Generator[_Answer, None, None]:
+        return self._iterate(method(self._client, *arguments, **options))
+
+    return stream
 
 
 class Client:
@@ -78,97 +79,24 @@ class Client:
         self._thread.join()
         self._loop.close()
 
-    def generate(
-        self,
-        prompts: Sequence[TokenIds],
-        sampling_params: SamplingParams | None = None,
-        *,
-        num_samples: int = 1,
-        call_number: int | None = None,
-    ) -> list[Sample]:
-        call = self._client.generate(prompts, sampling_params, num_samples=num_samples, call_number=call_number)
-        return self._run(call)
-
-    def generate_stream(
-        self,
-        prompts: Sequence[TokenIds],
-        sampling_params: SamplingParams | None = None,
-        *,
-        num_samples: int = 1,
-    ) -> Generator[Sample, None, None]:
-        return self._iterate(self._client.generate_stream(prompts, sampling_params, num_samples=num_samples))
-
-    def begin_run(self, *, keep_optimizer: bool = False) -> int:
-        return self._run(self._client.begin_run(keep_optimizer=keep_optimizer))
-
-    def forward_backward(
-        self,
-        samples: Sequence[TrainingSample],
-        loss: LossConfig | None = None,
-        *,
-        role: Role = Role.POLICY,
-        log_probs_of: Sequence[int] = (),
-        request_id: str | None = None,
-    ) -> ForwardBackwardResult:
-        call = self._client.forward_backward(samples, loss, role=role, log_probs_of=log_probs_of, request_id=request_id)
-        return self._run(call)
-
-    def optim_step(
-        self,
-        *,
-        role: Role = Role.POLICY,
-        learning_rate: float | None = None,
-        schedule_step: int | None = None,
-        schedule_steps: int | None = None,
-        request_id: str | None = None,
-    ) -> OptimStepResult:
-        step = self._client.optim_step(
-            role=role,
-            learning_rate=learning_rate,
-            schedule_step=schedule_step,
-            schedule_steps=schedule_steps,
-            request_id=request_id,
-        )
-        return self._run(step)
-
-    def discard_gradients(self, *, role: Role = Role.POLICY) -> None:
-        self._run(self._client.discard_gradients(role=role))
-
-    def compute_log_probs(self, samples: Sequence[TrainingSample], *, role: Role = Role.POLICY) -> list[NDArray[np.float32]]:
-        return self._run(self._client.compute_log_probs(samples, role=role))
-
-    def compute_values(self, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
-        return self._run(self._client.compute_values(samples))
-
-    def save(self, path: Path | str, *, request_id: str | None = None) -> SaveResult:
-        return self._run(self._client.save(path, request_id=request_id))
-
-    def load(self, path: Path | str) -> int:
-        return self._run(self._client.load(path))
-
-    def export_model(self, path: Path | str) -> SaveResult:
-        return self._run(self._client.export_model(path))
-
-    def begin_acquire(self, phase: Phase) -> None:
-        self._run(self._client.begin_acquire(phase))
-
-    def acquire(self, phase: Phase) -> list[StageEvent]:
-        return self._run(self._client.acquire(phase))
-
-    def state(self) -> NodeState:
-        return self._run(self._client.state())
-
-    def trainer_state(self) -> TrainerState:
-        return self._run(self._client.trainer_state())
-
-    def rollout_state(self) -> RolloutState:
-        return self._run(self._client.rollout_state())
-
-    def watch(self) -> Generator[Watched, None, None]:
-        return self._iterate(self._client.watch())
-
-    def changeovers(self, *, limit: int = 50) -> list[Changeover]:
-        return self._run(self._client.changeovers(limit=limit))
+    generate = _verb(AsyncClient.generate)
+    generate_stream = _stream(AsyncClient.generate_stream)
+    begin_run = _verb(AsyncClient.begin_run)
+    forward_backward = _verb(AsyncClient.forward_backward)
+    optim_step = _verb(AsyncClient.optim_step)
+    discard_gradients = _verb(AsyncClient.discard_gradients)
+    compute_log_probs = _verb(AsyncClient.compute_log_probs)
+    compute_values = _verb(AsyncClient.compute_values)
+    save = _verb(AsyncClient.save)
+    load = _verb(AsyncClient.load)
+    export_model = _verb(AsyncClient.export_model)
+    begin_acquire = _verb(AsyncClient.begin_acquire)
+    acquire = _verb(AsyncClient.acquire)
+    state = _verb(AsyncClient.state)
+    trainer_state = _verb(AsyncClient.trainer_state)
+    rollout_state = _verb(AsyncClient.rollout_state)
+    watch = _stream(AsyncClient.watch)
+    changeovers = _verb(AsyncClient.changeovers)
 
     async def _leave(self) -> None:
         await self._client.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.load import load_config
+from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.journal import JournalTail, page
 from tasuki.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.dashboard.places import RunPlace, read_summary
@@ -138,7 +139,7 @@ class Feed:
             "output_dir": None if place.output_dir is None else str(place.output_dir),
             "archive": str(place.archive),
             "summary": summary,
-            "settings": self._settings,
+            "settings": _settings_of(self._config),
             "steps": self._steps.bounds(),
             "last": self._steps.last(),
             "problems": self._problems,
@@ -199,7 +200,7 @@ class Feed:
         self._problems: list[str] = []
         self._plan: dict[str, Any] | None = None
         self._plan_problem, self._planned_for = "there is no configuration of a node here", None
-        self._settings = _settings_of(place.config)
+        self._config = _config_of(place.config)
         self._samples_time, self._has_new_samples = 0, False
 
     def _look_on(self) -> None:
@@ -263,7 +264,7 @@ class Feed:
 
     def _token_texts(self) -> TokenTexts:
         if self._tokens is None:
-            self._tokens = TokenTexts(_model_of(self.place))
+            self._tokens = TokenTexts(_model_of(self.place, self._config))
         return self._tokens
 
     def _tell(self, *parts: str) -> None:
@@ -273,28 +274,30 @@ class Feed:
                     self._parts[part] += 1
 
 
-def _model_of(place: RunPlace) -> Path | None:
+def _config_of(path: Path | None) -> NodeConfig | None:
+    """None without a file that can be read."""
+    try:
+        return None if path is None else load_config(path)
+    except (TasukiError, OSError):
+        return None
+
+
+def _model_of(place: RunPlace, config: NodeConfig | None) -> Path | None:
     """A folder with the tokenizer: the node's model, or the one left by the run."""
-    try:
-        model = None if place.config is None else load_config(place.config).model.path
-    except (TasukiError, OSError):
-        model = None
-    if model is None or not (model / "tokenizer.json").is_file():
-        return None if place.output_dir is None else place.output_dir / "model"
-    return model
+    if config is not None and (config.model.path / "tokenizer.json").is_file():
+        return config.model.path
+    return None if place.output_dir is None else place.output_dir / "model"
 
 
-def _settings_of(config_path: Path | None) -> dict[str, Any]:
+def _settings_of(config: NodeConfig | None) -> dict[str, Any]:
     """The main settings of a node's configuration."""
-    try:
-        config = None if config_path is None else load_config(config_path)
-    except (TasukiError, OSError):
-        config = None
-    if config is None:
-        return {}
-    return {
-        "model": config.model.path.name,
-        "device": config.device,
-        "trainer_ranks": config.trainer.num_ranks,
-        "engines": f"{config.dp_size} x TP {config.rollout.tp_size}",
-    }
+    return (
+        {}
+        if config is None
+        else {
+            "model": config.model.path.name,
+            "device": config.device,
+            "trainer_ranks": config.trainer.num_ranks,
+            "engines": f"{config.dp_size} x TP {config.rollout.tp_size}",
+        }
+    )

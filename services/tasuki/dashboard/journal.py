@@ -7,7 +7,7 @@ import sqlite3
 import threading
 from array import array
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,11 @@ class StageColumns:
 
     def forget(self, count: int) -> None:
         """Deletes the oldest rows."""
-        for column in (self.times, self.numbers, self.stages, self.seconds, self.is_done, self.is_undo):
-            del column[:count]
+        for column in fields(self):
+            del getattr(self, column.name)[:count]
+
+    def copied(self) -> StageColumns:
+        return StageColumns(*(getattr(self, column.name)[:] for column in fields(self)))
 
 
 @dataclass
@@ -97,8 +100,7 @@ class JournalTail:
     def copied(self) -> StageColumns:
         """A copy of the current columns."""
         with self._lock:
-            now = self.columns
-            return StageColumns(now.times[:], now.numbers[:], now.stages[:], now.seconds[:], now.is_done[:], now.is_undo[:])
+            return self.columns.copied()
 
     def seconds_by_changeover(self, *, points: int) -> dict[str, Any]:
         """Seconds of each stage, averaged over at most `points` buckets of equally many changeovers."""

@@ -57,10 +57,6 @@ class StepColumns:
                     self._add(one)
         return bool(figures)
 
-    def names(self) -> list[str]:
-        with self._lock:
-            return sorted(self.columns)
-
     def bounds(self) -> tuple[int, int] | None:
         """The first and last steps."""
         with self._lock:

@@ -54,9 +54,9 @@ def audit_fleet_journal(path: Path) -> FleetAudit:
         history = _read(db)
     found = FleetAudit(
         num_changeovers=len(history.changeovers),
-        num_done=sum(changeover.is_done for changeover in history.changeovers.values()),
+        num_done=sum(changeover["is_done"] for changeover in history.changeovers.values()),
         num_steps=len(history.steps),
-        num_unanswered=sum(step.place is None for step in history.steps),
+        num_unanswered=sum(step["place"] is None for step in history.steps),
         num_decisions=len(history.decisions),
     )
     try:
@@ -68,49 +68,29 @@ def audit_fleet_journal(path: Path) -> FleetAudit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """A row of `steps` with its outcome. place: None without an outcome or with an error; "" if the node did not know."""
-
-    id: int
-    number: int
-    rank: int
-    step: str
-    epoch: int
-    place: str | None
-    weights_digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Changeover:
-    target: Phase
-    attempt: int
-    num_nodes: int
-    is_done: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _History:
-    """changeovers: by number. decisions: rows, oldest first."""
+    """Rows of the journal, oldest first. changeovers: by number.
 
-    changeovers: dict[int, _Changeover]
-    steps: list[_Step]
+    A step's `place` is None without an outcome or with an error, and "" if the node did not know.
+    """
+
+    changeovers: dict[int, sqlite3.Row]
+    steps: list[sqlite3.Row]
     decisions: list[sqlite3.Row]
 
 
 def _read(db: sqlite3.Connection) -> _History:
-    changeovers = "SELECT * FROM changeovers JOIN attempts USING (epoch) LEFT JOIN outcomes USING (number)"
+    changeovers = (
+        "SELECT number, target, attempt, num_nodes, coalesce(status, '') = ? AS is_done"
+        " FROM changeovers JOIN attempts USING (epoch) LEFT JOIN outcomes USING (number)"
+    )
     steps = (
-        "SELECT id, number, node_rank, step, epoch, CASE error_reason WHEN '' THEN place END, coalesce(weights_digest, x'')"
-        " FROM steps LEFT JOIN step_outcomes USING (id) ORDER BY id"
+        "SELECT id, number, node_rank AS rank, step, epoch, CASE error_reason WHEN '' THEN place END AS place,"
+        " coalesce(weights_digest, x'') AS weights_digest FROM steps LEFT JOIN step_outcomes USING (id) ORDER BY id"
     )
     return _History(
-        {
-            row["number"]: _Changeover(
-                Phase(row["target"]), row["attempt"], row["num_nodes"], row["status"] == StageStatus.DONE
-            )
-            for row in db.execute(changeovers)
-        },
-        [_Step(*row) for row in db.execute(steps)],
+        {row["number"]: row for row in db.execute(changeovers, (StageStatus.DONE,))},
+        db.execute(steps).fetchall(),
         db.execute("SELECT * FROM decisions ORDER BY number").fetchall(),
     )
 
@@ -127,16 +107,16 @@ def _check_decisions(history: _History) -> None:
     highest: dict[int, int] = {}
     for decision in history.decisions:
         number, version = decision["number"], decision["policy_version"]
-        attempt = history.changeovers[number].attempt
+        attempt = history.changeovers[number]["attempt"]
         if version < highest.get(attempt, 0):
             expected = f"version {highest[attempt]} or later, found {version}"
             raise _Broken(FleetInvariant.VERSIONS_GROW, expected, number)
         highest[attempt] = version
         for later in sorted(each for each in history.changeovers if each >= number):
             changeover = history.changeovers[later]
-            if changeover.attempt != attempt or (changeover.target is Phase.ROLLOUT and changeover.is_done):
+            if changeover["attempt"] != attempt or (changeover["target"] == Phase.ROLLOUT and changeover["is_done"]):
                 break
-            if changeover.target is Phase.TRAIN:
+            if changeover["target"] == Phase.TRAIN:
                 raise _Broken(FleetInvariant.FORWARD, f"every node to serve version {version} first", later)
 
 
@@ -160,38 +140,38 @@ class _Replay:
     def run(self) -> None:
         decisions = list(self.history.decisions)
         for step in self.history.steps:
-            while decisions and decisions[0]["last_step"] < step.id:
+            while decisions and decisions[0]["last_step"] < step["id"]:
                 self._decide(decisions.pop(0))
             self._take_over(step)
-            if step.step in _STAGES:
-                self._check_stage(step, Stage(step.step))
+            if step["step"] in _STAGES:
+                self._check_stage(step, Stage(step["step"]))
             self._apply(step)
         for decision in decisions:
             self._decide(decision)
 
-    def _take_over(self, step: _Step) -> None:
+    def _take_over(self, step: sqlite3.Row) -> None:
         """Ends a decision when the nodes move towards TRAIN or another attempt begins."""
-        changeover = self.history.changeovers[step.number]
+        changeover = self.history.changeovers[step["number"]]
         if self.decision is not None:
             decided = self.history.changeovers[self.decision["number"]]
-            if changeover.target is Phase.TRAIN or changeover.attempt != decided.attempt:
+            if changeover["target"] == Phase.TRAIN or changeover["attempt"] != decided["attempt"]:
                 self.decision = None
 
     def _decide(self, decision: sqlite3.Row) -> None:
         number, version = decision["number"], decision["policy_version"]
-        for rank in range(self.history.changeovers[number].num_nodes):
+        for rank in range(self.history.changeovers[number]["num_nodes"]):
             node = self.nodes.get(rank, _Node())
             if node.place != Stage.SYNC or node.weights_digest != decision["weights_digest"]:
                 expected = f"node {rank} to have received the weights of version {version}, it is at {node.place}"
                 raise _Broken(FleetInvariant.COMPARED, expected, number, rank)
         self.decision = decision
 
-    def _check_stage(self, step: _Step, stage: Stage) -> None:
+    def _check_stage(self, step: sqlite3.Row, stage: Stage) -> None:
         def broken(invariant: FleetInvariant, expected: str) -> _Broken:
-            return _Broken(invariant, expected, step.number, step.rank, step.step)
+            return _Broken(invariant, expected, step["number"], step["rank"], step["step"])
 
-        node, before = self.nodes.setdefault(step.rank, _Node()), RULES[stage].after
-        if node.epoch != step.epoch or not node.place:
+        node, before = self.nodes.setdefault(step["rank"], _Node()), RULES[stage].after
+        if node.epoch != step["epoch"] or not node.place:
             raise broken(FleetInvariant.LOOKED, "a look at the node first")
         if node.place != before:
             raise broken(FleetInvariant.RING, f"the node at {before}, it is at {node.place}")
@@ -204,11 +184,11 @@ class _Replay:
                 if other.place not in (before, stage) and other.begun is not stage:
                     raise broken(FleetInvariant.BARRIER, f"node {rank} at {before}, it is at {other.place}")
 
-    def _apply(self, step: _Step) -> None:
-        begun = Stage(step.step) if step.step in _STAGES and step.place is None else None
-        if step.place is None and step.step == Step.LOOK:
-            begun = self.nodes.get(step.rank, _Node()).begun
-        self.nodes[step.rank] = _Node(step.place, step.weights_digest, step.epoch, begun)
-        if step.place == ROLLOUT and self.decision is not None and step.weights_digest != self.decision["weights_digest"]:
+    def _apply(self, step: sqlite3.Row) -> None:
+        begun = Stage(step["step"]) if step["step"] in _STAGES and step["place"] is None else None
+        if step["place"] is None and step["step"] == Step.LOOK:
+            begun = self.nodes.get(step["rank"], _Node()).begun
+        self.nodes[step["rank"]] = _Node(step["place"], step["weights_digest"], step["epoch"], begun)
+        if step["place"] == ROLLOUT and self.decision is not None and step["weights_digest"] != self.decision["weights_digest"]:
             expected = f"version {self.decision['policy_version']} as the one that is served"
-            raise _Broken(FleetInvariant.ONE_VERSION, expected, step.number, step.rank, step.step)
+            raise _Broken(FleetInvariant.ONE_VERSION, expected, step["number"], step["rank"], step["step"])

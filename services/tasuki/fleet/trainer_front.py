@@ -54,20 +54,29 @@ _Answer = TypeVar("_Answer")
 _Scored = TypeVar("_Scored", trainer_pb2.TokenLogProbs, trainer_pb2.TokenValues)
 
 
+def _validated(method: str, *, version: str = "policy_version") -> Any:
+    """An RPC that runs on all nodes once all of them have validated its request. version: of the answers, equal on all nodes."""
+
+    async def run(self: TrainerFront, request: Any, context: Any) -> Any:
+        calls = self._calls(context)
+        return await self._gate.once(request, lambda: calls.validated(method, request, version=version))
+
+    return run
+
+
 class TrainerFront(TrainerServiceServicer):
     """Sends every command to all nodes, and each node its share of the samples."""
 
     PublishWeights = WithdrawWeights = refuse_stage
+    BeginRun = _validated("BeginRun")
+    OptimStep = _validated("OptimStep", version="version")
+    LoadCheckpoint = _validated("LoadCheckpoint")
 
     def __init__(self, nodes: FleetNodes, *, epoch: int, deal: Deal) -> None:
         """epoch: of the fleet's coordinator."""
         self._nodes, self._deal = nodes, deal
         self._gate = CommandGate(passing=_PASSING)
         self._gate.epoch = epoch
-
-    async def BeginRun(self, request: trainer_pb2.BeginRunRequest, context: Any) -> trainer_pb2.BeginRunResponse:
-        calls = self._calls(context)
-        return await self._gate.once(request, lambda: calls.validated("BeginRun", request))
 
     async def ForwardBackward(
         self, request_iterator: AsyncIterator[trainer_pb2.ForwardBackwardRequest], context: Any
@@ -90,21 +99,11 @@ class TrainerFront(TrainerServiceServicer):
 
         return await self._gate.once(header, forward_backward, content=digest(header, samples))
 
-    async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Any) -> trainer_pb2.OptimStepResponse:
-        calls = self._calls(context)
-        return await self._gate.once(request, lambda: calls.validated("OptimStep", request, version="version"))
-
     async def DiscardGradients(
         self, request: trainer_pb2.DiscardGradientsRequest, context: Any
     ) -> trainer_pb2.DiscardGradientsResponse:
         calls = self._calls(context)
         return await self._gate.once(request, lambda: calls.first("DiscardGradients", request))
-
-    async def LoadCheckpoint(
-        self, request: trainer_pb2.LoadCheckpointRequest, context: Any
-    ) -> trainer_pb2.LoadCheckpointResponse:
-        calls = self._calls(context)
-        return await self._gate.once(request, lambda: calls.validated("LoadCheckpoint", request))
 
     async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: Any) -> trainer_pb2.ExportModelResponse:
         """Exported by node 0: each node has all weights."""
@@ -211,7 +210,7 @@ class TrainerCalls:
         """Same as `unary`, for answers that are alike."""
         return (await self.unary(method, request))[0]
 
-    async def validated(self, method: str, request: Any, *, version: str = "policy_version") -> Any:
+    async def validated(self, method: str, request: Any, *, version: str) -> Any:
         """Same as `first`, after all nodes have validated the request and reported the same `version`."""
         validating = type(request)()
         validating.CopyFrom(request)

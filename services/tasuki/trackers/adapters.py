@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -17,14 +17,6 @@ from typing import Any, Protocol
 from tasuki.config.schema import TrackerName
 from tasuki.wire.errors import NotInstalled
 from tasuki.wire.extras import install_extras
-
-_MODULES: Mapping[TrackerName, str] = {
-    "tensorboard": "tensorboardX",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "trackio": "trackio",
-}
-
 
 _NOT_OF_MLFLOW = re.compile(r"[^/\w.\- :]")
 
@@ -55,8 +47,8 @@ class Tracker(Protocol):
 
 def check_installed(name: TrackerName, *, key: str) -> None:
     """Raises NotInstalled if the library of the tracker that `key` names is missing."""
-    if find_spec(_MODULES[name]) is None:
-        raise NotInstalled(f"{key}: {name} is not installed: {install_extras(name)}", packages=_MODULES[name], extras=name)
+    if find_spec(package := _TRACKERS[name][0]) is None:
+        raise NotInstalled(f"{key}: {name} is not installed: {install_extras(name)}", packages=package, extras=name)
 
 
 def tracker_environment(folder: Path) -> dict[str, str]:
@@ -75,21 +67,13 @@ def import_library(name: TrackerName) -> None:
     if name == "tensorboard":
         # Otherwise it imports torch, half a GB, for tensors that we never pass.
         sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]  None: there is no such module
-    import_module(_MODULES[name])
+    import_module(_TRACKERS[name][0])
 
 
 def open_tracker(name: TrackerName, run: TrackedRun) -> Tracker:
     run.folder.mkdir(parents=True, exist_ok=True)
     import_library(name)
-    match name:
-        case "tensorboard":
-            return TensorBoard(run)
-        case "wandb":
-            return WeightsAndBiases(run)
-        case "mlflow":
-            return MlFlow(run)
-        case "trackio":
-            return TrackIo(run)
+    return _TRACKERS[name][1](run)
 
 
 class TensorBoard:
@@ -226,3 +210,12 @@ class TrackIo:
 
     def close(self) -> None:
         self._library.finish()
+
+
+_TRACKERS: Mapping[TrackerName, tuple[str, Callable[[TrackedRun], Tracker]]] = {
+    "tensorboard": ("tensorboardX", TensorBoard),
+    "wandb": ("wandb", WeightsAndBiases),
+    "mlflow": ("mlflow", MlFlow),
+    "trackio": ("trackio", TrackIo),
+}
+"""Library and adapter of each tracker."""
