@@ -134,14 +134,23 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+@contextmanager
+def _system_errors_of_mlflow() -> Iterator[None]:
+    """Raises the OSError that MLflow wraps, such as that of a full disk."""
+    exceptions: Any = import_module("mlflow.exceptions")
+    try:
+        yield
+    except exceptions.MlflowException as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
+
+
 class MlFlow:
     """Sends to MLFLOW_TRACKING_URI."""
 
+    @_system_errors_of_mlflow()
     def __init__(self, run: TrackedRun) -> None:
-        with _system_errors_of_mlflow():
-            self._open(run)
-
-    def _open(self, run: TrackedRun) -> None:
         entities: Any = import_module("mlflow.entities")
         tracking: Any = import_module("mlflow.tracking")
 
@@ -159,33 +168,21 @@ class MlFlow:
         for first in range(0, len(params), 100):
             self._client.log_batch(self._run_id, params=params[first : first + 100])
 
+    @_system_errors_of_mlflow()
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = round(1000 * time.time())
         metrics = [self._metric(_mlflow_name(name), value, now_ms, step) for name, value in values.items()]
-        with _system_errors_of_mlflow():
-            self._client.log_batch(self._run_id, metrics=metrics)
+        self._client.log_batch(self._run_id, metrics=metrics)
 
+    @_system_errors_of_mlflow()
     def close(self) -> None:
-        with _system_errors_of_mlflow():
-            self._client.set_terminated(self._run_id)
+        self._client.set_terminated(self._run_id)
 
 
 def _mlflow_name(name: str) -> str:
     """The name as MLflow takes it, which makes a path of it."""
     parts = _NOT_OF_MLFLOW.sub("_", name).split("/")
     return "/".join("_" if part.strip(".") == "" else part for part in parts)
-
-
-@contextmanager
-def _system_errors_of_mlflow() -> Iterator[None]:
-    """Raises the OSError that MLflow wraps, such as that of a full disk."""
-    exceptions: Any = import_module("mlflow.exceptions")
-    try:
-        yield
-    except exceptions.MlflowException as error:
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from error
-        raise
 
 
 class TrackIo:
