@@ -16,7 +16,7 @@ NAMES = {
     "Aggregation", "AsyncClient", "Changeover", "CispoLoss", "Client", "Correction", "Credentials", "Dataset", "FinishReason",
     "ForwardBackwardResult", "GspoLoss", "KlEstimator", "LossConfig", "NodeState", "OldPolicy", "OptimStepResult", "Phase",
     "PolicyGradientLoss", "PpoLoss", "RewardPool", "Role", "RolloutState", "Sample", "SamplingParams", "SapoLoss", "SaveResult", "SftLoss",
-    "Stage", "StageEvent", "StageStatus", "TrainerState", "TrainingSample", "ValueLoss", "Watched", "read_jsonl",
+    "Stage", "StageEvent", "StageStatus", "TrainerState", "TrainingSample", "ValueLoss", "Watched", "read_jsonl", "step_loss",
 }  # fmt: skip
 VERBS = {
     "acquire", "begin_acquire", "begin_run", "changeovers", "close", "compute_log_probs", "compute_values", "discard_gradients",
