@@ -59,10 +59,11 @@ def test_a_training_sample_of_a_sample_has_all_that_rollout_knows_of_it() -> Non
         ),
         (lambda: training_sample_to_proto(TrainingSample([1], [2], policy_version=-1), index=3), "samples[3].policy_version"),
         (lambda: training_sample_to_proto(TrainingSample([1], [2], temperature=NAN), index=3), "samples[3].temperature"),
-        (lambda: generation.requests([[1], "two"], SamplingParams(), num_samples=1), "prompts[1].token_ids"),
-        (lambda: generation.requests([[1]], SamplingParams(), num_samples=2**40), "num_samples"),
-        (lambda: generation.requests([[1]], SamplingParams(), num_samples=0), "num_samples"),
-        (lambda: generation.requests([[1]], types_pb2.SamplingParams(), num_samples=1), "sampling_params"),
+        (lambda: generation.requests([[1], "two"], SamplingParams(), num_samples=1, call_number=None), "prompts[1].token_ids"),
+        (lambda: generation.requests([[1]], SamplingParams(), num_samples=2**40, call_number=None), "num_samples"),
+        (lambda: generation.requests([[1]], SamplingParams(), num_samples=0, call_number=None), "num_samples"),
+        (lambda: generation.requests([[1]], SamplingParams(), num_samples=1, call_number=-1), "call_number"),
+        (lambda: generation.requests([[1]], types_pb2.SamplingParams(), num_samples=1, call_number=None), "sampling_params"),
     ],
 )
 def test_what_cannot_be_sent_is_named(send: Callable[[], object], field: str) -> None:

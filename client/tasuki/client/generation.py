@@ -36,7 +36,7 @@ def requests(
         raise InvalidArgument("prompts", f"is of type {type(prompts).__name__}; give a list of lists of token ids")
     if not len(prompts):
         raise InvalidArgument("prompts", "empty; give at least one")
-    if not message_of(rollout_pb2.GenerateRequest, {"num_samples": num_samples}).num_samples:
+    if not message_of(rollout_pb2.GenerateRequest, {"num_samples": num_samples, "call_number": call_number}).num_samples:
         raise InvalidArgument("num_samples", f"is {num_samples}; give a whole number of at least 1")
     if not isinstance(sampling_params, SamplingParams):
         raise InvalidArgument("sampling_params", f"is of type {type(sampling_params).__name__}; give SamplingParams(...)")
