@@ -32,10 +32,12 @@ from tasuki.client.sample_dump import SampleDump
 from tasuki.client.shown_samples import ShownSamples
 from tasuki.client.step import Step, averaged, measure_samples
 from tasuki.client.sync_client import Client
-from tasuki.client.types import OptimStepResult, Phase, Role, Sample, SamplingParams, TrainingSample, role_versions
+from tasuki.client.types import ForwardBackwardResult, Phase, Role, Sample, SamplingParams, TrainingSample, role_versions
 from tasuki.config.train_schema import TrainConfig
 from tasuki.wire.errors import GradientsNotFinite
 
+_PART_BITS = 16
+"""A call to generate has the step's number and, in its lowest bits, the part's: the same if the step is made again."""
 _NOTE_EVERY = 128
 """Updates of a step after which they are recorded as made: the trainer remembers a thousand calls."""
 
@@ -112,7 +114,7 @@ class RlLoop:
             stop_token_ids=settings.stop_token_ids,
         )
         with step.timed("evaluate"):
-            call_number = numbered(step, part=0)
+            call_number = step.step << _PART_BITS
             prompts, samples = self.complete(
                 self.eval_rows, sampling, num_samples=evaluation.num_samples, call_number=call_number
             )
@@ -165,7 +167,7 @@ class RlLoop:
         def generate(num_prompts: int) -> list[Group]:
             rows = self.dataset.next_rows(num_prompts)
             is_last = len(generated) + 1 == settings.max_batches
-            call_number = numbered(step, part=len(generated) + 1)
+            call_number = (step.step << _PART_BITS) + len(generated) + 1
             with step.timed("generate"):
                 greedy = self.greedy_samples(rows)
                 prompts, samples = self.complete(rows, self.sampling, num_samples=settings.group_size, call_number=call_number)
@@ -296,20 +298,17 @@ class RlLoop:
         """Takes an optimizer step for each update of the step that has none yet, and adds their metrics to the step."""
         wanted = pending.log_probs_of
         for number, (role, samples) in enumerate(self.updates(pending)):
-            if number >= len(pending.measured):
-                request_id = f"{pending.request_id}-{number}"
-                try:
-                    if role is Role.CRITIC:
-                        metrics = self.update_critic(pending, samples, request_id=request_id)
-                    else:
-                        metrics = self.update_policy(pending, samples, wanted, shown, request_id=request_id)
-                except GradientsNotFinite:
-                    note_updated(self.settings.output_dir, pending)  # --resume goes on after what was learned
-                    raise
-                pending.measured.append(metrics)
-                if len(pending.measured) % _NOTE_EVERY == 0:
-                    write_pending(self.settings.output_dir, pending)
-            wanted = wanted if role is Role.CRITIC else ()
+            asked, wanted = ((), wanted) if role is Role.CRITIC else (wanted, ())
+            if number < len(pending.measured):
+                continue
+            try:
+                done = self.update_role(pending, role, samples, request_id=f"{pending.request_id}-{number}", log_probs_of=asked)
+            except GradientsNotFinite:
+                note_updated(self.settings.output_dir, pending)  # --resume goes on after what was learned
+                raise
+            shown.add_log_probs(samples, asked, [np.array(one.log_probs, dtype=np.float32) for one in done.log_probs])
+            if len(pending.measured) % _NOTE_EVERY == 0:
+                write_pending(self.settings.output_dir, pending)
         pending.step.metrics |= averaged(pending.measured)
 
     def updates(self, pending: PendingStep) -> Iterator[tuple[Role, list[TrainingSample]]]:
@@ -358,51 +357,29 @@ class RlLoop:
         loss = self.settings.loss
         return bool(loss.kl_coef or loss.entropy_coef) or has_advantages(samples)
 
-    def update_policy(
-        self,
-        pending: PendingStep,
-        samples: list[TrainingSample],
-        log_probs_of: Sequence[int],
-        shown: ShownSamples,
-        *,
-        request_id: str,
-    ) -> dict[str, float]:
-        step = pending.step
-        with step.timed("forward_backward"):
-            done = self.client.forward_backward(
-                samples, self.settings.policy_loss(), log_probs_of=log_probs_of, request_id=request_id
+    def update_role(
+        self, pending: PendingStep, role: Role, samples: list[TrainingSample], *, request_id: str, log_probs_of: Sequence[int]
+    ) -> ForwardBackwardResult:
+        """Takes one optimizer step of the role, and adds its figures to the pending step."""
+        step, is_critic = pending.step, role is Role.CRITIC
+        loss = self.settings.critic_loss() if is_critic else self.settings.policy_loss()
+        waits = 0 if is_critic else self.settings.critic_warmup_steps
+        with step.timed("critic" if is_critic else "forward_backward"):
+            done = self.client.forward_backward(samples, loss, role=role, log_probs_of=log_probs_of, request_id=request_id)
+        with step.timed("critic" if is_critic else "optim_step"):
+            stepped = self.client.optim_step(
+                role=role,
+                schedule_step=step.step - waits,
+                schedule_steps=(pending.schedule_steps or self.settings.num_steps) - waits,
+                request_id=f"{request_id}-step",
             )
-        shown.add_log_probs(samples, log_probs_of, [np.array(one.log_probs, dtype=np.float32) for one in done.log_probs])
-        with step.timed("optim_step"):
-            stepped = self.stepped(pending, Role.POLICY, request_id=request_id)
-        if stepped.is_skipped:
-            step.num_skipped_updates += 1
-        else:
+        metrics, figures = dict(done.metrics), {"grad_norm": stepped.grad_norm, "learning_rate": stepped.learning_rate}
+        step.num_skipped_updates += stepped.is_skipped
+        if is_critic:
+            step.num_critic_steps += not stepped.is_skipped
+            metrics = {f"critic/{name}": value for name, value in (metrics | figures).items()}
+        elif not stepped.is_skipped:
             step.num_policy_steps += 1
             step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
-        return dict(done.metrics)
-
-    def update_critic(self, pending: PendingStep, samples: list[TrainingSample], *, request_id: str) -> dict[str, float]:
-        step = pending.step
-        with step.timed("critic"):
-            done = self.client.forward_backward(samples, self.settings.critic_loss(), role=Role.CRITIC, request_id=request_id)
-            stepped = self.stepped(pending, Role.CRITIC, request_id=request_id)
-        step.num_skipped_updates += stepped.is_skipped
-        step.num_critic_steps += not stepped.is_skipped
-        figures = {**done.metrics, "grad_norm": stepped.grad_norm, "learning_rate": stepped.learning_rate}
-        return {f"critic/{name}": value for name, value in figures.items()}
-
-    def stepped(self, pending: PendingStep, role: Role, *, request_id: str) -> OptimStepResult:
-        """Takes the optimizer step at the step's place in the role's schedule."""
-        waits = 0 if role is Role.CRITIC else self.settings.critic_warmup_steps
-        return self.client.optim_step(
-            role=role,
-            schedule_step=pending.step.step - waits,
-            schedule_steps=(pending.schedule_steps or self.settings.num_steps) - waits,
-            request_id=f"{request_id}-step",
-        )
-
-
-def numbered(step: Step, *, part: int) -> int:
-    """The number of a call to generate: the same whenever the step is made again."""
-    return step.step << 16 | part
+        pending.measured.append(metrics)
+        return done

@@ -110,10 +110,8 @@ def test_a_client_killed_while_the_next_changeover_runs_is_resumed_with_the_same
         assert resumed.returncode == 0, text
         assert_clean_audit(node.state_dir)
     assert "resuming from the node's own policy version" in text
-    undisturbed, steps = figures(task / "undisturbed"), figures(task / "run")
-    assert len(steps) == NUM_STEPS + 1
-    assert [step["grad_norm"] for step in steps if step["step"] == KILLED_IN] == [None], "only the client knew it"
-    assert [one for one in steps if one["step"] != KILLED_IN] == [one for one in undisturbed if one["step"] != KILLED_IN]
+    assert len(figures(task / "run")) == NUM_STEPS + 1
+    assert figures(task / "run") == figures(task / "undisturbed")
 
 
 def figures(output: Path) -> list[dict[str, Any]]:

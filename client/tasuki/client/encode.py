@@ -22,6 +22,9 @@ TokenIds = Sequence[int] | NDArray[np.int32]
 _Part = TypeVar("_Part", rollout_pb2.Prompt, types_pb2.TrainingSample)
 # Tag and length of one entry of a repeated field.
 _ENTRY_OVERHEAD_BYTES = 8
+_SEQUENCES = [
+    name for name in types_pb2.TrainingSample.DESCRIPTOR.fields_by_name if name not in ("policy_version", "temperature")
+]
 
 
 def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
@@ -49,22 +52,11 @@ def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2
 def training_sample_from_proto(sample: types_pb2.TrainingSample) -> TrainingSample:
     """The sample of `training_sample_to_proto`, with arrays for its sequences."""
 
-    def floats(name: str) -> NDArray[np.float32]:
-        return np.array(getattr(sample, name), dtype=np.float32)
-
-    return TrainingSample(
-        prompt_token_ids=np.array(sample.prompt_token_ids, dtype=np.int32),
-        completion_token_ids=np.array(sample.completion_token_ids, dtype=np.int32),
-        rollout_log_probs=floats("rollout_log_probs"),
-        advantages=floats("advantages"),
-        ref_log_probs=floats("ref_log_probs"),
-        loss_mask=floats("loss_mask"),
-        policy_version=sample.policy_version,
-        temperature=sample.temperature if sample.HasField("temperature") else None,
-        old_log_probs=floats("old_log_probs"),
-        values=floats("values"),
-        returns=floats("returns"),
-    )
+    arrays: dict[str, Any] = {
+        name: np.array(getattr(sample, name), dtype=np.int32 if name.endswith("_ids") else np.float32) for name in _SEQUENCES
+    }
+    temperature = sample.temperature if sample.HasField("temperature") else None
+    return TrainingSample(**arrays, policy_version=sample.policy_version, temperature=temperature)
 
 
 def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
