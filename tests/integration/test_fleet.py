@@ -44,6 +44,7 @@ from tasuki.wire.errors import (
 from tasuki.wire.tracing import NO_TRACER, Tracer, open_tracer
 from tests.otlp import ReceivedSpan, receiving
 from tests.ports import free_port
+from tests.sparse_weights import write_sparse_weights
 from tests.unit.simulated_fleet import MemberNode
 
 TIMEOUT_S = 20.0
@@ -59,6 +60,7 @@ def config_of(folder: Path, rank: int, leader: str) -> NodeConfig:
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(MODEL)
+    write_sparse_weights(model)
     fleet = {"name": "f", "num_nodes": 2, "node_rank": rank, "leader": leader, "attempt": 1}
     return NodeConfig.model_validate(
         {

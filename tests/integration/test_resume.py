@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import save_file
 
 from tasuki.client import Client
 from tasuki.client.dataset import Dataset
@@ -81,6 +82,7 @@ class Run:
 async def run(tmp_path: Path) -> AsyncIterator[Run]:
     for folder in ("run", "model"):
         (tmp_path / folder).mkdir()
+    save_file({}, tmp_path / "model" / "model.safetensors")
     (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "node.toml").write_text(
         'state_dir = "node"\n[model]\npath = "model"\n[train]\ndataset = "train.jsonl"\noutput_dir = "run"\n'

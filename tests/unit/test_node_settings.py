@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import save_file
 
 from tasuki.cli.__main__ import USER_ERROR, main
 from tasuki.config.load import load_config
@@ -30,6 +31,7 @@ NODE = (
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Folder of a node that runs with NODE for the length of the test."""
     (tmp_path / "model").mkdir()
+    save_file({}, tmp_path / "model" / "model.safetensors")
     (tmp_path / "rows.jsonl").write_text("")
     (tmp_path / "node.toml").write_text(NODE)
     (tmp_path / "train.toml").write_text(HEAD + RUN)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
@@ -17,7 +19,7 @@ from tasuki.wire.errors import InvalidArgument
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"1234")
+    save_file({"w": np.zeros(2), "m.rotary_emb.inv_freq": np.zeros(3)}, tmp_path / "model" / "model.safetensors")
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "node.toml").write_text(
@@ -59,3 +61,24 @@ def test_length_frequency_and_machine_may_change_and_folders_may_move(folder: Pa
         f'model.path="{folder}/other"', 'train.output_dir="elsewhere"', "rollout.max_running_requests=4",
     )  # fmt: skip
     check_recipe(recipe(now), begun_with=begun_with, output_dir=folder / "run")
+
+
+def test_tensors_may_move_between_files_and_lose_buffers_but_not_change_nor_may_the_texts(folder: Path):
+    model, output_dir = folder / "model", folder / "run"
+    begun_with = recipe(_config(folder))
+    (model / "model.safetensors").unlink()
+    save_file({"w": np.zeros(2)}, model / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_recipe(recipe(_config(folder)), begun_with=begun_with, output_dir=output_dir)
+    for change in (
+        lambda: save_file({"w": np.zeros(3)}, model / "model-00001-of-00001.safetensors"),
+        lambda: (
+            save_file({"w": np.zeros(2)}, model / "model-00001-of-00001.safetensors"),
+            (model / "chat_template.jinja").write_text("x"),
+        ),
+    ):
+        change()
+        with pytest.raises(InvalidArgument, match="has changed since the run was started") as refused:
+            check_recipe(recipe(_config(folder)), begun_with=begun_with, output_dir=output_dir)
+        assert refused.value.metadata["field"] == "model"

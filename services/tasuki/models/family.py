@@ -138,6 +138,14 @@ _KEYS_WITHOUT_EFFECT = frozenset({
     "num_beams", "num_beam_groups", "num_return_sequences", "length_penalty", "repetition_penalty", "diversity_penalty",
 })  # fmt: skip
 
+# What transformers refuses in some of these once services start.
+_IDS, _FLAG, _TEXT = (int, type(None)), (bool, type(None)), (str, type(None))
+_KINDS_OF_NOTES: Mapping[str, tuple[type, ...]] = {
+    "architectures": (list,), "transformers_version": _TEXT, "bos_token_id": _IDS, "pad_token_id": _IDS, "eos_token_id": (*_IDS, list),
+    "use_cache": (bool,), "return_dict": _FLAG, "output_hidden_states": _FLAG, "output_router_logits": (bool,), "pretraining_tp": _IDS,
+    "initializer_range": (float,), "router_aux_loss_coef": (float,), "id2label": (dict, type(None)), "label2id": (dict, type(None)),
+}  # fmt: skip
+_DTYPES = (None, "float32", "bfloat16", "float16", "float64")
 
 # transformers or the engine read these with a default that is not null, false, 0 or empty, so such a value has an effect.
 _TRUE_BY_DEFAULT = frozenset({"is_causal", "rope_is_neox_style"})
@@ -166,6 +174,7 @@ def check_keys(config: Config, family: Family) -> None:
                 raise unsupported(config, key, "its effect is unknown; unset it if nothing is computed from it")
         elif (values := known[key]) is not None and not _is_one_of(value, values):
             raise unsupported(config, key, f"trainer and engine agree on {' or '.join(map(repr, values))} only")
+    _check_notes(config)
     _check_numbers(config)
     rope.check_rope(config, types=family.rope_types, is_partial=family.has_partial_rope)
 
@@ -173,6 +182,16 @@ def check_keys(config: Config, family: Family) -> None:
 def computing_keys(family: Family) -> frozenset[str]:
     """Keys of config.json on which a model's results depend."""
     return frozenset({**_DECODER_KEYS, **family.keys}) - _LIMITS
+
+
+def _check_notes(config: Config) -> None:
+    for key, kinds in _KINDS_OF_NOTES.items():
+        if key in config and type(config[key]) not in kinds:
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise InvalidArgument(key, f"must be {names} in the model's config.json, not {config[key]!r}")
+    for key in ("dtype", "torch_dtype"):
+        if config.get(key) not in _DTYPES:
+            raise InvalidArgument(key, f"must be one of {_DTYPES[1:]} in the model's config.json, not {config[key]!r}")
 
 
 def _check_numbers(config: Config) -> None:

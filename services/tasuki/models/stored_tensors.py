@@ -34,7 +34,6 @@ _BITS = {
     "F6_E3M2": 6,
 }
 _COMPUTED = (".inv_freq", ".cos_cached", ".sin_cached", ".position_ids", ".masked_bias")
-"""Buffers that older releases of transformers saved, and that every reader computes from config.json."""
 _AGAIN = "download or convert the model again"
 _BLOCK_BYTES = 1 << 20
 _NUM_BLOCKS = 16
@@ -89,7 +88,7 @@ def check_stored(
         wanted |= {VALUE_HEAD: (1, model.hidden_size)} if VALUE_HEAD in stored else {}
     missing = [name for name in wanted if name not in stored]
     ignored = {VALUE_HEAD, HEAD} if is_critic or model.is_tied else {VALUE_HEAD}
-    unread = [name for name in stored if name not in wanted and name not in ignored and not name.endswith(_COMPUTED)]
+    unread = [name for name in stored if name not in wanted and name not in ignored and not is_computed(name)]
     if missing:
         there = f"; its {_several(unread)} has no place in the model" if unread else ""
         cure = _AGAIN if missing != [HEAD] else f"set tie_word_embeddings to true if the embedding is the head, or {_AGAIN}"
@@ -141,6 +140,11 @@ def stored_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def is_computed(name: str) -> bool:
+    """Whether a tensor is a buffer that older releases of transformers saved, and that every reader computes from config.json."""
+    return name.endswith(_COMPUTED)
+
+
 def _joined(
     index: Path, indexed: Mapping[str, str], files: Mapping[str, Mapping[str, StoredTensor]], *, key: str
 ) -> dict[str, StoredTensor]:
@@ -149,12 +153,12 @@ def _joined(
         for name, tensor in tensors.items():
             if name in stored:
                 raise InvalidArgument(key, f"{stored[name].file.name} and {tensor.file} both hold {name}; {_AGAIN}")
-            if indexed.get(name) != file_name and not name.endswith(_COMPUTED):
+            if indexed.get(name) != file_name and not is_computed(name):
                 says = f"names {indexed[name]}" if name in indexed else "does not name it"
                 raise InvalidArgument(key, f"{tensor.file} holds {name}, but {index.name} {says}; {_AGAIN}")
             stored[name] = tensor
     for name, file_name in indexed.items():
-        if name not in stored and not name.endswith(_COMPUTED):
+        if name not in stored and not is_computed(name):
             raise InvalidArgument(key, f"{index} names {file_name} for {name}, which is not in it; {_AGAIN}")
     return stored
 

@@ -58,6 +58,8 @@ def _check_files(path: Path, key: str) -> None:
         check_stored(path, read_model(table).shape, key=key)
     else:
         read_stored(path, key=key)
+    if (path / "generation_config.json").is_file():
+        read_json_object(path / "generation_config.json", field=key)
     for file in sorted({*model_files(path), *other_files(path)}):
         _check_readable(file, key=key)
     if not (path / "tokenizer_config.json").is_file():

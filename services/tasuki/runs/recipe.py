@@ -11,6 +11,8 @@ from typing import Any
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import TrainConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
+from tasuki.models.folder_files import INDEX_FILE, model_files
+from tasuki.models.stored_tensors import is_computed, read_stored
 from tasuki.models.tokenizer import CHAT_TEMPLATES
 from tasuki.wire.errors import InvalidArgument
 
@@ -22,8 +24,6 @@ _FREE_SFT_KEYS = _FREE_RUN_KEYS | {"num_epochs", "max_tokens"}
 # Every recipe contains exactly one of them, which identifies the run's table.
 _DATASETS = ("train.dataset", "sft.dataset")
 _DIGEST = "sha256:"
-# Text files of the model: configuration, tokenizer and chat template.
-_MODEL_TEXTS = (".json", ".jinja", ".model", ".txt")
 
 
 def recipe(config: NodeConfig) -> Recipe:
@@ -39,7 +39,7 @@ def recipe(config: NodeConfig) -> Recipe:
         tables["train.reward"] = run.reward.model_dump(mode="json", include={"function", "weights", "on_error"})
     values = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
     values["seed"] = config.seed
-    values["model.path"] = model_digest(config.model.path)
+    values["model"] = model_digest(config.model.path)
     values[f"{table}.dataset"] = _file_digest(run.dataset)
     values[f"{table}.eval_dataset"] = None if run.eval_dataset is None else _file_digest(run.eval_dataset)
     return json.loads(json.dumps(values))
@@ -82,15 +82,13 @@ def _file_digest(path: Path) -> str:
 
 
 def model_digest(folder: Path) -> str:
-    """Digest that does not read the weights, which may be hundreds of GB."""
-    files = sorted(
-        path
-        for path in (*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATES}/*"))
-        if path.suffix in (*_MODEL_TEXTS, ".safetensors")
-    )
-    parts = [
-        f"{path.name} {_file_digest(path) if path.suffix in _MODEL_TEXTS else path.stat().st_size}"
-        for path in files
-        if path.is_file()
-    ]
+    """Digest of configuration and tokenizer, and of names, dtypes and shapes of the tensors, wherever they are stored.
+
+    Does not read the weights, which may be hundreds of GB, and leaves out buffers that every reader computes. Raises as read_stored.
+    """
+    files = (*model_files(folder), *sorted(folder.glob(f"{CHAT_TEMPLATES}/*.jinja")))
+    texts = [path for path in files if path.suffix != ".safetensors" and path.name != INDEX_FILE]
+    stored = {name: tensor for name, tensor in read_stored(folder).items() if not is_computed(name)}
+    parts = [f"{path.name} {_file_digest(path)}" for path in texts]
+    parts += [f"{name} {stored[name].dtype} {stored[name].shape}" for name in sorted(stored)]
     return _DIGEST + hashlib.sha256("\n".join(parts).encode()).hexdigest()

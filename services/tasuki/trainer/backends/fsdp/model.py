@@ -123,7 +123,7 @@ def read_model_config(path: Path) -> PreTrainedConfig:
         open_regular(path / "config.json").close()  # transformers' error for a denied file is that of a missing one
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, KeyError, OSError, StrictDataclassError) as error:
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
         raise _unreadable(path, error) from error
     architecture = next(iter(config.architectures or []), "none")
     if architecture not in ARCHITECTURES:
