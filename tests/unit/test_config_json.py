@@ -127,3 +127,16 @@ def test_a_fractional_base_is_refused_where_the_engine_rounds_it(key: str) -> No
     assert read_model(table("LlamaForCausalLM", 10000.5))
     with pytest.raises(UnsupportedModel, match=r"rope_theta 10000\.5: the engine rounds it down"):
         read_model(table("MixtralForCausalLM", 10000.5))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_cache", 1), ("bos_token_id", True), ("eos_token_id", ["2"]), ("pad_token_id", "0"), ("pad_token_id", 10**6),
+        ("initializer_range", 1), ("transformers_version", 5), ("dtype", "bfloat17"), ("torch_dtype", 16), ("id2label", []),
+    ],
+)  # fmt: skip
+def test_a_note_that_transformers_cannot_read_is_refused_by_key(key: str, value: object):
+    with pytest.raises(InvalidArgument) as refused:
+        read_model(table_of(**{key: value}))
+    assert refused.value.metadata["field"] == key

@@ -189,6 +189,13 @@ def _check_notes(config: Config) -> None:
         if key in config and type(config[key]) not in kinds:
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
             raise InvalidArgument(key, f"must be {names} in the model's config.json, not {config[key]!r}")
+    if isinstance(config.get("eos_token_id"), list):
+        elements(config, "eos_token_id", of=int)
+    padding, vocab_size = config.get("pad_token_id"), config.get("vocab_size")
+    if padding is not None and isinstance(vocab_size, int) and not -vocab_size <= padding < vocab_size:
+        raise InvalidArgument(
+            "pad_token_id", f"must be below vocab_size, {vocab_size}, in the model's config.json, not {padding}"
+        )
     for key in ("dtype", "torch_dtype"):
         if config.get(key) not in _DTYPES:
             raise InvalidArgument(key, f"must be one of {_DTYPES[1:]} in the model's config.json, not {config[key]!r}")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tasuki.config.checks import check_critic_model
 from tasuki.config.schema import NodeConfig
-from tasuki.models.config_json import architecture_of, read_json_object
-from tasuki.models.families import FAMILIES, read_model
+from tasuki.models.config_json import read_json_object
+from tasuki.models.families import read_model
 from tasuki.models.folder_files import INDEX_FILE, WEIGHT_SUFFIXES, model_files, other_files
-from tasuki.models.stored_tensors import check_stored, read_stored
+from tasuki.models.stored_tensors import check_stored
 from tasuki.models.tokenizer import read_tokenizer
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.wire.denied_path import named_if_denied
@@ -38,7 +38,7 @@ def check_model_folder(path: Path, *, key: str = "model.path") -> None:
     """Judges a folder by everything but the values of its weights: config.json, the tensors' headers, the tokenizer.
 
     Raises PathNotFound or InvalidArgument naming what is missing, PathPermissionDenied, and the errors of read_model for config.json and of
-    check_stored. The services check whether the architecture is supported.
+    check_stored.
     """
     with named_if_denied(path, key=key):
         _check_files(path, key)
@@ -54,10 +54,7 @@ def _check_files(path: Path, key: str) -> None:
     table = read_json_object(config, field=key)
     if not table.get("architectures"):
         raise InvalidArgument(key, f"{config} has no `architectures`, so the model is unknown")
-    if architecture_of(table) in FAMILIES:
-        check_stored(path, read_model(table).shape, key=key)
-    else:
-        read_stored(path, key=key)
+    check_stored(path, read_model(table).shape, key=key)
     if (path / "generation_config.json").is_file():
         read_json_object(path / "generation_config.json", field=key)
     for file in sorted({*model_files(path), *other_files(path)}):
