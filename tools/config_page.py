@@ -133,7 +133,7 @@ def _value(kind: Any, field: FieldInfo) -> str:
     if get_origin(kind) is Annotated and get_origin(get_args(kind)[0]) in (tuple, Union, UnionType):
         return _value(get_args(kind)[0], field)
     if get_origin(kind) is Literal or (isinstance(kind, type) and issubclass(kind, StrEnum)):
-        return " or ".join(f'`"{choice}"`' for choice in get_args(kind) or kind)
+        return " or ".join(f'`"{one}"`' if isinstance(one, str) else str(one).lower() for one in get_args(kind) or kind)
     if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
         return f"[{_value(get_args(kind)[0], field)}, ...]"
     if get_origin(kind) is tuple:

@@ -110,7 +110,7 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (
             ['trainer.prefix_sharing="true"'],
             "trainer.prefix_sharing",
-            "give true or false, without quotes, or \"auto\" (got 'true')",
+            "Input should be 'auto', True or False (got 'true')",
         ),
     ],
 )

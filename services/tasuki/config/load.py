@@ -29,6 +29,9 @@ _WANTED = {
     "dict_type": "give a table",
     "tuple_type": "give a list",
     "list_type": "give a list",
+    "int_type": "give a whole number, without quotes",
+    "float_type": "give a number, without quotes",
+    "bool_type": "give true or false, without quotes",
 }
 """Advice by pydantic's problem type, where its message names Python's types."""
 

@@ -10,17 +10,24 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, model_validator
 
 from tasuki.config.checks import HEARTBEAT_S, MISSED_BEATS, check_config
 from tasuki.config.engine_arguments import Argument, check_engine_arguments
-from tasuki.config.table import UNIX, Address, Bytes, Devices, Listen, Schema, Seed
+from tasuki.config.table import (
+    UNIX,
+    Address,
+    Bool,
+    Bytes,
+    Devices,
+    Float,
+    Int,
+    Listen,
+    PositiveFloat,
+    PositiveInt,
+    Schema,
+    Seed,
+)
 from tasuki.config.train_schema import SftConfig, TrainConfig
 from tasuki.config.trainer_schema import DEFAULT_MICRO_BATCH_TOKENS, LoraConfig, TrainerConfig
 
@@ -38,7 +45,7 @@ class CoordinatorConfig(Schema):
     """Deadline of each stage, of a collective of the trainer's ranks, and of the engine's start. A changeover waits twice as long for a
     service to restart. A process without a heartbeat for a twentieth of it, or whose command makes no progress for half of it, is
     killed and restarted; its stacks go to `state_dir`/stalls."""
-    drain_grace_s: float = Field(default=30.0, ge=0)
+    drain_grace_s: Float = Field(default=30.0, ge=0)
     """How long running requests may continue in DRAIN before they are cut."""
 
     @property
@@ -68,7 +75,7 @@ class RolloutConfig(Schema):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     context_length: PositiveInt | None = None
     """Maximum tokens of prompt plus completion; by default the model's own limit."""
-    kv_ratio: float = Field(default=0.85, gt=0, lt=1)
+    kv_ratio: Float = Field(default=0.85, gt=0, lt=1)
     """Maximum share of a GPU for weights plus KV cache (SGLang's mem_fraction_static). If `train.max_prompt_tokens` or `context_length`
     bounds the samples of a `[train]` step, the cache takes only what they need when all run at once, and the trainer may keep the rest.
     `engine.max_total_tokens` sets its tokens."""
@@ -97,7 +104,7 @@ class RolloutConfig(Schema):
 class RestartConfig(Schema):
     """Restarts of services that end or hang."""
 
-    max_restarts: int = Field(default=5, ge=0)
+    max_restarts: Int = Field(default=5, ge=0)
     """Restarts of one service allowed within ten minutes; the next failure stops the node. 0 stops it at the first."""
 
 
@@ -149,7 +156,7 @@ class SecurityConfig(Schema):
     """TOML file with the role of each caller: with `client_ca` a table `[certificates]` of lines `"spiffe://lab/alice" = "operator"`, by
     SPIFFE id, or by common name if a certificate has no id; else a table `[tokens]` of lines `TOKEN = "trainer"`, closed to other users.
     Without it `spiffe://ANY/tasuki/ROLE` has the role that it names."""
-    insecure: bool = False
+    insecure: Bool = False
     """Lets every user of the machine call loopback ports, in every role."""
 
 
@@ -201,11 +208,11 @@ class FleetConfig(Schema):
     """Name of the fleet, the same on all nodes: letters, digits, ".", "_" and "-"."""
     num_nodes: PositiveInt
     """Number of nodes, the same on all nodes."""
-    node_rank: int = Field(ge=0)
+    node_rank: Int = Field(ge=0)
     """Rank of this node. Node 0 leads."""
     leader: Address
     """HOST:PORT of the fleet on node 0, used by clients, nodes and the trainers' ranks."""
-    attempt: int = Field(default=0, ge=0)
+    attempt: Int = Field(default=0, ge=0)
     """Number of restarts of the job: Slurm's restart count, JobSet's restart-attempt label. Nodes refuse smaller numbers."""
     interface: str | None = None
     """Network interface for gradients between nodes, such as "eth0". By default gloo takes the one that routes to the leader, and NCCL

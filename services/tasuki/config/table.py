@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated
 
+from annotated_types import Gt
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -14,11 +12,10 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    Strict,
     ValidationError,
-    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    field_validator,
 )
 
 from tasuki.wire.address import split_host_port
@@ -26,7 +23,7 @@ from tasuki.wire.address import split_host_port
 
 def _in_bytes(value: object, read: ValidatorFunctionWrapHandler) -> ByteSize:
     try:
-        return read(value)
+        return read(None if isinstance(value, bool) else value)
     except ValidationError:
         raise ValueError('give a whole number of bytes above 0, or text such as "8GB" or "512MiB"') from None
 
@@ -56,55 +53,20 @@ Address = Annotated[str, AfterValidator(_check_address)]
 """HOST:PORT."""
 Listen = Annotated[str, AfterValidator(_check_listen)]
 # Seeds accepted by numpy, torch and SGLang alike.
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Seed = Annotated[int, Strict(), Field(ge=0, lt=2**32)]
+
+
+Int = Annotated[int, Strict()]
+Float = Annotated[float, Strict()]
+Bool = Annotated[bool, Strict()]
+PositiveInt = Annotated[int, Strict(), Gt(0)]
+PositiveFloat = Annotated[float, Strict(), Gt(0)]
 
 
 class Schema(BaseModel):
-    """Base of every table: frozen, without unknown keys, and without text or booleans in place of numbers."""
+    """Base of every table: frozen, without unknown keys. Its numbers and booleans are strict."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _is_of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
-        if info.field_name is not None:
-            check_kind(value, cls.model_fields[info.field_name].annotation)
-        return value
-
-
-def check_kind(value: object, annotation: Any) -> None:
-    """Raises ValueError for a number or boolean in quotes and for a boolean in place of a number.
-
-    pydantic accepts all of these, and its strict mode would refuse TOML's arrays and paths. annotation: of the field.
-    """
-    kinds = list(_kinds(annotation))
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        elements = [element for kind in kinds if get_origin(kind) is tuple for element in get_args(kind) if element is not ...]
-        for one in value if elements else ():
-            check_kind(one, Union[tuple(elements)])  # noqa: UP007  made from a list
-        return
-    is_number, is_bool = any(kind in (int, float, ByteSize) for kind in kinds), bool in kinds
-    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
-    quoted = " or ".join(f'"{word}"' for word in words if isinstance(word, str))
-    other = f", or {quoted}" if quoted else ""
-    if isinstance(value, bool) and is_number and not is_bool:
-        raise ValueError(f"give a number{other}")
-    is_text = any(kind in (str, Path, ByteSize, Any, object) for kind in kinds) or value in words
-    if isinstance(value, str) and not is_text and (is_number or is_bool):
-        wanted = "a number" if is_number else "true or false"
-        raise ValueError(f"give {wanted}, without quotes{other}")
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """Types that a value may have, with Annotated and Union unwrapped."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        yield from _kinds(get_args(annotation)[0])
-    elif origin in (Union, UnionType):
-        for each in get_args(annotation):
-            yield from _kinds(each)
-    else:
-        yield annotation
 
 
 UUID = "GPU-"

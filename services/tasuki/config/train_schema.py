@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, model_validator
 
 from tasuki.algorithms.estimator import KL_HORIZON, MAX_KL_ERROR, Estimator, Std
 from tasuki.algorithms.loss_types import COMMON, Correction, LossConfig, OldPolicy
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.algorithms.sampling import LEAST_TEMPERATURE
 from tasuki.algorithms.setting import SettingError
-from tasuki.config.table import Schema
+from tasuki.config.table import Bool, Float, Int, PositiveFloat, PositiveInt, Schema
 
 _MAX_INT32 = 2**31 - 1
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo", "dapo", "gspo", "cispo"]
@@ -88,7 +88,7 @@ class RewardConfig(Schema):
     function: str | dict[str, str]
     """"module:function", or several by name: `{ exact = "rewards:exact", form = "rewards:form" }`. It is called by keyword with those of
     prompt, completion, finish_reason, num_tokens and the dataset line's fields that its signature takes, and returns a number."""
-    weights: dict[str, float] = Field(default={})
+    weights: dict[str, Float] = Field(default={})
     """Weight of each named function in their sum, 1 by default; 0 reports it without training on it."""
     num_workers: PositiveInt = 1
     timeout_s: PositiveFloat = 10.0
@@ -115,12 +115,12 @@ class AdvantageConfig(Schema):
     prompt."""
     std: Std = "sample"
     """Standard deviation by which group_mean and batch_baseline divide."""
-    discount: float = Field(default=1.0, gt=0, le=1)
-    lam: float = Field(default=1.0, ge=0, le=1)
+    discount: Float = Field(default=1.0, gt=0, le=1)
+    lam: Float = Field(default=1.0, ge=0, le=1)
     """GAE's lambda."""
-    whiten: bool = True
+    whiten: Bool = True
     """Whether to whiten GAE's advantages over the batch."""
-    kl_coef: float = Field(default=0.0, ge=0)
+    kl_coef: Float = Field(default=0.0, ge=0)
     """Weight of the KL divergence to the reference, estimated by k1, within the reward."""
     kl_target: PositiveFloat | None = None
     """Target KL divergence in nats per sequence, towards which `kl_coef` adapts; by default `kl_coef` is fixed."""
@@ -137,9 +137,9 @@ class EvalConfig(Schema):
 
     num_samples: PositiveInt = 1
     """Completions per prompt."""
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: Float = Field(default=0.0, ge=0)
     """0 is greedy."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: Float | None = Field(default=None, gt=0, le=1)
     max_new_tokens: PositiveInt | None = None
     """Defaults to `train.max_new_tokens`."""
     pass_at: tuple[PositiveInt, ...] = ()
@@ -160,7 +160,7 @@ class EvalConfig(Schema):
 class SamplesConfig(Schema):
     """Completions written to `output_dir`/samples for inspection."""
 
-    groups_per_step: int = Field(default=4, ge=0)
+    groups_per_step: Int = Field(default=4, ge=0)
     """Prompts per step whose completions are written; 0 writes none. Beyond 256 MB on disk the oldest steps are deleted."""
 
 
@@ -202,11 +202,11 @@ class TrainConfig(Schema):
     max_new_tokens: PositiveInt = DEFAULT_MAX_NEW_TOKENS
     max_prompt_tokens: PositiveInt | None = None
     """Maximum prompt length in `dataset` and `eval_dataset`. Longer prompts are refused at start. Bounds the KV cache that a step needs."""
-    temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    temperature: Float = Field(default=1.0, ge=LEAST_TEMPERATURE)
+    top_p: Float | None = Field(default=None, gt=0, le=1)
     """Below 1, completions come from a truncated distribution, while log-probs are of the full one; likewise for `top_k`."""
-    top_k: int | None = Field(default=None, ge=1, le=_MAX_INT32)
-    stop_token_ids: tuple[Annotated[int, Field(ge=0, le=_MAX_INT32)], ...] = ()
+    top_k: Int | None = Field(default=None, ge=1, le=_MAX_INT32)
+    stop_token_ids: tuple[Annotated[Int, Field(ge=0, le=_MAX_INT32)], ...] = ()
     """Stop tokens in addition to the model's own."""
     num_epochs: PositiveInt = 1
     """Passes over the samples of a step."""
@@ -222,19 +222,19 @@ class TrainConfig(Schema):
         ValueLoss()
     )
     """Loss of the critic."""
-    critic_warmup_steps: int = Field(default=0, ge=0)
+    critic_warmup_steps: Int = Field(default=0, ge=0)
     """Initial steps in which only the critic learns. The policy's schedule starts after them."""
     max_batches: PositiveInt = 1
     """Maximum generations per step until enough groups differ (DAPO's dynamic sampling); 1 keeps all groups. Above 1, groups with equal
     rewards are discarded, also for the KL divergence and the entropy."""
-    mask_truncated: bool = False
+    mask_truncated: Bool = False
     """Whether completions that reached `max_new_tokens` are excluded from the loss."""
     overlong_tokens: PositiveInt | None = None
     """Length in tokens of the zone before `max_new_tokens` over which the reward falls by up to 1 (DAPO)."""
     eval: EvalConfig = EvalConfig()
     eval_every: PositiveInt | None = None
     """Steps between evaluations. With an eval_dataset, the first and last steps are always evaluated."""
-    stop_at_eval_score: float | None = None
+    stop_at_eval_score: Float | None = None
     """Ends the run early once the held-out score reaches this value."""
     samples: SamplesConfig = SamplesConfig()
     save_every: PositiveInt | None = None

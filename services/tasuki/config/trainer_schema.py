@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, model_validator
 
 from tasuki.config.checks import FUSED_LINEAR
-from tasuki.config.table import Devices, Schema
+from tasuki.config.table import Bool, Devices, Float, Int, PositiveFloat, PositiveInt, Schema
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Beta = Annotated[Float, Field(ge=0, lt=1)]
 LinearName = Literal["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
 
 
@@ -38,7 +38,7 @@ MAX_LEARNING_RATE = 1.0
 """One step of a larger one destroys any weights, which no later error brings back."""
 
 
-LearningRate = Annotated[float, Field(ge=0, le=MAX_LEARNING_RATE)]
+LearningRate = Annotated[Float, Field(ge=0, le=MAX_LEARNING_RATE)]
 
 
 class OptimizerConfig(Schema):
@@ -47,12 +47,12 @@ class OptimizerConfig(Schema):
     learning_rate: LearningRate = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; linear and cosine decay to 0 at the run's end."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Int = Field(default=0, ge=0)
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     # In float32 a much smaller one is 0, and a weight without a gradient becomes NaN.
-    eps: float = Field(default=1e-8, ge=1e-30)
-    weight_decay: float = Field(default=0.0, ge=0, le=100)
+    eps: Float = Field(default=1e-8, ge=1e-30)
+    weight_decay: Float = Field(default=0.0, ge=0, le=100)
     max_grad_norm: PositiveFloat = 1.0
 
 
@@ -82,14 +82,14 @@ class TrainerConfig(OptimizerConfig):
     sequence_parallel: PositiveInt = 1
     """Ranks that split the tokens of each micro-batch and, in attention, its heads (Ulysses). Samples may be that many times as long.
     Must divide `num_ranks` and the model's attention heads, and must divide its key heads or be a multiple of them."""
-    expert_parallel: bool = False
+    expert_parallel: Bool = False
     """Whether each rank computes its own part of every layer's experts, and tokens travel to the ranks of their experts and back.
     Otherwise every rank gathers all experts, layer by layer. `num_ranks` must divide the number of experts. Results agree up to
     rounding. Not with `mlp_tile_tokens`."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """Action if gradients are not finite: fail the step, or discard them and report the step as skipped."""
     critic: CriticConfig | None = None
-    micro_batch_tokens: int | None = Field(default=None, gt=0, lt=2**31)
+    micro_batch_tokens: Int | None = Field(default=None, gt=0, lt=2**31)
     """Maximum tokens in a micro-batch; longer samples are refused. Defaults to 8192 on a CPU. On a GPU it is the first of 16384, 8192, ...
     that the planner has room for, and at least 1024 and `rollout.context_length`. The default is multiplied by `sequence_parallel`."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -112,13 +112,13 @@ class TrainerConfig(OptimizerConfig):
     compile: Literal["none", "blocks"] = "none"
     """Scope of torch.compile: nothing, or every layer of the networks except attention and experts. Results agree up to rounding.
     Compilation happens at start; on a CPU it needs g++ or the compiler in CXX."""
-    prefix_sharing: Literal["auto"] | bool = "auto"
+    prefix_sharing: Literal["auto", True, False] = "auto"
     """Whether samples of one prompt in a micro-batch share its computation. Results agree up to rounding, and `micro_batch_tokens` counts
     the prompt once. "auto": where it saves operations and the attention kernel can: on a GPU, without windows and after a trial at start.
     True is refused where it cannot."""
     lora: LoraConfig | None = None
     """Trains adapters on a frozen model, which is then also the reference policy."""
-    reference_on_host: bool | None = None
+    reference_on_host: Bool | None = None
     """Whether the weights of the KL reference stay in host memory, pinned on a GPU, and are copied layer by layer whenever it scores.
     Otherwise they are on the GPU, and leave with the other weights. Log-probs are the same. Setting it also plans the reference. By
     default they are on the GPU if `[train]` has a KL coefficient; if it has none, nothing is planned, and a client's reference takes what
