@@ -147,4 +147,4 @@ def test_a_host_without_room_for_the_inputs_is_told_at_the_start(model: Path, me
 
 def test_a_small_model_keeps_everything_by_default(model: Path, mesh: DeviceMesh) -> None:
     learner = start_learner(model, mesh=mesh)
-    assert fsdp(learner)._layout.checkpointing is Checkpointing.NONE
+    assert fsdp(learner)._choices.checkpointing == Checkpointing.NONE

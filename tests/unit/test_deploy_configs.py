@@ -42,8 +42,8 @@ def test_an_example_is_for_the_gpus_of_its_preset(name: str):
     model, gpu_gb, _ = PLANNED[name]
     config = load_config(CONFIGS[0].with_stem(name))
     assert (preset.model, preset.gpu_bytes, preset.num_gpus) == (model, gpu_gb * GB, config.trainer.num_ranks)
-    assert config.rollout.kv_ratio == preset.settings["kv_ratio"]
-    assert preset.settings.get("lora_rank") == (config.trainer.lora and config.trainer.lora.rank)
+    assert config.rollout.kv_ratio == preset.settings["rollout.kv_ratio"]
+    assert preset.settings.get("trainer.lora.rank") == (config.trainer.lora and config.trainer.lora.rank)
 
 
 def write_config(folder: Path, model: str) -> None:
@@ -51,6 +51,7 @@ def write_config(folder: Path, model: str) -> None:
     shape = MODELS[model]
     table = {
         "architectures": [shape.architecture],
+        "model_type": "qwen2",
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.num_layers,

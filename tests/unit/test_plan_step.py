@@ -195,7 +195,8 @@ def _attention(causal_lm: Any) -> PackedAttention:
 def _node(causal_lm: Any, checkpointing: str, **trainer: Any) -> Node:
     model = read_model(causal_lm.config.to_dict() | {"architectures": [type(causal_lm).__name__]}).shape
     return node_with(
-        model, device="cpu", micro_batch_tokens=NUM_TOKENS, logit_tokens=NUM_TOKENS - 1, trainer=trainer,
+        model, device="cpu", micro_batch_tokens=NUM_TOKENS, logit_tokens=NUM_TOKENS - 1,
+        trainer={"prefix_sharing": False} | trainer,
         checkpointing=Checkpointing(checkpointing),
     )  # fmt: skip
 

@@ -81,7 +81,7 @@ def fleet_config(
 def _fleet_of(path: Path) -> Mapping[str, Any]:
     """The file's own table [fleet]; empty if load_config has more to say about the file."""
     try:
-        fleet = tomllib.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode("utf-8-sig")).get("fleet")
+        fleet = tomllib.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode().removeprefix("\ufeff")).get("fleet")
     except (OSError, ValueError, RecursionError):
         return {}
     return fleet if isinstance(fleet, dict) else {}

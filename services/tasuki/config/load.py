@@ -138,7 +138,7 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode("utf-8-sig"))
+        return tomllib.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode().removeprefix("\ufeff"))
     # Includes TOMLDecodeError, UnicodeDecodeError and the interpreter's limits on digits and nesting.
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("config", f"{path} is not TOML: {error}") from error

@@ -159,7 +159,7 @@ def _read_callers(path: Path, table: str, *, told: Callable[[str, object], str])
     """The only table of the file. told: how an error describes a caller and its role."""
     text = read_file(_CALLERS, path)
     try:
-        tables = tomllib.loads(text.decode("utf-8-sig"))
+        tables = tomllib.loads(text.decode().removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:  # also the interpreter's limits on digits and nesting
         raise InvalidArgument(_CALLERS, f"{path} is not TOML: {error}") from error
     if tables.keys() != {table} or not isinstance(tables[table], dict):
