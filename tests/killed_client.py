@@ -74,6 +74,11 @@ class Run:
         steps = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
         return [{name: value for name, value in step.items() if not name.endswith("seconds")} for step in steps]
 
+    def step_seconds(self) -> float:
+        """Mean seconds of a step."""
+        steps = [json.loads(line) for line in (self.output_dir / "metrics.jsonl").read_text().splitlines()]
+        return sum(sum(step["seconds"].values()) for step in steps) / len(steps)
+
     def results(self) -> dict[str, str]:
         """Digests of the exported model's files, and the checkpoints' names."""
         files = [path for path in (self.output_dir / "model").rglob("*") if path.is_file()]
