@@ -201,11 +201,12 @@ def plan_of(node: Node, sizes: Sizes) -> Plan:
     for kind, gpu in first_of.items():
         if node.has_rank(gpu) and node.strategy is not Strategy.RESIDENT:
             leaving.update(dict.fromkeys(node.released(gpu), kinds.count(kind)))
+    kept = _host_throughout(node)
     for stage in PLAN_STAGES:
         parts = {kind: parts_on_gpu(node, sizes, stage, gpu) for kind, gpu in first_of.items()}
         gpus = tuple(parts[kind] for kind in kinds)
         held = {part: sizes.trainer[part] * leaving[part] for part in COPIED}
-        stages.append(StagePlan(stage, gpus, _host(node, stage, held=held, gpus=gpus)))
+        stages.append(StagePlan(stage, gpus, _host(node, stage, kept=kept, held=held, gpus=gpus)))
     return Plan(node=node, stages=tuple(stages), kv_pool=sizes.kv_pool)
 
 
@@ -280,20 +281,26 @@ def _asleep(node: Node, stage: PlanStage, gpu: int) -> set[Part]:
     return away | ({Part.CUDA_GRAPH} if Part.KV_CACHE in away else set())
 
 
-def _host(node: Node, stage: PlanStage, *, held: Mapping[Part, int], gpus: Sequence[Mapping[Part, int]]) -> Bytes:
-    """held: copies of what leaves, pinned at the first pause, then kept."""
+def _host_throughout(node: Node) -> Bytes:
+    """Host memory that is pinned at the start, then kept."""
     num_ranks = node.num_ranks
-    host = {
+    return {
         Part.CONTEXTS: _HOST_PROCESS * (num_ranks + node.config.num_engine_ranks + 1),
         Part.MODEL_COPY: node.preloaded_bytes,
+        Part.TRAINER_WEIGHTS: host_reference(node) * num_ranks,
+        Part.OPTIMIZER: host_moments(node) * num_ranks,
+        Part.ACTIVATIONS: offloaded_bytes(node) * num_ranks,
     }
-    host[Part.TRAINER_WEIGHTS] = held[Part.TRAINER_WEIGHTS] + host_reference(node) * num_ranks
-    host[Part.OPTIMIZER] = held[Part.OPTIMIZER] + host_moments(node) * num_ranks
+
+
+def _host(node: Node, stage: PlanStage, *, kept: Bytes, held: Mapping[Part, int], gpus: Sequence[Mapping[Part, int]]) -> Bytes:
+    """held: copies of what leaves, pinned at the first pause, then kept."""
+    host = dict(kept)
+    host[Part.TRAINER_WEIGHTS] += held[Part.TRAINER_WEIGHTS]
+    host[Part.OPTIMIZER] += held[Part.OPTIMIZER]
     if node.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
         # The checkpoint on its way to disk.
         host[Part.EXPORT] = node.model.num_parameters * node.engine_bytes
-    # Pinned at start, then kept.
-    host[Part.ACTIVATIONS] = offloaded_bytes(node) * num_ranks
     if node.device == "cpu":
         for parts in gpus:
             for part, size in parts.items():

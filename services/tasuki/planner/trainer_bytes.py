@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 
 from tasuki.memory.granularity import ALIGNMENT, CPU_MIN_TENSOR, arena_bytes, export_bytes, rounded_up
+from tasuki.models.shape import ModelShape
 from tasuki.planner.node import Node, Part
 
 Bytes = dict[Part, int]
+_Shapes = tuple[tuple[int, ...], ...]
 _LARGEST_BLOCK = 256
 _SMALLEST_BLOCK = 32
 _SCALE_BYTES = 4
@@ -55,17 +58,18 @@ def host_reference(node: Node) -> int:
 
 def _moments(node: Node) -> list[int]:
     """Sizes of AdamW's state tensors, of all trained networks."""
+    element_bytes, is_8bit = node.param_bytes, node.trainer.optimizer_8bit
     return [
         size
         for network in node.networks()
         for shape in trained_shards(network)
-        for size in moment_bytes(shape, element_bytes=node.param_bytes, is_8bit=node.trainer.optimizer_8bit)
+        for size in moment_bytes(shape, element_bytes=element_bytes, is_8bit=is_8bit)
     ]
 
 
 def _kept_tensors(node: Node) -> tuple[list[int], list[int]]:
     """Sizes of a network's shards, and of those that are trained."""
-    trained = [math.prod(shape) * node.param_bytes for shape in trained_shards(node)]
+    trained = _sizes(trained_shards(node), node.param_bytes)
     if node.lora is not None:
         return ([] if node.shares_base else _frozen_shards(node)) + trained, trained
     weights = list(trained)
@@ -76,40 +80,53 @@ def _kept_tensors(node: Node) -> tuple[list[int], list[int]]:
 
 
 def _frozen_shards(node: Node) -> list[int]:
-    return [math.prod(shape) * node.compute_bytes for shape in shards(node)]
+    return _sizes(shards(node), node.compute_bytes)
+
+
+def _sizes(shapes: _Shapes, element_bytes: int) -> list[int]:
+    return [math.prod(shape) * element_bytes for shape in shapes]
 
 
 def export_arena(node: Node) -> int:
     """Copies of rank 0's weights for the engine, or 0 where it reads them in place."""
     if node.config.exports_parameters:
         # On a CPU, tensors too small for the arena of the weights are copied, in whole chunks.
-        small = [size for size in (math.prod(shape) * node.engine_bytes for shape in shards(node)) if size < CPU_MIN_TENSOR]
+        small = [size for size in _sizes(shards(node), node.engine_bytes) if size < CPU_MIN_TENSOR]
         num_bytes = sum(rounded_up(size, ALIGNMENT) for size in small)
         return export_bytes(num_bytes, device=node.device) if node.device == "cpu" and num_bytes else 0
     published = shards(node) if node.config.served_adapter is None else trained_shards(node)
-    tensors = (math.prod(shape) * node.engine_bytes for shape in published)
-    num_bytes = sum(rounded_up(size, ALIGNMENT) for size in tensors)
+    num_bytes = sum(rounded_up(size, ALIGNMENT) for size in _sizes(published, node.engine_bytes))
     return export_bytes(num_bytes, device=node.device)
 
 
-def shards(node: Node) -> Iterator[tuple[int, ...]]:
+def shards(node: Node) -> _Shapes:
     """Rank 0's part of every parameter, in order of creation. FSDP2 splits dim 0 and pads all ranks alike."""
-    root, *layers = node.model.units()
+    return _shards(node.model, node.num_ranks)
+
+
+@lru_cache
+def _shards(model: ModelShape, num_ranks: int) -> _Shapes:
+    root, *layers = model.units()
     embedding, *others = root.values()
-    for shape in chain([embedding], *(layer.values() for layer in layers), others):
-        yield (-(-shape[0] // node.num_ranks), *shape[1:])
+    shapes = chain([embedding], *(layer.values() for layer in layers), others)
+    return tuple((-(-shape[0] // num_ranks), *shape[1:]) for shape in shapes)
 
 
-def trained_shards(node: Node) -> Iterator[tuple[int, ...]]:
+def trained_shards(node: Node) -> _Shapes:
     """Shards with gradients: all of them, or those of adapters."""
     if node.lora is None:
-        yield from shards(node)
-        return
-    adapted = tuple(f".{target}.weight" for target in node.lora.target_modules)
-    for layer in map(node.model.layer, range(node.model.num_layers)):
-        for rows, columns in (shape for name, shape in layer.items() if name.endswith(adapted)):
-            yield (-(-node.lora.rank // node.num_ranks), columns)
-            yield (-(-rows // node.num_ranks), node.lora.rank)
+        return shards(node)
+    return _adapter_shards(node.model, node.num_ranks, node.lora.rank, tuple(node.lora.target_modules))
+
+
+@lru_cache
+def _adapter_shards(model: ModelShape, num_ranks: int, rank: int, targets: tuple[str, ...]) -> _Shapes:
+    adapted = tuple(f".{target}.weight" for target in targets)
+    shapes = (
+        shape for layer in map(model.layer, range(model.num_layers)) for name, shape in layer.items() if name.endswith(adapted)
+    )
+    pairs = (((-(-rank // num_ranks), columns), (-(-rows // num_ranks), rank)) for rows, columns in shapes)
+    return tuple(chain.from_iterable(pairs))
 
 
 def moment_block(shape: Sequence[int]) -> int | None:
