@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import stat
 import threading
 import time
@@ -113,6 +114,15 @@ async def test_each_rank_answers_its_own_command_in_order_and_leaves_with_the_fr
         for process in processes:
             process.join(60)
             assert process.exitcode == 0
+
+
+async def test_noise_at_the_socket_is_ignored(tmp_path: Path) -> None:
+    async with running(tmp_path) as (front, _):
+        for noise in (b"\x01\x00\x03\x00\xff\xff", b"\x01\x00\x01\x00" * 5, os.urandom(200)):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(str(tmp_path / "ranks.sock"))
+                stranger.sendall(noise)
+                assert await call_each(front, "answer 1", "answer 2") == [1, 2]
 
 
 async def test_an_error_of_all_ranks_is_raised_as_it_is_and_the_next_call_is_answered(tmp_path: Path) -> None:

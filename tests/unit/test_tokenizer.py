@@ -393,7 +393,7 @@ def _edited(name: str, edit: Any) -> Any:
     return write
 
 
-CONFIG, FILE = "tokenizer_config.json", "tokenizer.json"
+CONFIG, FILE, TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,10 @@ CONFIG, FILE = "tokenizer_config.json", "tokenizer.json"
         (_edited(CONFIG, lambda table: table.update(chat_template="{% for %}")), "tokenizer_config.json:1: the chat template is no Jinja"),
         (_edited(CONFIG, lambda table: table.update(chat_template=7)), "chat_template must be text"),
         (_edited(CONFIG, lambda table: table.update(added_tokens_decoder={"900": "<new>"})), "declares token '<new>' with id 900"),
-        (lambda folder: (folder / "chat_template.jinja").write_text("{{ x | unknown }}"), "chat_template.jinja:1: the chat template"),
+        (lambda folder: (folder / TEMPLATE).write_text("{{ x | unknown }}"), "chat_template.jinja:1: the chat template"),
+        (lambda folder: (folder / TEMPLATE).write_text("version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
+        (lambda folder: (folder / TEMPLATE).write_text("ok"), "chat_template.jinja: the chat template does not read `messages`"),
+        (lambda folder: (folder / TEMPLATE).write_bytes("{{ messages }} é".encode("latin-1")), "chat_template.jinja is not UTF-8"),
     ],
 )  # fmt: skip
 def test_a_tokenizer_that_cannot_be_read_is_refused_by_file(tmp_path: Path, damage: Any, problem: str) -> None:
@@ -434,6 +437,36 @@ def test_a_token_beyond_the_embedding_and_text_without_tokens_are_refused(tmp_pa
     with pytest.raises(InvalidArgument, match="but the model's embedding has 320 rows"):
         for token_id in range(320, own.get_vocab_size()):
             found.encode_prompt(own.decode([token_id]))
+
+
+def test_a_key_of_a_message_that_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
+    found = ModelTokenizer(write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"])))
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    for chat in ([{"role": "user", "content": "2+2?"}, called], [{"role": "user", "content": "a", "name": "eve"}]):
+        for encode in (found.encode_prompt, found.encode_chat):
+            with pytest.raises(InvalidArgument, match=r"message \d has `(tool_calls|name)`, which the model's chat template"):
+                encode(chat)
+    assert found.encode_prompt([{"role": "user", "content": "a", "name": None}])
+
+
+def test_a_text_has_one_encoding_and_its_marked_spaces_count(tmp_path: Path) -> None:
+    own = Tokenizer.from_str(TRAINED["bytes"])
+    own.post_processor = processors.ByteLevel(trim_offsets=True)
+    marked = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
+    template = marked + "{{ m.content }}{% endif %}{% endfor %}"
+    folder = write_folder(tmp_path, own, tokenizer_config={"chat_template": [{"name": "tool_use", "template": CHATML}]})
+    (folder / TEMPLATE).write_text("\ufeff" + template)
+    table = json.loads((folder / FILE).read_text())
+    table["model"]["dropout"] = 0.9
+    (folder / FILE).write_text(json.dumps(table))
+    found = ModelTokenizer(folder)
+    chat = [{"role": "user", "content": "how many"}, {"role": "assistant", "content": "apples  "}]
+    first = found.encode_chat(chat)
+    text = own.encode("how manyapples  ", add_special_tokens=False)
+    assert (list(first.token_ids), first.assistant_mask[-1]) == (text.ids, 1)
+    assert all(list(found.encode_chat(chat).token_ids) == text.ids for _ in range(20))
+    with pytest.raises(InvalidArgument, match="is not read by the model's chat template"):
+        found.encode_prompt(chat[:1], {"tools": TOOLS})  # chat_template.jinja is in the place of the named ones
 
 
 def test_a_named_template_is_for_tools(tmp_path: Path) -> None:

@@ -68,7 +68,10 @@ def serve(connection_fd: int) -> NoReturn:
 def _answer(connection: Connection, answer: object, *, pid: int) -> None:
     if os.getpid() != pid:  # a fork that has returned from the user's code, too
         os._exit(0)
-    connection.send_bytes(json.dumps(answer).encode())
+    try:
+        connection.send_bytes(json.dumps(answer).encode())
+    except OSError:  # the client is gone
+        os._exit(0)
 
 
 def read_signature(*source: *Source) -> Signature:

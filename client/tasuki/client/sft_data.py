@@ -34,7 +34,7 @@ def read_sft_jsonl(path: Path | str, tokenizer: SftTokenizer, *, max_tokens: int
 
     - `messages`, a chat. The assistant's messages are trained, except those with `weight` 0; everything before the first is the prompt.
     - `prompt` and `completion`, two strings. The completion and an end-of-sequence token are trained.
-    - `prompt`, a list of chat messages, and `completion`, the assistant's answer as a string, which ends the chat.
+    - `prompt`, a list of chat messages, and `completion`, the assistant's answer as a string, which ends the chat and alone is trained.
 
     max_tokens: of prompt plus completion.
     Raises PathNotFound without a file, InvalidArgument naming file and line for an unusable line.
@@ -67,7 +67,12 @@ def sft_sample(row: Row, tokenizer: SftTokenizer) -> TrainingSample:
     if not isinstance(completion, str) or not completion:
         raise InvalidArgument("completion", f"must be a string with text, is {completion!r:.40}")
     if isinstance(prompt, list):
-        return _chat_sample([*prompt, {"role": ASSISTANT, "content": completion}], row, tokenizer)
+        if weighted := [index for index, message in enumerate(prompt) if message.get("weight")]:
+            raise InvalidArgument(
+                "prompt", f"message {weighted[0]} has a weight, but only the completion is trained; remove it"
+            )
+        given = [{**message, "weight": 0} if message["role"] == ASSISTANT else message for message in prompt]
+        return _chat_sample([*given, {"role": ASSISTANT, "content": completion}], row, tokenizer)
     token_ids = tokenizer.encode_completion(completion, str(prompt))
     return _sample(tokenizer.encode_prompt(prompt, row), token_ids, [1] * len(token_ids))
 

@@ -18,6 +18,7 @@ from tasuki.wire.errors import InvalidArgument
 Message = Mapping[str, Any]
 # Noncharacters of Unicode, which no text contains.
 _START, _END = "\ufdd0", "\ufdd1"
+_OWN_KEYS = ("role", "content", "weight")
 
 
 class ChatTemplate:
@@ -37,17 +38,30 @@ class ChatTemplate:
             self.variables = meta.find_undeclared_variables(tree)
             """Names that the template takes from its caller."""
             self._template = environment.from_string(tree)
+            self._text = text
         except (TemplateError, RecursionError) as error:
             line = f":{error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             problem = (
                 f"{source}{line}: the chat template is no Jinja that tasuki knows: {one_line(error)}; correct or replace it"
             )
             raise InvalidArgument("model.path", problem) from error
+        if "messages" not in self.variables:
+            raise InvalidArgument(
+                "model.path", f"{source}: the chat template does not read `messages`; take the model's own file"
+            )
 
     @property
     def has_marks(self) -> bool:
         """Whether the template marks the assistant's text with `{% generation %}`."""
         return self._marks.is_used
+
+    def check_keys(self, messages: Sequence[Message], *, field: str) -> None:
+        """Raises InvalidArgument for a key of a message that the template does not read and that would be lost."""
+        for index, message in enumerate(messages):
+            for name, value in message.items():
+                if value and name not in _OWN_KEYS and name not in self._text:
+                    problem = f"message {index} has `{name}`, which the model's chat template does not read; remove it"
+                    raise InvalidArgument(field, f"{problem}, or use a template that reads it")
 
     def settle(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[Message]:
         """Returns the messages with contents in the form that the template reads: lists of text parts, or else their text.

@@ -6,6 +6,7 @@ https://github.com/huggingface/transformers/issues/45488.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -134,7 +135,10 @@ class FolderTokenizer:
 
         texts: dict[str, tuple[Any, Path]] = {}
         in_config = self._config.get("chat_template")
+        own = self.folder / "chat_template.jinja"
         named = in_config if isinstance(in_config, list) else [{"name": "default", "template": in_config}] if in_config else []
+        if own.exists():  # in place of all of these, as transformers reads it
+            named = []
         for entry in named:
             if not isinstance(entry, Mapping) or not isinstance(entry.get("template"), str):
                 raise InvalidArgument(
@@ -142,10 +146,11 @@ class FolderTokenizer:
                 )
             texts[str(entry.get("name"))] = (entry["template"], self.folder / _CONFIG)
         others = self.folder / CHAT_TEMPLATES
-        files = {"default": self.folder / "chat_template.jinja"} | {file.stem: file for file in sorted(others.glob("*.jinja"))}
+        files = {"default": own} | {file.stem: file for file in sorted(others.glob("*.jinja"))}
         for name, file in files.items():
             if file.exists():
-                texts[name] = (_read(file).decode(errors="replace"), file)
+                with _refused(_KEY, f"{file} is not UTF-8; save it as that"):
+                    texts[name] = (_read(file).decode().removeprefix("\ufeff"), file)
         return {name: ChatTemplate(text, source=str(file)) for name, (text, file) in texts.items()}
 
     def _check(self) -> None:
@@ -207,12 +212,13 @@ def _backend(file: Path) -> Tokenizer:
         problem = f"{file.parent} has no {file.name}, {found} says what its tokens are"
         cure = "take tokenizer.json from the model's page, or convert the tokenizer and compare ids"
         raise PathNotFound(f"{_KEY}: {problem}; {cure}", path=file)
-    content = _read(file)
-    if content.startswith(b"version https://git-lfs"):
-        raise InvalidArgument(_KEY, f"{file} is a pointer of Git LFS: fetch it with `git lfs pull`")
+    # Spaces that a post-processor trims from offsets still belong to the text that a template marks.
+    content = re.sub(rb'(?<!\\)("trim_offsets"\s*:\s*)true', rb"\1false", _read(file))
     version = tokenizers.__version__
     with _refused(_KEY, f"{file} is damaged, or newer than tokenizers {version}; save it with that release or an older one"):
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    if getattr(tokenizer.model, "dropout", None):
+        tokenizer.model.dropout = None  # a way to train tokenizers: a text would have other ids each time
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -221,9 +227,12 @@ def _backend(file: Path) -> Tokenizer:
 def _read(file: Path) -> bytes:
     try:
         with named_if_denied(file, key=_KEY):
-            return read_regular(file, max_bytes=_MAX_BYTES)
+            content = read_regular(file, max_bytes=_MAX_BYTES)
     except OSError as error:
         raise InvalidArgument(_KEY, f"{file} cannot be read: {error.strerror}; check its links") from error
+    if content.startswith(b"version https://git-lfs"):
+        raise InvalidArgument(_KEY, f"{file} is a pointer of Git LFS: fetch it with `git lfs pull`")
+    return content
 
 
 def _table(file: Path) -> dict[str, Any]:

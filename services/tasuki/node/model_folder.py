@@ -10,6 +10,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import read_model
 from tasuki.models.folder_files import INDEX_FILE, WEIGHT_SUFFIXES, model_files, other_files
+from tasuki.models.stop_tokens import read_stop_token_ids
 from tasuki.models.stored_tensors import check_stored
 from tasuki.models.tokenizer import read_tokenizer
 from tasuki.planner.model_shape import read_model_shape
@@ -63,6 +64,7 @@ def _check_files(path: Path, key: str) -> None:
         raise PathNotFound(f"{key}: {path} has no tokenizer_config.json; save the tokenizer into the folder", path=path)
     with suppress(NotInstalled):  # `tasuki plan` needs no libraries
         read_tokenizer(path)
+        read_stop_token_ids(path, vocab_size=None)
 
 
 def _check_readable(file: Path, *, key: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import zmq
 import zmq.asyncio
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
@@ -68,6 +68,7 @@ class RankFront(Generic[CommandT, ResultT]):
         self._socket.bind(self.address)
         path.chmod(0o600)
         self._receiver = asyncio.get_running_loop().create_task(self._receive())
+        self._receiver.add_done_callback(self._received)
 
     @property
     def is_connected(self) -> bool:
@@ -177,13 +178,21 @@ class RankFront(Generic[CommandT, ResultT]):
 
     async def _receive(self) -> None:
         while True:
-            identity, payload = await self._socket.recv_multipart()
-            result = self._result.FromString(payload)
+            identity, *frames = await self._socket.recv_multipart()
+            try:
+                (payload,) = frames
+                result = self._result.FromString(payload)
+            except (ValueError, DecodeError):
+                continue  # noise of another process of this user
             self._connected.add(identity)
             # A result of an abandoned call may still arrive.
             if result.call == self._call:
                 self._results[result.rank] = result
                 self._arrived.set()
+
+    def _received(self, receiver: asyncio.Task[None]) -> None:
+        if not receiver.cancelled():
+            self._break(InternalError(f"the {self._service} ranks' socket failed: {receiver.exception()}"))
 
     def _break(self, cause: TasukiError) -> None:
         if self._cause is None:

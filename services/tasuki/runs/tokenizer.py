@@ -35,6 +35,7 @@ class ModelTokenizer:
                     raise InvalidArgument(name, "is for the chat template, but `prompt` is a string; give it as chat messages")
             return self._tokenizer.encode_start(prompt)
         template, variables = self._template("prompt", fields)
+        template.check_keys(_checked(prompt), field="prompt")
         messages = template.settle(_checked(prompt), variables)
         return self._tokenizer.encode(template.render(messages, {**variables, "add_generation_prompt": True})).ids
 
@@ -56,6 +57,7 @@ class ModelTokenizer:
         or else finds them by rendering prefixes; refuses templates that do not allow that.
         """
         template, variables = self._template("messages", fields)
+        template.check_keys(messages, field="messages")
         messages = template.settle(messages, variables)
         if template.has_marks:
             return self._marked(template, messages, variables)
