@@ -124,7 +124,7 @@ async def test_a_service_that_took_the_epoch_of_no_coordinator_is_restarted_with
     def later(service: Service, cause: str) -> None:
         asyncio.get_running_loop().call_later(0.1, delayed, service, cause)
 
-    services.restart = later  # type: ignore[method-assign]
+    services.restart = later
     told = await acquire(make_node(journal, services, recovery_timeout_s=60.0), Phase.ROLLOUT)
     assert services.restarts == [Service.TRAINER]
     assert told[-1].status == StageStatus.DONE.number

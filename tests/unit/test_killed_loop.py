@@ -61,7 +61,7 @@ class Node(LoopClient):
         self.tick()
         return samples
 
-    def forward_backward(self, samples: Any, loss: Any, *, request_id: str, **more: Any) -> Any:
+    def forward_backward(self, samples: Any, loss: Any, *, request_id: str = "", **more: Any) -> Any:
         def add() -> Any:
             role = more.get("role", Role.POLICY)
             self.gradients.setdefault(role, []).append(batch)
@@ -71,14 +71,14 @@ class Node(LoopClient):
         batch = b"".join(protos)
         return self.once(request_id, batch + repr((loss, sorted(more.items()))).encode(), add)
 
-    def optim_step(self, *, role: Role = Role.POLICY, schedule_step: int, schedule_steps: int, request_id: str) -> Any:
+    def optim_step(self, *, role: Role = Role.POLICY, schedule_step: int, schedule_steps: int, request_id: str = "") -> Any:
         def step() -> Any:
             self.learned.append((role, self.gradients.pop(role), schedule_step))
             return LoopClient.optim_step(self, role=role, schedule_step=schedule_step, schedule_steps=schedule_steps)
 
         return self.once(request_id, repr((role, schedule_step, schedule_steps)).encode(), step)
 
-    def save(self, path: Path, *, request_id: str) -> SaveResult:
+    def save(self, path: Path, *, request_id: str = "") -> SaveResult:
         return self.once(request_id, str(path).encode(), lambda: LoopClient.save(self, path))
 
     def once(self, request_id: str, content: bytes, run: Callable[[], Any]) -> Any:

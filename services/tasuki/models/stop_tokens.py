@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 from tasuki.models.config_json import read_json_object
 from tasuki.models.tokenizer import TOKENIZER_FILE, read_tokenizer
@@ -37,7 +38,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _ids(value: object, file: Path) -> set[int]:
     """Parses an `eos_token_id`: a number, a list of numbers, or nothing."""
-    values = value if isinstance(value, list) else [] if value is None else [value]
+    values: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
     if wrong := [one for one in values if not isinstance(one, int) or isinstance(one, bool)]:
         raise InvalidArgument("model.path", f"{file}: eos_token_id has {wrong[0]!r}, which is no token id; give whole numbers")
     return set(values)
