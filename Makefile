@@ -58,7 +58,7 @@ example: setup $(SMOLLM)  ## train SmolLM2-135M-Instruct on two-digit sums; leav
 	$(BIN)/python client/examples/arithmetic/run.py --seed $(or $(SEED),0) $(if $(GPU),--gpu)
 
 # Three workers fill two cores: two wait for their processes a third of the time.
-test: setup grpcurl jobset  ## the tests of a change: 7 minutes on two idle cores; none needs the network
+test: setup grpcurl jobset  ## the tests of a change: 5 minutes on two idle cores; none needs the network
 	$(MAKE) -s -j2 -C csrc test
 	$(BIN)/python -m pytest -n 3 -m "not long" $(TESTS) $(PYTEST_ARGS)
 
