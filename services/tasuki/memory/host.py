@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -87,8 +88,13 @@ def num_memory_kills(root: Path = _ROOT) -> int:
     return _counts(root / "proc/vmstat").get("oom_kill", 0)
 
 
-def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Folders of the control groups around this process, v1 and v2, innermost first."""
+@lru_cache
+def _groups(controller: str, root: Path) -> tuple[Path, ...]:
+    """Folders of the control groups around this process, v1 and v2, innermost first; as they were at its start."""
+    return tuple(_read_groups(controller, root))
+
+
+def _read_groups(controller: str, root: Path) -> Iterator[Path]:
     paths: dict[str, str] = {}
     mounts: list[str] = []
     with suppress(OSError):
