@@ -90,7 +90,7 @@ def num_memory_kills(root: Path = _ROOT) -> int:
 
 @lru_cache
 def _groups(controller: str, root: Path) -> tuple[Path, ...]:
-    """Folders of the control groups around this process, v1 and v2, innermost first; as they were at its start."""
+    """Folders of the control groups around this process, v1 and v2, innermost first; as they were when first asked for."""
     return tuple(_read_groups(controller, root))
 
 
