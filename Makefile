@@ -80,7 +80,7 @@ fleet: setup  ## real fleets on this machine, with root in network namespaces, a
 	TASUKI_PROOFS=whole $(BIN)/python -m pytest -rs tests/fleet tests/chaos/test_fleet_trainer.py tests/integration/test_fleet_trainer.py \
 	  tests/unit/test_fleet_faults.py $(PYTEST_ARGS)
 
-containers: setup grpcurl  ## every command of docs/deploy.md on Docker, on a CPU; BASE=IMAGE, such as tests/containers/base.sh makes
+containers: setup grpcurl  ## every command of docs/guides/deploy.md on Docker, on a CPU; BASE=IMAGE, such as tests/containers/base.sh makes
 	$(BIN)/python -m pytest -rs tests/containers $(PYTEST_ARGS)
 
 check: lint types buf  ## lint, import rules, types, protos (lint, compatibility, generated code)

@@ -1,4 +1,4 @@
-"""Prints docs/api.md: every public name of the client, from its signature and docstring. Usage: python tools/api_page.py > docs/api.md"""
+"""Prints docs/reference/api.md: every public name of the client, from its signature and docstring."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tasuki.client.async_client import AsyncClient
 
 HEAD = """# Python API
 
-`from tasuki.client import ...`: every public name with its signature, shapes, units and errors. [client.md](client.md) says how they are
-used, [grpc.md](grpc.md#errors) what each error means. `TokenIds` is a sequence or array of integers, `[T]` an array with one entry for each
+`from tasuki.client import ...`: every public name with its signature, shapes, units and errors. [python.md](../guides/python.md) says how
+to use them, [grpc.md](grpc.md#errors) what each error means. `TokenIds` is a sequence or array of integers, `[T]` an array with one entry for each
 completion token. Sizes are in bytes, times in seconds. This page is made by `tools/api_page.py` out of the docstrings.
 """
 # Listed last on the page: results of the verbs.

@@ -1,4 +1,4 @@
-"""Prints docs/config.md: every key of the configuration, from the schema itself. Usage: python tools/config_page.py > docs/config.md"""
+"""Prints docs/reference/config.md: every key of the configuration, from the schema itself."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ command line, to the working folder. `tasuki config CONFIG` prints every key wit
 warn of settings without effect. `tools/config_page.py` generates this page from `tasuki.config.schema`.
 """
 
-VARIABLES_HEAD = """A node's place in its fleet comes from its scheduler's variables ([fleet.md](fleet.md)), and the containers have
-their own ([deploy.md](deploy.md)). Besides these:
+VARIABLES_HEAD = """A node's place in its fleet comes from its scheduler's variables
+([several-nodes.md](../guides/several-nodes.md)), and the containers have their own ([deploy.md](../guides/deploy.md)). Besides these:
 
 """
 
@@ -77,7 +77,7 @@ def _loss_tables(name: str) -> Iterator[str]:
     learning = {loss: cls for loss, cls in LOSSES.items() if LossConfig(loss=cls()).has_advantages}
     yield f"\n## `[{name}]`\n\n| key | of | value | default | meaning |\n|---|---|---|---|---|\n"
     names = " or ".join(f'`"{loss}"`' for loss in learning)
-    yield f'| `name` | every loss | {names} | `"ppo"` | Which loss; docs/algorithms.md has the formulas. |\n'
+    yield f'| `name` | every loss | {names} | `"ppo"` | Which loss; docs/reference/algorithms.md has the formulas. |\n'
     tables = [("every loss", LossConfig), *((f'`"{loss}"`', cls) for loss, cls in learning.items())]
     rows: dict[str, list[tuple[str, ...]]] = {}
     for owner, cls in tables:

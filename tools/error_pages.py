@@ -1,4 +1,4 @@
-"""Writes the meaning of each error, from tasuki.wire.errors, into docs/grpc.md and docs/troubleshooting.md.
+"""Writes the meaning of each error, from tasuki.wire.errors, into docs/reference/grpc.md and docs/guides/troubleshooting.md.
 
 Usage: python tools/error_pages.py
 """
@@ -14,7 +14,7 @@ from tasuki.wire import errors
 from tasuki.wire.errors import TasukiError
 
 DOCS = Path(__file__).parents[1] / "docs"
-GRPC, TROUBLESHOOTING = DOCS / "grpc.md", DOCS / "troubleshooting.md"
+GRPC, TROUBLESHOOTING = DOCS / "reference/grpc.md", DOCS / "guides/troubleshooting.md"
 HEAD = "| code | reason | class | meaning; metadata |\n|---|---|---|---|\n"
 _TABLE = re.compile(r"^\| code \| reason \|.*\n(\|.*\n)*", re.MULTILINE)
 _SECTION = re.compile(r"^## ([A-Z_]+)\n\n.*\n", re.MULTILINE)
@@ -43,7 +43,7 @@ def troubleshooting_page(text: str) -> str:
     known = known_errors()
     found = _SECTION.findall(text)
     if sorted(found) != sorted(known):
-        sys.exit(f"docs/troubleshooting.md needs one section for each of {sorted(set(known) ^ set(found))}")
+        sys.exit(f"docs/guides/troubleshooting.md needs one section for each of {sorted(set(known) ^ set(found))}")
     return _SECTION.sub(lambda section: f"## {section[1]}\n\n{meaning(known[section[1]])}\n", text)
 
 

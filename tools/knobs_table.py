@@ -1,4 +1,4 @@
-"""Prints the tables of docs/trainer.md: cost and gain of settings by `tasuki plan`. Usage: python tools/knobs_table.py"""
+"""Prints the tables of docs/reference/trainer.md: cost and gain of settings by `tasuki plan`. Usage: python tools/knobs_table.py"""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _signed(change: float) -> str:
 
 
 def trainer_page(text: str) -> str:
-    """Returns docs/trainer.md with its two tables updated."""
+    """Returns docs/reference/trainer.md with its two tables updated."""
     tables = iter((experts_table(), table()))
     return _TABLE.sub(lambda _: next(tables), text)
 

@@ -21,7 +21,7 @@ from tasuki.rpc.metric_names import ALL
 from tools import api_page, config_page, error_pages, grafana_dashboard, knobs_table
 
 _ROOT = Path(__file__).parents[1]
-_PAGES = [*(_ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((_ROOT / "docs").glob("*.md"))]
+_PAGES = [*(_ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((_ROOT / "docs").rglob("*.md"))]
 _PAGES += [_ROOT / "client/examples/arithmetic/README.md"]
 _CONFIGS = [*sorted((_ROOT / "deploy/config").glob("*.toml")), *sorted((_ROOT / "client/examples/arithmetic").glob("*.toml"))]
 _BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
@@ -34,12 +34,12 @@ def _metrics_page(text: str) -> str:
 
 
 _GENERATED: dict[str, Callable[[str], str]] = {
-    "docs/api.md": lambda _: api_page.page(),
-    "docs/config.md": lambda _: config_page.page(),
-    "docs/grpc.md": error_pages.grpc_page,
-    "docs/metrics.md": _metrics_page,
-    "docs/trainer.md": knobs_table.trainer_page,
-    "docs/troubleshooting.md": error_pages.troubleshooting_page,
+    "docs/reference/api.md": lambda _: api_page.page(),
+    "docs/reference/config.md": lambda _: config_page.page(),
+    "docs/reference/grpc.md": error_pages.grpc_page,
+    "docs/reference/metrics.md": _metrics_page,
+    "docs/reference/trainer.md": knobs_table.trainer_page,
+    "docs/guides/troubleshooting.md": error_pages.troubleshooting_page,
     "deploy/grafana/tasuki.json": lambda _: json.dumps(grafana_dashboard.dashboard(), indent=1) + "\n",
 }
 """Files that are generated in whole or in part: present text to current text."""
@@ -92,7 +92,7 @@ def _problems() -> Iterator[str]:
         if current(text) != text:
             yield f"{name} is not current: run `python -m tools.pages --renew`"
     for name in api_page.undocumented():
-        yield f"docs/api.md: {name} has no docstring"
+        yield f"docs/reference/api.md: {name} has no docstring"
     for config in _CONFIGS:
         try:
             load_config(config)

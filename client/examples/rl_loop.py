@@ -1,7 +1,7 @@
 """The whole RL loop: evaluate, generate groups, score them, compute advantages, train, hand over the GPUs, repeat.
 
 `tasuki train` and `make demo` run this file, also importable as tasuki.client.rl_loop. Copy it to write a loop.
-GRPO, RLOO, REINFORCE++, ReMax, PPO with a critic, DAPO, GSPO, CISPO and SAPO are settings of it: docs/algorithms.md.
+GRPO, RLOO, REINFORCE++, ReMax, PPO with a critic, DAPO, GSPO, CISPO and SAPO are settings of it: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations

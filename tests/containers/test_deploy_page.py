@@ -1,4 +1,4 @@
-"""Every command of docs/deploy.md as written, in its order, on Docker with a tiny model on a CPU. `make containers`."""
+"""Every command of docs/guides/deploy.md as written, in its order, on Docker with a tiny model on a CPU. `make containers`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.models import make_model, save_checkpoint
 
-PAGE = (ROOT / "docs" / "deploy.md").read_text()
+PAGE = (ROOT / "docs/guides/deploy.md").read_text()
 DEPLOY = ROOT / "deploy"
 # They never end; a while is enough to see that they print something.
 ENDLESS = ("tasuki watch", "tail -F")

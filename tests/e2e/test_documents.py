@@ -1,4 +1,4 @@
-"""The Python of README.md and docs/client.md, run unchanged beside the state folder of a running node, and the README's own node."""
+"""The Python of README.md and docs/guides/python.md, run unchanged beside the state folder of a running node, and the README's own node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.integration.node_process import wait_for
 from tests.models import make_model, save_checkpoint
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/client.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guides/python.md"])
 def test_first_client_program_of_the_page_works(page: str, node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     program = next(block for block in blocks if block.startswith("from tasuki.client import"))

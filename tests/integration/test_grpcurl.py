@@ -1,4 +1,4 @@
-"""The grpcurl lines of README.md and docs/grpc.md, run unchanged in the state folder of a running node."""
+"""The grpcurl lines of README.md and docs/reference/grpc.md, run unchanged in the state folder of a running node."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_line(line: str, folder: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", ["README.md", "docs/grpc.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/reference/grpc.md"])
 def test_lines_of_the_page_work(page: str, request: pytest.FixtureRequest) -> None:
     if shutil.which("grpcurl", path=PATH) is None:
         pytest.skip("grpcurl is not there: `make grpcurl` builds it where go is installed")

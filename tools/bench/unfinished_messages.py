@@ -1,4 +1,4 @@
-"""Memory that a port holds for callers who begin messages of 4 MiB and never end them: docs/security.md.
+"""Memory that a port holds for callers who begin messages of 4 MiB and never end them: docs/reference/security.md.
 
 python -m tools.bench.unfinished_messages [--connections 4] [--calls 1000] [--seconds 60]
 """

@@ -510,7 +510,7 @@ class PlannedPart(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     part: _builtins.str
-    """E.g. "trainer weights", "optimizer", "kv_cache", "activations"; docs/plan.md lists all."""
+    """E.g. "trainer weights", "optimizer", "kv_cache", "activations"; docs/reference/plan.md lists all."""
     bytes: _builtins.int
     def __init__(
         self,

@@ -29,7 +29,7 @@ class LossConfig(_message.Message):
     """A file in services/tasuki/algorithms/losses/, such as "ppo"; "value" is for ROLE_CRITIC."""
     @_builtins.property
     def settings(self) -> _struct_pb2.Struct:
-        """The loss's own settings and those of every loss, by the keys and with the values of [train.loss] (docs/config.md), and
+        """The loss's own settings and those of every loss, by the keys and with the values of [train.loss] (docs/reference/config.md), and
         "old_policy" and "denominator". Others keep their defaults. Example: {"clip_high": 0.28, "correction": {"token_truncation": 2}}.
         """
 

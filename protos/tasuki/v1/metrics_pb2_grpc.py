@@ -47,7 +47,7 @@ class MetricsServiceServicer(object):
     """
 
     def GetMetrics(self, request, context):
-        """Returns the service's own metrics; see docs/metrics.md. Any phase; safe to repeat.
+        """Returns the service's own metrics; see docs/reference/metrics.md. Any phase; safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,7 @@ class MetricsServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MetricsServiceAsyncStub: ...
     GetMetrics: _grpc.UnaryUnaryMultiCallable[_metrics_pb2.GetMetricsRequest, _metrics_pb2.GetMetricsResponse]
-    """Returns the service's own metrics; see docs/metrics.md. Any phase; safe to repeat."""
+    """Returns the service's own metrics; see docs/reference/metrics.md. Any phase; safe to repeat."""
 
 @_typing.type_check_only
 class MetricsServiceAsyncStub(MetricsServiceStub):
@@ -42,7 +42,7 @@ class MetricsServiceAsyncStub(MetricsServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetMetrics: _aio.UnaryUnaryMultiCallable[_metrics_pb2.GetMetricsRequest, _metrics_pb2.GetMetricsResponse]  # type: ignore[assignment]
-    """Returns the service's own metrics; see docs/metrics.md. Any phase; safe to repeat."""
+    """Returns the service's own metrics; see docs/reference/metrics.md. Any phase; safe to repeat."""
 
 class MetricsServiceServicer(metaclass=_abc_1.ABCMeta):
     """Prometheus metrics of one service. All three services serve it; the coordinator merges them at `metrics.listen`."""
@@ -53,6 +53,6 @@ class MetricsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _metrics_pb2.GetMetricsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_metrics_pb2.GetMetricsResponse, _abc.Awaitable[_metrics_pb2.GetMetricsResponse]]:
-        """Returns the service's own metrics; see docs/metrics.md. Any phase; safe to repeat."""
+        """Returns the service's own metrics; see docs/reference/metrics.md. Any phase; safe to repeat."""
 
 def add_MetricsServiceServicer_to_server(servicer: MetricsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

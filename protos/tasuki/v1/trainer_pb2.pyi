@@ -257,7 +257,7 @@ class ForwardBackwardResponse(_message.Message):
     seconds: _builtins.float
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """By name; see docs/algorithms.md. Means, weighted as each metric counts, and maxima."""
+        """By name; see docs/reference/algorithms.md. Means, weighted as each metric counts, and maxima."""
 
     @_builtins.property
     def log_probs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogProbs]:

@@ -71,7 +71,7 @@ def _advice(error: TasukiError) -> str:
     if field is None:
         return "give the path of a node's TOML file"
     advice = {"config": "correct the TOML of the file", "set": "give --set A.B=VALUE"}
-    return advice.get(field, f"see docs/config.md for {field}")
+    return advice.get(field, f"see docs/reference/config.md for {field}")
 
 
 def _show(findings: Sequence[Finding]) -> None:

@@ -1,4 +1,4 @@
-"""Environment variables that a node, its commands and their libraries read; docs/config.md lists them."""
+"""Environment variables that a node, its commands and their libraries read; docs/reference/config.md lists them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ VARIABLES: Mapping[str, str] = {
     "NCCL_SOCKET_IFNAME": "NCCL's interface for gradients between nodes; by default its own choice.",
     "CXX": 'Compiler for `trainer.compile = "blocks"` on a CPU; default g++.',
     "GRPC_VERBOSITY": "`INFO` makes services log each failed handshake; default `NONE`.",
-    OTLP_ENDPOINT: 'OTLP/HTTP receiver of spans, such as "http://127.0.0.1:4318" (docs/tracing.md). The SDK\'s other variables work, too.',
+    OTLP_ENDPOINT: 'OTLP/HTTP receiver, such as "http://127.0.0.1:4318" (docs/guides/tracing.md). The SDK\'s other variables work.',
     OTLP_HEADERS: "File of HTTP headers for that receiver, one `name: value` per line, which no other user can read.",
-    FAILPOINTS: "Faults injected to test recovery, such as `rollout@SYNC=kill` (docs/recovery.md).",
+    FAILPOINTS: "Faults injected to test recovery, such as `rollout@SYNC=kill` (docs/design/recovery.md).",
     "WANDB_MODE": "`online` lets wandb upload; default `offline`.",
     "MLFLOW_TRACKING_URI": "MLflow's server; default the run's folder.",
     "TRACKIO_DIR": "trackio's folder; default the run's.",

@@ -165,7 +165,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         similar = get_close_matches(str(problem["loc"][-1]), _keys_beside(problem["loc"]), n=1)
         meant = f", did you mean {similar[0]}?" if similar else ""
-        return f"unknown key{meant or ';'} see docs/config.md for the keys of this table"
+        return f"unknown key{meant or ';'} see docs/reference/config.md for the keys of this table"
     if problem["type"] == "missing":
         return "required, but not given"
     if isinstance(problem["input"], Mapping):  # a whole table with conflicting keys

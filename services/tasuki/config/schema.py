@@ -37,7 +37,7 @@ SERVICES = ("coordinator", "trainer", "rollout")
 class ModelConfig(Schema):
     path: Path
     """Hugging Face model folder with config.json, safetensors and tokenizer. From a network file system a node copies it to shared memory
-    once, if that takes at most an eighth of the host's (docs/start.md)."""
+    once, if that takes at most an eighth of the host's (docs/design/start-up.md)."""
 
 
 class CoordinatorConfig(Schema):
@@ -117,7 +117,7 @@ class MemoryConfig(Schema):
 
 
 class MetricsConfig(Schema):
-    """One endpoint for the metrics of all services; see docs/metrics.md."""
+    """One endpoint for the metrics of all services; see docs/reference/metrics.md."""
 
     listen: Address | None = None
     """Address at which the coordinator serves GET /metrics, such as "127.0.0.1:9464"; none by default. On loopback every user of the
@@ -144,7 +144,7 @@ class CallerRole(IntEnum):
 
 
 class SecurityConfig(Schema):
-    """TLS and authentication of callers at ports; see docs/security.md."""
+    """TLS and authentication of callers at ports; see docs/reference/security.md."""
 
     cert: Path | None = None
     """Certificate chain (PEM) of the node's ports. This and the other files are reloaded when they change."""
@@ -175,7 +175,7 @@ TRACKERS: tuple[TrackerName, ...] = get_args(TrackerName)
 
 
 class TrackConfig(Schema):
-    """Experiment trackers. Each follows the run's metrics.jsonl in its own process; see docs/client.md."""
+    """Experiment trackers. Each follows the run's metrics.jsonl in its own process; see docs/guides/python.md."""
 
     to: tuple[TrackerName, ...] = ()
     """"tensorboard", "wandb", "mlflow", "trackio"; each needs the extra of its name. They write to `output_dir`/track; wandb uploads
@@ -202,7 +202,7 @@ def _check_name(name: str) -> str:
 
 
 class FleetConfig(Schema):
-    """The node's fleet; see docs/fleet.md. `tasuki fleet up` fills it in from the variables of Slurm, Kubernetes or torchrun."""
+    """The node's fleet; see docs/guides/several-nodes.md. `tasuki fleet up` fills it in from Slurm's, Kubernetes' or torchrun's variables."""
 
     name: Annotated[str, AfterValidator(_check_name)]
     """Name of the fleet, the same on all nodes: letters, digits, ".", "_" and "-"."""

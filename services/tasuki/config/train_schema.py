@@ -194,7 +194,7 @@ class TrainConfig(Schema):
     output_dir: Path
     reward: RewardConfig
     algorithm: Algorithm = "grpo"
-    """Named defaults for `[train.advantages]`, `[train.loss]` and others (docs/algorithms.md). Explicit settings take precedence."""
+    """Named defaults for `[train.advantages]`, `[train.loss]`, ... (docs/reference/algorithms.md). Explicit settings take precedence."""
     num_steps: PositiveInt = 100
     prompts_per_step: PositiveInt = 32
     group_size: PositiveInt = 8
@@ -217,7 +217,7 @@ class TrainConfig(Schema):
     before the first of several steps, "rollout" rollout's. "auto" is "given" if a step has several optimizer steps, else "current"."""
     advantages: AdvantageConfig = AdvantageConfig()
     loss: Annotated[InstanceOf[LossConfig], BeforeValidator(_read_loss), PlainSerializer(write_loss)] = LossConfig()
-    """Loss of the policy: `name`, its own settings and the common ones (docs/algorithms.md)."""
+    """Loss of the policy: `name`, its own settings and the common ones (docs/reference/algorithms.md)."""
     value_loss: Annotated[InstanceOf[ValueLoss], BeforeValidator(_read_value_loss), PlainSerializer(_write_value_loss)] = (
         ValueLoss()
     )
@@ -331,7 +331,7 @@ class SftConfig(Schema):
     """Maximum tokens of a line, prompt plus completion; longer lines are refused. Defaults to its upper bound, the smaller of the model's
     context length and `trainer.micro_batch_tokens`."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"] = "token_mean"
-    """How token losses are reduced to one number (docs/algorithms.md)."""
+    """How token losses are reduced to one number (docs/reference/algorithms.md)."""
     eval_every: PositiveInt | None = None
     """Steps between held-out losses. With an eval_dataset, they are always computed for the first and last steps."""
     save_every: PositiveInt | None = None

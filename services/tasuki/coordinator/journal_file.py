@@ -1,4 +1,4 @@
-"""Tables of a journal, and how a running or ended node's, or a copy, is opened for reading. docs/changeover.md explains the rows."""
+"""Tables of a journal, and how a running or ended node's, or a copy, is opened for reading. docs/design/changeover.md explains the rows."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _NAME = ("TASUKI_FLEET", "SLURM_JOB_ID", "JOBSET_NAME", "TORCHELASTIC_RUN_ID")
 
 
 def fleet_table(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Keys of [fleet] found in the environment; empty outside a job. The first variable in the order of docs/fleet.md's table wins.
+    """Keys of [fleet] found in the environment; empty outside a job. The first in the table of docs/guides/several-nodes.md wins.
 
     Raises InvalidArgument naming a variable that is not a number or a list of hosts.
     """

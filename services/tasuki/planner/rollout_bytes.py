@@ -88,7 +88,7 @@ def cuda_graphs(node: Node) -> int:
 
 
 def engine_step(node: Node) -> int:
-    """Working memory of a full prefill and of sampling, outside SGLang's fraction. Fitted to H200s (docs/plan.md)."""
+    """Working memory of a full prefill and of sampling, outside SGLang's fraction. Fitted to H200s (docs/reference/plan.md)."""
     if node.device == "cpu":
         return 0
     model = node.model

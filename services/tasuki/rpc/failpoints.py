@@ -1,4 +1,4 @@
-"""Injected faults for recovery tests, such as "rollout@SYNC:4=kill" (docs/recovery.md); active only where TASUKI_FAILPOINTS is set."""
+"""Faults injected by recovery tests, such as "rollout@SYNC:4=kill" (docs/design/recovery.md); active where TASUKI_FAILPOINTS is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every metric of ours by name: kind, labels and meaning. docs/metrics.md and the dashboard in deploy/ have the same names.
+"""Every metric of ours by name: kind, labels and meaning. docs/reference/metrics.md and the dashboard in deploy/ have the same names.
 
 The labels `service`, and of `grpc_server_*` those of go-grpc-middleware, are added where all services meet.
 """

@@ -140,7 +140,7 @@ def _text(row: sqlite3.Row, column: str) -> str:
 
 
 class Invariant(StrEnum):
-    """Promise that every journal and log must keep. docs/audit.md lists them in the same words."""
+    """Promise that every journal and log must keep. docs/reference/audit.md lists them in the same words."""
 
     NUMBERS_GROW = "numbers-grow"
     """Epochs never go back, and the sequence numbers of an epoch grow."""
