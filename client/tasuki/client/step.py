@@ -42,7 +42,7 @@ class Step:
     """Gradient norm of the policy's last update; learning_rate is also the last update's."""
     learning_rate: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of evaluation, advantages and losses (docs/reference/algorithms.md): means over the step's updates; maxima are the largest."""
+    """Metrics of evaluation, advantages and losses (docs/reference/algorithms.md): means over the step's updates; maxima: the largest."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the step. Their sum is the duration of the step."""
     stage_seconds: dict[str, float] = field(default_factory=dict)

@@ -202,7 +202,7 @@ def _check_name(name: str) -> str:
 
 
 class FleetConfig(Schema):
-    """The node's fleet; see docs/guides/several-nodes.md. `tasuki fleet up` fills it in from Slurm's, Kubernetes' or torchrun's variables."""
+    """The node's fleet; see docs/guides/several-nodes.md. `tasuki fleet up` reads it from Slurm's, Kubernetes' or torchrun's variables."""
 
     name: Annotated[str, AfterValidator(_check_name)]
     """Name of the fleet, the same on all nodes: letters, digits, ".", "_" and "-"."""
