@@ -45,10 +45,12 @@ def config(tmp_path: Path, model: Path) -> Path:
     return path
 
 
-def _error(config: Path, capsys: pytest.CaptureFixture[str], *overrides: str, options: Sequence[str] = ()) -> str:
-    """Returns the error of `tasuki train`, which ends with a user error's exit code before a node starts or a file is written."""
+def _error(
+    config: Path, capsys: pytest.CaptureFixture[str], *overrides: str, options: Sequence[str] = (), command: str = "train"
+) -> str:
+    """Returns the error of a command, which ends with a user error's exit code before a node starts or a file is written."""
     arguments = [argument for override in overrides for argument in ("--set", override)]
-    assert main(["train", str(config), *options, *arguments]) == USER_ERROR
+    assert main([command, str(config), *options, *arguments]) == USER_ERROR
     assert not (config.parent / "node").exists()
     return capsys.readouterr().err
 
@@ -56,15 +58,28 @@ def _error(config: Path, capsys: pytest.CaptureFixture[str], *overrides: str, op
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"text": "abc"}', "train.jsonl:2: lacks `prompt`"),
-        (json.dumps({"prompt": "a" * 40}), "row 2: the prompt has 40 tokens; with train.max_new_tokens, at most 32 fit"),
+        ('{"text": "abc"}', "train.jsonl:3: lacks `prompt`"),
+        (
+            json.dumps({"prompt": "a" * 40}),
+            "train.jsonl:3: the prompt has 40 tokens; with train.max_new_tokens, at most 32 fit",
+        ),
         ('{"prompt": [{"role": "user", "content": "hi"}]}', "has no chat template"),
     ],
 )
-def test_a_bad_line_of_the_dataset_is_named(config: Path, capsys: pytest.CaptureFixture[str], line: str, problem: str):
+def test_a_bad_line_of_the_dataset_is_named_by_every_command(
+    config: Path, capsys: pytest.CaptureFixture[str], line: str, problem: str
+):
     with (config.parent / "train.jsonl").open("a") as lines:
-        lines.write(line + "\n")
-    assert problem in _error(config, capsys)
+        lines.write("\n" + line + "\n")
+    for command in ("train", "plan", "up"):
+        assert problem in _error(config, capsys, command=command)
+    main(["doctor", str(config), "--json"])
+    assert problem in capsys.readouterr().out
+
+
+def test_a_plan_says_how_many_rows_it_has_judged(config: Path, capsys: pytest.CaptureFixture[str]):
+    main(["plan", str(config)])
+    assert "train.dataset has 1 rows that can be trained" in capsys.readouterr().err
 
 
 def test_the_longest_sample_is_the_longest_prompt_with_a_whole_completion(config: Path):
@@ -85,7 +100,7 @@ def test_the_longest_sample_is_the_longest_prompt_with_a_whole_completion(config
         ("train.max_new_tokens=100000", "prompt plus completion may have 64 tokens"),
         (
             "train.max_prompt_tokens=2",
-            "train.max_prompt_tokens: is 2, but {folder}/train.jsonl: row 1: the prompt has 3 tokens; raise it",
+            "train.max_prompt_tokens: is 2, but {folder}/train.jsonl:1: the prompt has 3 tokens; raise it",
         ),
         ("train.stop_token_ids=[131]", "train.stop_token_ids: 131 is not a token id of the model; give 0 to 130"),
     ],
@@ -235,7 +250,7 @@ def test_a_bad_key_of_sft_is_named(sft_config: Path, capsys: pytest.CaptureFixtu
 
 def test_a_file_with_both_tables_names_both(sft_config: Path, capsys: pytest.CaptureFixture[str]):
     sft_config.write_text(sft_config.read_text() + TRAIN)
-    assert "sft: the configuration has both [train] and [sft]" in _error(sft_config, capsys)
+    assert "sft is in one file with [train]; put them into two files" in _error(sft_config, capsys)
 
 
 @pytest.mark.parametrize(

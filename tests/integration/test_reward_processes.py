@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -156,9 +157,9 @@ def test_a_fork_that_returns_does_not_answer(folder: Path):
     [
         (
             "def reward(completion, answer): return 1",
-            "rewards_of:reward of {file} takes `answer`, but rows.jsonl: row 2 has only prompt, text",
+            "rewards_of:reward of {file} takes `answer`, but {rows}:3 has only prompt, text",
         ),
-        ("def reward(completion, *, target): return 1", "takes `target`, but rows.jsonl: row 1"),
+        ("def reward(completion, *, target): return 1", "takes `target`, but {rows}:1"),
         ("def reward(completion, /): return 1", "takes `completion` by position only"),
         ("async def reward(completion): return 1", "asynchronous"),
         ("def reward(completion): yield 1", "generator"),
@@ -167,9 +168,10 @@ def test_a_fork_that_returns_does_not_answer(folder: Path):
 def test_a_signature_that_the_rows_do_not_fit_is_refused_at_the_start(tmp_path: Path, signature: str, problem: str):
     (tmp_path / "rewards_of.py").write_text(signature + "\n")
     rows = [{"prompt": "a", "answer": "b"}, {"prompt": "a", "text": "b"}]
+    (file := tmp_path / "rows.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
     with pytest.raises(InvalidArgument) as refused, RewardPool("rewards_of:reward", folders=[tmp_path]) as pool:
-        pool.check_rows(rows, path="rows.jsonl")
-    assert problem.format(file=tmp_path / "rewards_of.py") in refused.value.message
+        pool.check_rows(rows, path=file)
+    assert problem.format(file=tmp_path / "rewards_of.py", rows=file) in refused.value.message
 
 
 def test_arguments_that_rows_completions_or_defaults_give_are_accepted(tmp_path: Path):

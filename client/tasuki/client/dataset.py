@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -44,6 +45,12 @@ def read_objects(path: Path | str) -> Iterator[tuple[str, Row]]:
                 yield place, _object(line, place=place)
     if is_empty:
         raise InvalidArgument("dataset", f"{path} has no lines")
+
+
+def row_place(path: Path | str, index: int) -> str:
+    """The "file:line" of row `index`, from 0. Reads the file again; rows from elsewhere than a file have their number."""
+    places = (place for place, _ in read_objects(path)) if Path(path).is_file() else iter(())
+    return next(islice(places, index, None), f"{path}: row {index + 1}")
 
 
 class Dataset(Generic[_Item]):

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.client.aside import Aside
+from tasuki.client.dataset import row_place
 from tasuki.client.encode import TokenIds
 from tasuki.client.reward_worker import Answer, Signature, Source, is_worker
 from tasuki.client.types import FinishReason, Sample
@@ -137,14 +138,14 @@ class RewardPool:
             worker.end()
 
     def check_rows(self, rows: Sequence[Mapping[str, object]], *, path: Path | str) -> None:
-        """Raises InvalidArgument for an argument that neither a completion nor a row has, naming function and row. path: of the rows."""
-        for number, row in enumerate(rows, start=1):
+        """Raises InvalidArgument for an argument that neither a completion nor a row has, naming function and row. path: of their file."""
+        for index, row in enumerate(rows):
             for reward, signature in zip(self._rewards, self._signatures, strict=True):
                 missing = [name for name in signature.required if name not in row and name not in _COMPLETION_ARGUMENTS]
                 if missing:
                     raise InvalidArgument(
                         "reward.function",
-                        f"{reward.function} of {signature.file} takes `{missing[0]}`, but {path}: row {number} has only "
+                        f"{reward.function} of {signature.file} takes `{missing[0]}`, but {row_place(path, index)} has only "
                         f"{', '.join(row)}; name the argument as a field, give it a default, or add the field",
                         argument=missing[0],
                     )

@@ -243,12 +243,14 @@ def _command(commands: _Commands, name: str, run: Callable[[argparse.Namespace],
 
 
 def _up(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.train import check_data
     from tasuki.doctor.certificates import warn_of_certificate
     from tasuki.node.exit_report import why_it_ended
     from tasuki.node.start import start_node
 
     config = load_config(arguments.config, overrides=arguments.overrides)
     warn_of_settings(config)
+    check_data(config)
     node = start_node(config, resumes=arguments.resume)
     warn_of_certificate(config)
     warn_of_tokenizer(config)

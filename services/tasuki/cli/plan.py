@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tasuki.planner.node import GB, Node, Strategy, node_of
 from tasuki.planner.node_traffic import check_rate, node_traffic
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS, find_preset
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, NotInstalled
 
 DOES_NOT_FIT = 1
 _MAX_GB = 1e9
@@ -62,7 +63,11 @@ def planned_node(arguments: argparse.Namespace) -> Node:
     gpu_gb, host_gb, num_gpus, model = arguments.gpu_gb, arguments.host_gb, arguments.num_gpus, None
     if path is not None and path.suffix == ".toml":
         config = _load(path, arguments)
-        check_planned_folder(config.model.path)
+        if check_planned_folder(config.model.path):
+            from tasuki.cli.train import check_data  # a plan of a configuration file alone needs no client
+
+            with suppress(NotInstalled):
+                check_data(config)
     else:
         config, model, default_gb = _model_alone(path, arguments)
         gpu_gb, num_gpus = default_gb if gpu_gb is None else gpu_gb, num_gpus or config.trainer.num_ranks

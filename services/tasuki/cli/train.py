@@ -39,12 +39,15 @@ from tasuki.wire.errors import InvalidArgument, NodeRunning
 
 def read_training(config: NodeConfig) -> Training:
     """Reads the run from [train] or [sft]. Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
-    if config.sft is None:
-        return RlTraining(read_inputs(config))
-    if config.train is not None:
-        problem = "the configuration has both [train] and [sft]; put them into two files"
-        raise InvalidArgument("sft", problem)
-    return read_sft(config, config.sft)
+    return RlTraining(read_inputs(config)) if config.sft is None else read_sft(config, config.sft)
+
+
+def check_data(config: NodeConfig) -> None:
+    """Judges every row of the run's datasets, if there are any, and tells how many to train. Raises as read_training."""
+    if config.train is not None or config.sft is not None:
+        training = read_training(config)
+        num_rows = training.dataset().position()["num_rows"]
+        sys.stderr.write(f"{training.settings.table}.dataset has {num_rows:,} rows that can be trained\n")
 
 
 def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started: float | None = None) -> int:

@@ -57,7 +57,9 @@ def _check_critic(config: NodeConfig) -> None:
         raise SettingsConflict("train.advantages.estimator", '= "gae" needs a critic: add a table [trainer.critic]')
     if config.trainer.critic is not None and config.train is not None and not uses_critic:
         raise SettingsConflict("trainer.critic", 'is set, but nothing trains it; set train.algorithm = "ppo", or remove it')
-    if config.trainer.critic is not None and config.sft is not None and config.train is None:
+    if config.sft is not None and config.train is not None:
+        raise SettingsConflict("sft", "is in one file with [train]; put them into two files")
+    if config.trainer.critic is not None and config.sft is not None:
         raise SettingsConflict("trainer.critic", "is set, but [sft] trains only the policy; remove it")
 
 

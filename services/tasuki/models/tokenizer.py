@@ -68,6 +68,8 @@ class FolderTokenizer:
         Does not repeat a beginning-of-text token that the text has itself.
         """
         own = self.encode(text).ids
+        if not self._tokenizer.num_special_tokens_to_add(False):
+            return own
         with self._named("cannot encode it"):
             whole = self._checked(self._tokenizer.encode(text))
         inside = [index for index, part in enumerate(whole.sequence_ids) if part is not None]

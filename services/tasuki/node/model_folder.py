@@ -28,11 +28,18 @@ def check_model_folders(config: NodeConfig) -> None:
         check_stored(critic, shape, key="trainer.critic.path", is_critic=True)
 
 
-def check_planned_folder(path: Path, *, key: str = "model.path") -> None:
-    """Checks a folder with weights, for `tasuki plan`, which needs no more than config.json. Raises as check_model_folder."""
+def check_planned_folder(path: Path, *, key: str = "model.path") -> bool:
+    """Checks a folder for `tasuki plan`, which needs no more than config.json; returns whether it has weights.
+
+    Raises as check_model_folder.
+    """
     with named_if_denied(path, key=key):
-        if path.is_dir() and any(file.suffix in WEIGHT_SUFFIXES or file.name == INDEX_FILE for file in path.iterdir()):
-            check_model_folder(path, key=key)
+        has_weights = path.is_dir() and any(
+            file.suffix in WEIGHT_SUFFIXES or file.name == INDEX_FILE for file in path.iterdir()
+        )
+    if has_weights:
+        check_model_folder(path, key=key)
+    return has_weights
 
 
 def check_model_folder(path: Path, *, key: str = "model.path") -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasuki.client.dataset import Row, read_jsonl
+from tasuki.client.dataset import Row, read_jsonl, row_place
 from tasuki.config.schema import NodeConfig, TrainConfig
 from tasuki.models.config_json import read_json_object, size
 from tasuki.node.model_folder import check_model_folder
@@ -63,7 +63,7 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
             key=key,
             max_new_tokens=max_new_tokens,
             max_prompt_tokens=most,
-            path=train.eval_dataset,
+            path=str(train.eval_dataset),
         )
     return TrainInputs(train, tokenizer, rows, eval_rows, longest, config.seed)
 
@@ -84,7 +84,7 @@ def check_lengths(
     limit: int,
     key: str,
     max_new_tokens: int,
-    path: Path | None,
+    path: Path | str,
     max_prompt_tokens: int | None = None,
 ) -> int:
     """Returns the tokens of the longest prompt plus max_new_tokens; 0 without rows.
@@ -96,18 +96,19 @@ def check_lengths(
         text = f"is {max_new_tokens}, which leaves no room for a prompt: prompt plus completion may have {limit} tokens"
         raise InvalidArgument(key, text, limit=limit)
     longest = 0
-    for number, row in enumerate(rows, start=1):
+    for index, row in enumerate(rows):
         try:
             num_tokens = len(tokenizer.encode_prompt(row["prompt"], row))
         except InvalidArgument as error:
-            raise InvalidArgument("dataset", f"{path}: row {number}: {error.message}") from error
+            raise InvalidArgument("dataset", f"{row_place(path, index)}: {error.message}") from error
         if not num_tokens:
-            raise InvalidArgument("dataset", f"{path}: row {number}: the prompt has no tokens")
+            raise InvalidArgument("dataset", f"{row_place(path, index)}: the prompt has no tokens")
         if max_prompt_tokens is not None and num_tokens > max_prompt_tokens:
-            text = f"is {max_prompt_tokens}, but {path}: row {number}: the prompt has {num_tokens} tokens; raise it, or remove the row"
+            text = f"is {max_prompt_tokens}, but {row_place(path, index)}: the prompt has {num_tokens} tokens; raise it, or remove the row"
             raise InvalidArgument("train.max_prompt_tokens", text, num_tokens=num_tokens)
         if num_tokens > limit - max_new_tokens:
-            text = f"{path}: row {number}: the prompt has {num_tokens} tokens; with {key}, at most {limit - max_new_tokens} fit"
+            room = f"with {key}, at most {limit - max_new_tokens} fit"
+            text = f"{row_place(path, index)}: the prompt has {num_tokens} tokens; {room}; shorten or remove it"
             raise InvalidArgument("dataset", text, num_tokens=num_tokens)
         longest = max(longest, num_tokens + max_new_tokens)
     return longest
