@@ -59,7 +59,8 @@ class RlLoop:
     settings: TrainConfig
     state: EstimatorState = field(default_factory=EstimatorState)
     dump: SampleDump | None = None
-    """Where some samples of each step are written for inspection."""
+    """Where samples of each step are written for inspection; eval_dump: those of evaluations."""
+    eval_dump: SampleDump | None = None
     save_now: Callable[[], bool] = lambda: False
     """Polled after each training step: whether to save it even if no checkpoint is due."""
 
@@ -118,7 +119,13 @@ class RlLoop:
             prompts, samples = self.complete(
                 self.eval_rows, sampling, num_samples=evaluation.num_samples, call_number=call_number
             )
-            figures = eval_figures(self.score(self.eval_rows, prompts, samples), evaluation)
+            completions = self.completions(prompts, samples)
+            scores = self.rewards.score(self.eval_rows, completions, group_size=evaluation.num_samples)
+            figures = eval_figures(scores, evaluation)
+        if self.eval_dump is not None:
+            shown = self.eval_dump.begin(step.step)
+            shown.add(self.eval_rows, completions, samples, scores, scores.rewards)
+            self.eval_dump.write(shown)
         step.eval_score = figures.pop("mean", None)
         step.metrics |= {f"eval/{name}": value for name, value in figures.items()}
 
@@ -197,6 +204,9 @@ class RlLoop:
         measure_samples(step, generated)
         if settings.group_size > 1:
             step.metrics["signal_fraction"] = 1.0 - step.num_equal_groups / num_generated
+            rewards_S = np.concatenate([scores.rewards for _, scores in generated])
+            spread = np.ma.masked_invalid(rewards_S.reshape(-1, settings.group_size)).std(axis=1).mean()
+            step.metrics["reward_std"] = 0.0 if np.ma.is_masked(spread) else float(spread)
         return groups
 
     def complete(

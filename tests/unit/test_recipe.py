@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from safetensors.numpy import save_file
 
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
+from tasuki.runs.earlier_run import provenance
 from tasuki.runs.recipe import check_recipe, recipe
 from tasuki.wire.errors import InvalidArgument
 
@@ -31,6 +33,20 @@ def folder(tmp_path: Path) -> Path:
 
 def _config(folder: Path, *overrides: str) -> NodeConfig:
     return load_config(folder / "node.toml", overrides=overrides)
+
+
+def test_provenance_names_the_commit_and_whether_it_was_changed(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(folder.parent))
+    assert "commit" not in provenance(_config(folder))
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    for command in (("init", "-q"), ("add", "node.toml"), (*author, "commit", "-qm", "c")):
+        subprocess.run(["git", *command], check=True)
+    clean = provenance(_config(folder))
+    assert len(clean["commit"]) == 40 and clean["dataset"] == str(folder / "train.jsonl")
+    with (folder / "node.toml").open("a") as config:
+        config.write("\n")
+    assert provenance(_config(folder))["commit"] == f"{clean['commit']} with uncommitted changes"
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_a_line_has_all_that_is_known_of_a_sample(settings: TrainConfig):
     line = found[3]
     assert line.keys() == {
         "step", "group", "sample", "policy_version", "prompt", "fields", "completion", "finish_reason", "reward", "rewards",
-        "advantage", "log_prob_gap", "log_prob_gap_max", "temperature", "token_ids", "advantages", "rollout_log_probs",
+        "advantage", "log_prob_gap", "log_prob_gap_max", "temperature", "prompt_token_ids", "token_ids", "advantages", "rollout_log_probs",
         "trainer_log_probs",
     }  # fmt: skip
     assert line["rewards"] == {"number": 3.0, "odd": 1.0}
@@ -75,6 +75,26 @@ def test_a_line_has_all_that_is_known_of_a_sample(settings: TrainConfig):
     # The client's log-probs are -0.5 from rollout and -0.25 from the trainer.
     assert line["rollout_log_probs"] == [-0.5] * 3 and line["trainer_log_probs"] == [-0.25] * 3
     assert line["log_prob_gap"] == line["log_prob_gap_max"] == 0.25
+
+
+def test_every_reward_is_written_some_texts_and_few_tokens(settings: TrainConfig):
+    (found,) = run(settings, groups_per_step=1, num_texts=2).values()
+    assert sorted(line["reward"] for line in found) == [0.0] * 3 + [2.0] * 6 + [4.0] * 3
+    with_text, with_tokens = ({line["group"] for line in found if name in line} for name in ("completion", "token_ids"))
+    assert len(with_tokens) == 1 and with_text == {0, 1} | with_tokens
+
+
+def test_held_out_completions_are_written_beside_the_step_that_was_evaluated(settings: TrainConfig):
+    loop = loop_of(LoopClient(), changed(settings, eval={"num_samples": 2, "temperature": 1.0}), reward=by_number)
+    loop.eval_rows = [{"prompt": str(row), "answer": row} for row in range(3)]
+    with SampleDump(settings.output_dir / "evaluations", groups_per_step=0, num_texts=2) as loop.eval_dump:
+        steps_of(loop)
+    written = {path.stem: lines(path) for path in (settings.output_dir / "evaluations").iterdir()}
+    assert written.keys() == {"step-000000", "step-000001"}
+    for found in written.values():
+        figures = [(line["group"], line["sample"], line["reward"]) for line in found]
+        assert figures == [(row, one, one) for row in range(3) for one in range(2)]
+        assert [line.get("fields") for line in found] == [{"answer": 0}] * 2 + [{"answer": 1}] * 2 + [None] * 2
 
 
 def test_samples_are_for_their_owner_alone(settings: TrainConfig):

@@ -1,4 +1,4 @@
-"""Writes some completions of each step for inspection: `samples/step-000012.jsonl`, from a background thread."""
+"""Writes completions of each step for inspection: `samples/step-000012.jsonl`, from a background thread."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ class SampleDump:
         folder: Path,
         *,
         groups_per_step: int = 4,
+        num_texts: int = 32,
         max_bytes: int = 256_000_000,
         seed: int = 0,
         tell: Callable[[str], object] | None = None,
     ) -> None:
-        """groups_per_step: chosen by `seed` and step. max_bytes: of all files, by disk usage.
+        """groups_per_step, num_texts: see ShownSamples. max_bytes: of all files, by disk usage.
 
         tell: receives a line at the first error; stderr by default.
         """
         self.folder = folder
-        self._groups_per_step, self._max_bytes, self._seed = groups_per_step, max_bytes, seed
+        self._groups_per_step, self._num_texts, self._max_bytes, self._seed = groups_per_step, num_texts, max_bytes, seed
         self._tell, self._has_told = tell, False
         self._sizes: dict[Path, int] = {}
         """Bytes of each file, least recently written first."""
@@ -59,7 +60,7 @@ class SampleDump:
 
     def begin(self, step: int) -> ShownSamples:
         """An empty step, to fill and pass to `write`."""
-        return ShownSamples(step, num_groups=self._groups_per_step, seed=self._seed)
+        return ShownSamples(step, num_groups=self._groups_per_step, num_texts=self._num_texts, seed=self._seed)
 
     def write(self, shown: ShownSamples) -> None:
         """Queues the step for writing; returns at once."""

@@ -1,4 +1,4 @@
-"""Samples of a step chosen for inspection: collected by reference during the loop, converted to JSON by the writer."""
+"""Completions of a step or an evaluation for inspection: all rewards, some texts, and of few their tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.client.dataset import Row
+from tasuki.client.encode import TokenIds
 from tasuki.client.rewards import Completion, Scores
 from tasuki.client.types import Sample, TrainingSample
 
@@ -23,40 +24,28 @@ _DIGITS, _GAP_DIGITS = 6, 9
 
 @dataclass(slots=True, eq=False)
 class ShownSample:
-    """One completion with its reward, advantage and log-probs."""
+    """A completion with its advantage, tokens and log-probs."""
 
-    group: int
-    """Index of its prompt within the step."""
-    row: Row
-    text: str
+    scored: dict[str, Any]
+    """What is written of every completion, with its text."""
+    prompt_token_ids: TokenIds
     sample: Sample
-    reward: float
-    """The reward used for advantages: the weighted sum, after shaping."""
-    rewards: dict[str, float]
     learned: TrainingSample | None = None
     """None if no update used the sample."""
     trainer_log_probs: NDArray[np.float32] | None = None
     """[T], of the policy at the start of the step."""
 
-    def record(self, step: int) -> dict[str, Any]:
-        """Formats the sample as one line of the file; non-finite numbers become null."""
+    def record(self) -> dict[str, Any]:
+        """Formats the completion as one line of the file; non-finite numbers become null."""
         sample, learned = self.sample, self.learned
         gaps = _gaps(sample, self.trainer_log_probs)
         return {
-            "step": step,
-            "group": self.group,
-            "sample": sample.sample_index,
-            "policy_version": sample.policy_version,
-            "prompt": self.row["prompt"],
-            "fields": {name: value for name, value in self.row.items() if name != "prompt"},
-            "completion": self.text,
-            "finish_reason": sample.finish_reason.lower(),
-            "reward": _number(self.reward),
-            "rewards": {name: _number(value) for name, value in self.rewards.items()},
+            **self.scored,
             "advantage": None if learned is None else _number(float(np.mean(learned.advantages))),
             "log_prob_gap": None if gaps is None else _number(float(gaps.mean()), digits=_GAP_DIGITS),
             "log_prob_gap_max": None if gaps is None else _number(float(gaps.max()), digits=_GAP_DIGITS),
             "temperature": sample.temperature,
+            "prompt_token_ids": list(self.prompt_token_ids),
             "token_ids": sample.token_ids.tolist(),
             "advantages": None if learned is None or np.ndim(learned.advantages) == 0 else _numbers(learned.advantages),
             "rollout_log_probs": _numbers(sample.rollout_log_probs),
@@ -66,13 +55,17 @@ class ShownSample:
 
 @dataclass(slots=True, eq=False)
 class ShownSamples:
-    """Samples of one step to show."""
+    """Completions of one step or evaluation. Those without tokens are converted at once, so that they keep no arrays alive."""
 
     step: int
     num_groups: int = 0
-    """Number of groups to show; 0 collects nothing."""
+    """Groups written with tokens and log-probs, chosen by `seed`; the step's first ones."""
+    num_texts: int = 0
+    """First groups written with prompt and completions. Of further ones only rewards are, and nothing if both numbers are 0."""
     seed: int = 0
     samples: list[ShownSample] = field(default_factory=list)
+    others: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of the other groups."""
     _num_seen: int = 0
     _learned: dict[int, ShownSample] = field(default_factory=dict)
     _is_scored: bool = False
@@ -85,24 +78,35 @@ class ShownSamples:
         scores: Scores,
         shaped_S: NDArray[np.float32],
     ) -> None:
-        """Chooses among the groups of one generation until the step has enough. The lists are ordered by row."""
-        num_wanted = min(self.num_groups - len({one.group for one in self.samples}), len(rows))
-        if num_wanted > 0:
-            size = len(samples) // len(rows)
-            chosen = np.random.default_rng([self.seed, self.step, self._num_seen]).permutation(len(rows))[:num_wanted]
-            for index in sorted(chosen.tolist()):
-                for place in range(index * size, (index + 1) * size):
-                    rewards = {name: float(values_S[place]) for name, values_S in scores.by_name.items()}
-                    one = ShownSample(
-                        self._num_seen + index,
-                        rows[index],
-                        completions[place].text,
-                        samples[place],
-                        float(shaped_S[place]),
-                        rewards,
-                    )
-                    self.samples.append(one)
+        """Adds the groups of one generation. The lists are ordered by row. shaped_S: the rewards used for advantages."""
+        if not (self.num_groups or self.num_texts):
+            return
+        num_wanted = min(self.num_groups - self.num_shown_groups(), len(rows))
+        chosen = set(np.random.default_rng([self.seed, self.step, self._num_seen]).permutation(len(rows))[:num_wanted].tolist())
+        size = len(samples) // len(rows)
+        for index, row in enumerate(rows):
+            for place in range(index * size, (index + 1) * size):
+                sample, completion = samples[place], completions[place]
+                scored = {
+                    "step": self.step,
+                    "group": self._num_seen + index,
+                    "sample": sample.sample_index,
+                    "policy_version": sample.policy_version,
+                    "finish_reason": sample.finish_reason.lower(),
+                    "reward": _number(float(shaped_S[place])),
+                    "rewards": {name: _number(float(values_S[place])) for name, values_S in scores.by_name.items()},
+                }
+                if index in chosen or self._num_seen + index < self.num_texts:
+                    fields = {name: value for name, value in row.items() if name != "prompt"}
+                    scored |= {"prompt": row["prompt"], "fields": fields, "completion": completion.text}
+                if index in chosen:
+                    self.samples.append(ShownSample(scored, completion.prompt_token_ids, sample))
+                else:
+                    self.others.append(scored)
         self._num_seen += len(rows)
+
+    def num_shown_groups(self) -> int:
+        return len({one.scored["group"] for one in self.samples})
 
     def add_learned(self, learned: Sequence[TrainingSample], samples: Sequence[Sample]) -> None:
         """Adds the training samples with advantages. samples: the completion behind each."""
@@ -140,8 +144,8 @@ class ShownSamples:
         """Lines that fit into `max_bytes`."""
         lines: list[bytes] = []
         room = max_bytes
-        for one in self.samples:
-            text = json.dumps(one.record(self.step), ensure_ascii=False, default=str) + "\n"
+        for one in (*(one.record() for one in self.samples), *self.others):
+            text = json.dumps(one, ensure_ascii=False, default=str) + "\n"
             # JSON escapes represent what UTF-8 cannot.
             line = text.encode(errors="backslashreplace")
             room -= len(line)

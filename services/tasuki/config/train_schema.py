@@ -158,10 +158,11 @@ class EvalConfig(Schema):
 
 
 class SamplesConfig(Schema):
-    """Completions written to `output_dir`/samples for inspection."""
+    """Completions written to `output_dir`/samples and `output_dir`/evaluations for inspection."""
 
     groups_per_step: Int = Field(default=4, ge=0)
-    """Prompts per step whose completions are written; 0 writes none. Beyond 256 MB on disk the oldest steps are deleted."""
+    """Prompts per step whose completions are written with tokens and log-probs; 0 writes nothing. Of the other prompts the first 32 are
+    written as text, and all rewards. Beyond 256 MB on disk the oldest steps are deleted."""
 
 
 def _read_loss(table: Any) -> Any:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from tasuki.client.durable import write_durably
 from tasuki.client.loop_state import LoopState, newest_checkpoint
 from tasuki.client.step import Step
+from tasuki.config.schema import NodeConfig
 from tasuki.runs.folder import CHECKPOINTS, RUN_FILES, read_steps
 from tasuki.runs.settings import RunSettings
 from tasuki.wire.denied_path import named_if_denied
@@ -31,6 +37,8 @@ class RunHead:
     policy_version: int
     """Version of its initial weights."""
     recipe: Mapping[str, Any]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    """Where the run comes from, for people; a resumed run may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,37 @@ class EarlierRun:
 
 
 _Head = TypeAdapter(RunHead)
+_GIT_TIMEOUT_S = 5.0
+
+
+def provenance(config: NodeConfig) -> dict[str, str]:
+    """Command, its time and folder, the data, tasuki's version, and the commit of the folder's git repository, if it is in one."""
+    run = config.train or config.sft
+    assert run is not None
+    found = {
+        "command": shlex.join(sys.argv),
+        "folder": str(Path.cwd()),
+        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
+        "tasuki": version("tasuki"),
+        "model": str(config.model.path),
+        "dataset": str(run.dataset),
+    }
+    if run.eval_dataset is not None:
+        found["eval_dataset"] = str(run.eval_dataset)
+    if commit := _git("rev-parse", "HEAD"):
+        found["commit"] = (
+            f"{commit}{' with uncommitted changes' if _git('status', '--porcelain', '--untracked-files=no') else ''}"
+        )
+    return found
+
+
+def _git(*command: str) -> str:
+    """The command's output; empty without git or a repository."""
+    try:
+        git = ["git", "-c", "core.fsmonitor=false", *command]
+        return subprocess.run(git, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return ""
 
 
 def write_head(output_dir: Path, head: RunHead) -> None:

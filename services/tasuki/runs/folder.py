@@ -31,6 +31,8 @@ CHECKPOINTS = "checkpoints"
 
 SAMPLES = "samples"
 """Folder of samples written for inspection."""
+EVALUATIONS = "evaluations"
+"""Folder of held-out completions, one file for each evaluated step."""
 
 
 class MetricsFile:

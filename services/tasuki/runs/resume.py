@@ -17,7 +17,7 @@ from tasuki.config.paths import training_log_path, training_run_path
 from tasuki.config.schema import NodeConfig
 from tasuki.node.node_settings import running_settings
 from tasuki.runs.continuation import Continuation, check_num_steps, continuation
-from tasuki.runs.earlier_run import EarlierRun, RunHead, read_earlier_run, run_has_ended, write_head
+from tasuki.runs.earlier_run import EarlierRun, RunHead, provenance, read_earlier_run, run_has_ended, write_head
 from tasuki.runs.folder import CHECKPOINTS
 from tasuki.runs.recipe import check_recipe, recipe
 from tasuki.runs.settings import RunSettings
@@ -57,7 +57,7 @@ def begin(client: Client, config: NodeConfig, settings: RunSettings) -> Continua
     _discard_gradients(client)
     client.begin_run()
     forget_pending(settings.output_dir)
-    head = RunHead(uuid.uuid4().hex, client.trainer_state().policy_version, recipe(config))
+    head = RunHead(uuid.uuid4().hex, client.trainer_state().policy_version, recipe(config), provenance(config))
     write_head(settings.output_dir, head)
     write_durably(training_run_path(config.state_dir), head.id)
     return Continuation()

@@ -16,10 +16,13 @@ from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.train_schema import RewardConfig, TrainConfig
 from tasuki.runs.continuation import Continuation
-from tasuki.runs.folder import SAMPLES, draw_curve, summarize
+from tasuki.runs.folder import EVALUATIONS, SAMPLES, draw_curve, summarize
 from tasuki.runs.inputs import TrainInputs
 from tasuki.runs.settings import RunSettings, field_as_key
 from tasuki.runs.training import Loop
+
+_EVAL_TEXTS = 256
+"""Held-out rows whose prompts and completions are written; of all others the rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +47,16 @@ class RlTraining:
         inputs, reward = self.inputs, self.inputs.train.reward
         with (
             open_rewards(reward, folders, num_workers=reward.num_workers) as rewards,
-            _sample_dump(inputs) as dump,
+            _sample_dump(inputs, SAMPLES) as dump,
+            _sample_dump(inputs, EVALUATIONS) as eval_dump,
         ):
             check_reward_rows(rewards, inputs.train, rows=inputs.rows, eval_rows=inputs.eval_rows)
 
             def loop(client: Client, dataset: Dataset[Row], start: Continuation, report: Callable[[Step], None]) -> None:
                 state = EstimatorState.of(start.steps[-1].estimator if start.steps else {})
-                rl = RlLoop(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, inputs.train, state, dump, save_now)
+                rl = RlLoop(
+                    client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, inputs.train, state, dump, eval_dump, save_now
+                )
                 rl.run(report, first_step=start.first_step, pending=start.pending)
 
             yield loop
@@ -63,11 +69,14 @@ class RlTraining:
         draw_curve(self.inputs.train.output_dir, steps)
 
 
-def _sample_dump(inputs: TrainInputs) -> AbstractContextManager[SampleDump | None]:
+def _sample_dump(inputs: TrainInputs, name: str) -> AbstractContextManager[SampleDump | None]:
     num_groups = inputs.train.samples.groups_per_step
     if not num_groups:
         return nullcontext()
-    return SampleDump(inputs.train.output_dir / SAMPLES, groups_per_step=num_groups, seed=inputs.seed)
+    folder = inputs.train.output_dir / name
+    if name == EVALUATIONS:
+        return SampleDump(folder, groups_per_step=0, num_texts=_EVAL_TEXTS, seed=inputs.seed)
+    return SampleDump(folder, groups_per_step=num_groups, seed=inputs.seed)
 
 
 def rl_run_settings(train: TrainConfig) -> RunSettings:
