@@ -23,7 +23,7 @@ from tasuki.client.async_client import AsyncClient
 HEAD = """# Python API
 
 `from tasuki.client import ...`: every public name with its signature, shapes, units and errors. [python.md](../guides/python.md) says how
-to use them, [grpc.md](grpc.md#errors) what each error means. `TokenIds` is a sequence or array of integers, `[T]` an array with one entry
+to use them, [errors.md](errors.md) what each error means. `TokenIds` is a sequence or array of integers, `[T]` an array with one entry
 for each completion token. Sizes are in bytes, times in seconds. This page is made by `tools/api_page.py` out of the docstrings.
 """
 # Listed last on the page: results of the verbs.

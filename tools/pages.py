@@ -36,10 +36,9 @@ def _metrics_page(text: str) -> str:
 _GENERATED: dict[str, Callable[[str], str]] = {
     "docs/reference/api.md": lambda _: api_page.page(),
     "docs/reference/config.md": lambda _: config_page.page(),
-    "docs/reference/grpc.md": error_pages.grpc_page,
+    "docs/reference/errors.md": error_pages.page,
     "docs/reference/metrics.md": _metrics_page,
     "docs/reference/trainer.md": knobs_table.trainer_page,
-    "docs/guides/troubleshooting.md": error_pages.troubleshooting_page,
     "deploy/grafana/tasuki.json": lambda _: json.dumps(grafana_dashboard.dashboard(), indent=1) + "\n",
 }
 """Files that are generated in whole or in part: present text to current text."""
@@ -66,6 +65,8 @@ def _wrong_commands(page: Path) -> Iterator[str]:
     makefile = (_ROOT / "Makefile").read_text()
     for language, block in _BLOCK.findall(page.read_text()):
         lines = block.replace("\\\n", " ").splitlines() if language in ("sh", "bash", "text") else ()
+        if language == "console":
+            lines = [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ tasuki ")]
         for words in filter(None, (shlex.split(line, comments=True) for line in lines)):
             if words[0] == "make" and not re.search(rf"^{words[1]}:", makefile, re.MULTILINE):
                 yield f"make has no target {words[1]}"
