@@ -27,6 +27,7 @@ from tasuki.client.estimation import (
 )
 from tasuki.client.evaluation import eval_figures
 from tasuki.client.loop_state import PendingStep, is_save_due, note_updated, save_checkpoint, write_pending
+from tasuki.client.progress import Progress
 from tasuki.client.rewards import Completion, RewardPool, Scores
 from tasuki.client.sample_dump import SampleDump
 from tasuki.client.shown_samples import ShownSamples
@@ -63,6 +64,7 @@ class RlLoop:
     eval_dump: SampleDump | None = None
     save_now: Callable[[], bool] = lambda: False
     """Polled after each training step: whether to save it even if no checkpoint is due."""
+    progress: Progress = field(default_factory=Progress)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -88,6 +90,7 @@ class RlLoop:
             step = Step(number)
             is_last = number == settings.num_steps
             if self.needs_rollout(number):
+                self.progress.begin(number, "to_rollout")
                 step.acquire(self.client, Phase.ROLLOUT)
             step.policy_version = self.client.trainer_state().policy_version
             if self.eval_rows and (is_last or number % (settings.eval_every or settings.num_steps) == 0):
@@ -99,6 +102,7 @@ class RlLoop:
             report(step)
             if is_last:
                 break
+        self.progress.begin(settings.num_steps, "export")
         self.client.export_model(settings.output_dir / "model")
 
     def needs_rollout(self, number: int) -> bool:
@@ -114,7 +118,7 @@ class RlLoop:
             top_p=evaluation.top_p,
             stop_token_ids=settings.stop_token_ids,
         )
-        with step.timed("evaluate"):
+        with self.progress.timed(step, "evaluate", total=len(self.eval_rows) * evaluation.num_samples):
             call_number = step.step << _PART_BITS
             prompts, samples = self.complete(
                 self.eval_rows, sampling, num_samples=evaluation.num_samples, call_number=call_number
@@ -145,6 +149,7 @@ class RlLoop:
     def completed(self, pending: PendingStep) -> Step:
         """Finishes a step whose updates an interrupted run had begun. None of them is made twice."""
         step, shown = pending.step, ShownSamples(pending.step.step)
+        self.progress.begin(step.step, "to_train")
         self.dataset.seek(step.position)
         self.state = EstimatorState.of(step.estimator)
         step.acquire(self.client, Phase.TRAIN)
@@ -160,10 +165,11 @@ class RlLoop:
             # Runs while the step's figures and samples are written.
             step.begin_acquire(self.client, Phase.ROLLOUT)
         if self.dump is not None:
-            with step.timed("write_samples"):
+            with self.progress.timed(step, "write_samples"):
                 self.dump.write(shown)
         step.estimator = self.state.numbers()
         if is_saved:
+            self.progress.begin(step.step, "save")
             save_checkpoint(pending, self.client, self.dataset.position(), output_dir=self.settings.output_dir)
 
     def sample_groups(self, step: Step, shown: ShownSamples) -> list[Group]:
@@ -175,13 +181,14 @@ class RlLoop:
             rows = self.dataset.next_rows(num_prompts)
             is_last = len(generated) + 1 == settings.max_batches
             call_number = (step.step << _PART_BITS) + len(generated) + 1
-            with step.timed("generate"):
+            has_greedy = settings.advantages.estimator is Estimator.GREEDY_BASELINE
+            with self.progress.timed(step, "generate", total=num_prompts * (settings.group_size + has_greedy)):
                 greedy = self.greedy_samples(rows)
                 prompts, samples = self.complete(rows, self.sampling, num_samples=settings.group_size, call_number=call_number)
             if is_last:
                 # Nothing more will be generated: the trainer resumes while rewards are computed.
                 step.begin_acquire(self.client, Phase.TRAIN)
-            with step.timed("reward"):
+            with self.progress.timed(step, "reward"):
                 completions = self.completions(prompts, samples)
                 scores = self.rewards.score(rows, completions, group_size=settings.group_size)
                 greedy_rewards = self.greedy_rewards(rows, prompts, greedy)
@@ -214,7 +221,9 @@ class RlLoop:
     ) -> tuple[list[list[int]], list[Sample]]:
         """Generates completions; returns the prompts and the samples, ordered by prompt."""
         prompts = [self.tokenizer.encode_prompt(row["prompt"], row) for row in rows]
-        return prompts, self.client.generate(prompts, sampling, num_samples=num_samples, call_number=call_number)
+        count = self.progress.counter()
+        made = self.client.generate(prompts, sampling, num_samples=num_samples, call_number=call_number, on_progress=count)
+        return prompts, made
 
     def completions(self, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> list[Completion]:
         """Decodes samples for the reward functions."""
@@ -283,6 +292,7 @@ class RlLoop:
     ) -> None:
         """Computes the advantages and records the step, with everything that its updates need."""
         step = pending.step
+        self.progress.begin(step.step, "to_train")
         step.acquire(self.client, Phase.TRAIN)
         samples = self.scored(step, samples)
         estimate = estimate_advantages(
@@ -334,15 +344,15 @@ class RlLoop:
         """Adds the log-probs and values that the losses need, computed by the networks before the step's updates."""
         settings = self.settings
         if settings.loss.kl_coef or settings.advantages.kl_coef:
-            with step.timed("ref_log_probs"):
+            with self.progress.timed(step, "ref_log_probs"):
                 ref = self.client.compute_log_probs(samples, role=Role.REFERENCE)
             samples = [replace(sample, ref_log_probs=row) for sample, row in zip(samples, ref, strict=True)]
         if settings.policy_loss().old_policy is OldPolicy.GIVEN:
-            with step.timed("old_log_probs"):
+            with self.progress.timed(step, "old_log_probs"):
                 old = self.client.compute_log_probs(samples)
             samples = [replace(sample, old_log_probs=row) for sample, row in zip(samples, old, strict=True)]
         if settings.critic_loss() is not None:
-            with step.timed("values"):
+            with self.progress.timed(step, "values"):
                 values = self.client.compute_values(samples)
             samples = [replace(sample, values=row) for sample, row in zip(samples, values, strict=True)]
         return samples
@@ -374,7 +384,10 @@ class RlLoop:
         step, is_critic = pending.step, role is Role.CRITIC
         loss = self.settings.critic_loss() if is_critic else self.settings.policy_loss()
         waits = 0 if is_critic else self.settings.critic_warmup_steps
-        with step.timed("critic" if is_critic else "forward_backward"):
+        num_updates = self.settings.num_updates * (1 if self.settings.critic_loss() is None else 2)
+        with self.progress.timed(
+            step, "critic" if is_critic else "forward_backward", done=len(pending.measured), total=num_updates
+        ):
             done = self.client.forward_backward(samples, loss, role=role, log_probs_of=log_probs_of, request_id=request_id)
         with step.timed("critic" if is_critic else "optim_step"):
             stepped = self.client.optim_step(

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import PendingStep, is_save_due, note_updated, save_checkpoint, write_pending
+from tasuki.client.progress import Progress
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import Phase, TrainingSample
@@ -32,6 +33,7 @@ class SftLoop:
     num_steps: int
     save_now: Callable[[], bool] = lambda: False
     """Polled after each training step: whether to save it even if no checkpoint is due."""
+    progress: Progress = field(default_factory=Progress)
 
     def run(self, report: Callable[[Step], None], *, first_step: int = 0, pending: PendingStep | None = None) -> None:
         """Trains from `first_step` on. `report` gets each finished step, and a last one with the held-out loss only.
@@ -45,6 +47,7 @@ class SftLoop:
             first_step += 1
         for number in range(first_step, self.num_steps + 1):
             step = Step(number)
+            self.progress.begin(number, "to_train")
             step.acquire(self.client, Phase.TRAIN)
             step.policy_version = self.client.trainer_state().policy_version
             is_last = number == self.num_steps
@@ -53,11 +56,12 @@ class SftLoop:
             if not is_last:
                 self.learn(PendingStep(step, schedule_steps=settings.num_steps))
             report(step)
+        self.progress.begin(self.num_steps, "export")
         self.client.export_model(settings.output_dir / "model")
 
     def evaluate(self, step: Step) -> None:
         """Computes the held-out loss: the mean negative log-probability of all counted tokens."""
-        with step.timed("evaluate"):
+        with self.progress.timed(step, "evaluate"):
             rows = self.client.compute_log_probs(self.eval_samples)
         log_probs_N = np.concatenate(rows).astype(np.float64)
         mask_N = np.concatenate([np.asarray(sample.loss_mask) for sample in self.eval_samples])
@@ -71,13 +75,14 @@ class SftLoop:
         if not pending.is_updated:
             self.update(pending, samples)
         if self.save_now() or is_save_due(step, self.settings.save_every):
+            self.progress.begin(step.step, "save")
             save_checkpoint(pending, self.client, self.dataset.position(), output_dir=self.settings.output_dir)
 
     def update(self, pending: PendingStep, samples: Sequence[TrainingSample]) -> None:
         """Computes the batch's gradients and takes an optimizer step."""
         step, request_id = pending.step, pending.request_id
         write_pending(self.settings.output_dir, pending)
-        with step.timed("forward_backward"):
+        with self.progress.timed(step, "forward_backward"):
             loss = LossConfig(loss=SftLoss(), aggregation=Aggregation(self.settings.aggregation))
             done = self.client.forward_backward(samples, loss, request_id=request_id)
         with step.timed("optim_step"):

@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 
 from tasuki.cli.train import read_training
+from tasuki.client.progress import Progress
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.load import load_config
@@ -39,10 +40,12 @@ def test_a_table_is_trained_by_its_loop_and_told_by_its_figures(tmp_path: Path, 
     assert training.settings.num_steps == 2
     client = LoopClient() if table == "train" else SftClient()
     steps: list[Step] = []
-    with training.opened((tmp_path,), save_now=lambda: False) as loop:
+    progress = Progress(num_steps=2, eval_every=training.eval_every)
+    with training.opened((tmp_path,), save_now=lambda: False, progress=progress) as loop:
         loop(cast(Client, client), training.dataset(), Continuation(), steps.append)
     assert [(step.step, step.policy_version) for step in steps] == [(0, 0), (1, 1), (2, 2)]
     assert client.verbs()[-1] == "export_model"
+    assert (progress.record().activity, progress.record().step) == ("export", 2)
     training.draw(steps)
     assert (tmp_path / "run" / "curve.png").exists()
     summary = training.summary(steps, seconds=1.0, changeovers=3, policy_version=2)

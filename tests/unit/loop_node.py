@@ -90,7 +90,13 @@ class LoopClient:
         return TrainerState(policy_version=self.policy_version, roles=states)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, num_samples: int, call_number: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        *,
+        num_samples: int,
+        call_number: int,
+        on_progress: Callable[[int, int], None],
     ) -> list[Sample]:
         call = len(self.of("generate"))
         self.calls.append(Call("generate", sampling=sampling, prompts=prompts))

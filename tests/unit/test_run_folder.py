@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.train import TrainProgress, step_line
+from tasuki.cli.progress import ProgressDisplay
+from tasuki.cli.train import StepLines, step_line
 from tasuki.client import sft_loop
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import newest_checkpoint
+from tasuki.client.progress import Progress
 from tasuki.client.step import Step
 from tasuki.config.train_schema import SftConfig
 from tasuki.runs.folder import MetricsFile, changeovers_of, read_steps, summarize, write_summary
@@ -176,14 +178,15 @@ def test_changeovers_are_counted_by_the_stages_that_end_them() -> None:
     assert changeovers_of([Step(0, stage_seconds=stages), Step(1, stage_seconds=silent), Step(2)]) == 3
 
 
-def test_a_run_that_does_not_learn_says_so_once(capsys: pytest.CaptureFixture[str]):
-    progress = TrainProgress()
+def test_a_run_that_does_not_learn_says_so_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    progress = Progress()
+    lines = StepLines(progress, ProgressDisplay(progress, tmp_path))
     stalled = [
         Step(number, policy_version=0, mean_reward=0.0, num_equal_groups=6, metrics={"signal_fraction": 0.0})
         for number in range(6)
     ]
     for step in [stalled[0], Step(1, policy_version=0, mean_reward=0.5, num_policy_steps=1), *stalled[1:]]:
-        progress.report(step)
+        lines.report(step)
     out, err = capsys.readouterr()
     assert out.count("signal 0.00  no update: 6 of 6 groups have equal rewards") == 6
     assert err.count("WARNING: 3 steps without an update: 6 of 6 groups have equal rewards") == 1

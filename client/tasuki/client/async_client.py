@@ -123,6 +123,7 @@ class AsyncClient:
         *,
         num_samples: int = 1,
         call_number: int | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Sample]:
         """Generates `num_samples` completions of each prompt, ordered by prompt, then by sample_index.
 
@@ -130,13 +131,21 @@ class AsyncClient:
 
         call_number: calls of equal content and number get the same samples of a version where samples are seeded, whichever client makes
         them. By default every call gets others.
+
+        on_progress: called with the numbers of samples and of their tokens so far, from 0; from 0 again if rollout restarts.
         """
         requests = generation.requests(
             prompts, sampling_params or SamplingParams(), num_samples=num_samples, call_number=call_number
         )
+        tell = on_progress or (lambda num_samples, num_tokens: None)
         for number in range(_MAX_LOSSES + 1):
+            samples, num_tokens = list[Sample](), 0
+            tell(0, 0)
             try:
-                samples = [sample async for sample in self._samples(requests, len(prompts) * num_samples)]
+                async for sample in self._samples(requests, len(prompts) * num_samples):
+                    samples.append(sample)
+                    num_tokens += len(sample.token_ids)
+                    tell(len(samples), num_tokens)
                 return sorted(samples, key=lambda sample: (sample.prompt_index, sample.sample_index))
             except PeerUnavailable as error:
                 if "peer" in error.metadata or number == _MAX_LOSSES:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from datetime import UTC
+from pathlib import Path
 
 import grpc
 from rich.console import Console, Group, RenderableType
@@ -15,10 +16,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from tasuki.client.progress import ProgressRecord
 from tasuki.config.schema import NodeConfig
 from tasuki.node.exit_report import has_ended, is_requested, read_exit_report, why_it_ended
 from tasuki.node.node_snapshot import NodeReader, NodeSnapshot, as_dict
 from tasuki.rpc.process_start import parts_line
+from tasuki.runs.progress import node_progress, progress_line
 from tasuki.v1 import coordinator_pb2, memory_pb2, types_pb2
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.printable import printable
@@ -32,11 +35,13 @@ _FILE_WIDTH, _LEAST_WIDTH = 140, 100
 _STAGES = [stage for stage in types_pb2.Stage.values() if stage != types_pb2.STAGE_UNSPECIFIED]
 
 
-def draw(snapshot: NodeSnapshot) -> RenderableType:
-    """Renders the whole node as rows of text, for a terminal or a file."""
+def draw(snapshot: NodeSnapshot, *, run: ProgressRecord | None = None) -> RenderableType:
+    """Renders the whole node, and the run on it, as rows of text, for a terminal or a file."""
     busy = [name for name, usage in _usages(snapshot) if not usage.tags and name not in snapshot.absent]
     note = f"the ranks of {' and '.join(busy)} are busy and do not report their memory" if busy else ""
-    return Group(_facts(snapshot), Text(), _ring(snapshot), Text(), _memory(snapshot), Text(), _devices(snapshot), Text(note))
+    return Group(
+        _facts(snapshot, run), Text(), _ring(snapshot), Text(), _memory(snapshot), Text(), _devices(snapshot), Text(note)
+    )
 
 
 def event_line(event: coordinator_pb2.StageEvent) -> str:
@@ -65,7 +70,7 @@ def _ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
 
 
-def _facts(snapshot: NodeSnapshot) -> Table:
+def _facts(snapshot: NodeSnapshot, run: ProgressRecord | None) -> Table:
     node, trainer, rollout = snapshot.node, snapshot.trainer, snapshot.rollout
     served = str(node.policy_version) if node.HasField("policy_version") else "none yet"
     health = f"poisoned: {rollout.poison_reason}" if rollout.is_poisoned else f"{rollout.num_running} requests running"
@@ -83,6 +88,8 @@ def _facts(snapshot: NodeSnapshot) -> Table:
         *((f"{name} at", address) for name, address in snapshot.addresses.items()),
         *((f"{name} start", _start(parts)) for name, parts in snapshot.start_seconds.items() if parts),
     ]
+    if run is not None:
+        rows.append(("run", progress_line(run)))
     if node.last_error:
         rows.append(("last error", node.last_error))
     table = Table.grid(padding=(0, 2))
@@ -185,7 +192,7 @@ def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool = False) -
     if as_json:
         sys.stdout.write(json.dumps(as_dict(snapshot), indent=2) + "\n")
     else:
-        print_text(draw(snapshot))
+        print_text(draw(snapshot, run=node_progress(config.state_dir)))
     return 1 if must_serve and snapshot.absent else 0
 
 
@@ -193,12 +200,14 @@ def watch(config: NodeConfig) -> int:
     """Follows the node until Ctrl-C, even while services restart. Returns 0 if someone stops it; 1, with the reason, if it ends
     unexpectedly. Raises NodeDown if none runs.
     """
-    console = Console()
+    console, state_dir = Console(), config.state_dir
     with NodeReader(config) as reader:
         reader.read()
-        follow = _redraw if console.is_terminal else _list
         while True:
-            follow(reader, console)
+            if console.is_terminal:
+                _redraw(reader, console, state_dir)
+            else:
+                _list(reader, state_dir)
             if has_ended(config, within_s=_REDRAW_S):
                 break
     report = read_exit_report(config.state_dir)
@@ -208,19 +217,22 @@ def watch(config: NodeConfig) -> int:
     return 0 if is_requested(report) else 1
 
 
-def _redraw(reader: NodeReader, console: Console) -> None:
+def _redraw(reader: NodeReader, console: Console, state_dir: Path) -> None:
     """Returns once the node seems to be gone."""
     pause = threading.Event()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not pause.wait(_REDRAW_S):
             try:
-                live.update(draw(reader.read()), refresh=True)
+                live.update(draw(reader.read(), run=node_progress(state_dir)), refresh=True)
             except TasukiError:
                 return
 
 
-def _list(reader: NodeReader, console: Console) -> None:
-    """Prints lines as they happen, flushed so that a pipe gets them. Returns once the coordinator goes away."""
+def _list(reader: NodeReader, state_dir: Path) -> None:
+    """Prints lines as they happen, and one for each step of a run, flushed so that a pipe gets them. Returns once the coordinator goes
+    away.
+    """
+    step = -1
     stream = reader.coordinator.WatchState(coordinator_pb2.WatchStateRequest())
     try:
         for response in stream:
@@ -229,6 +241,10 @@ def _list(reader: NodeReader, console: Console) -> None:
                 event_line(response.event) if response.HasField("event") else f"{phase_name(state.phase)}, epoch {state.epoch}"
             )
             sys.stdout.write(f"{printable(line)}\n")
+            run = node_progress(state_dir)
+            if run is not None and run.step != step:
+                step = run.step
+                sys.stdout.write(f"{printable(progress_line(run))}\n")
             sys.stdout.flush()
     except grpc.RpcError:
         return

@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tasuki.cli.config import warn_of_tokenizer
+from tasuki.cli.progress import ProgressDisplay
+from tasuki.client.progress import Progress
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.environment import otlp_endpoint, otlp_headers_file
@@ -26,6 +28,7 @@ from tasuki.runs.archive import archived
 from tasuki.runs.earlier_run import EarlierRun, run_has_ended
 from tasuki.runs.folder import MetricsFile, changeovers_of, name_run, write_summary
 from tasuki.runs.inputs import check_output, read_inputs
+from tasuki.runs.progress import duration
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining
 from tasuki.runs.settings import RunSettings
@@ -149,16 +152,22 @@ def _run(
         check_state_folder(config)
     request = SaveRequest()
     request.install()
-    folders = (Path.cwd(), config_dir)
-    with training.opened(folders, save_now=request.save_now) as loop, _sole_training(config, training.settings.output_dir):
+    folders, output_dir = (Path.cwd(), config_dir), training.settings.output_dir
+    progress = Progress(num_steps=training.settings.num_steps, eval_every=training.eval_every)
+    with (
+        training.opened(folders, save_now=request.save_now, progress=progress) as loop,
+        _sole_training(config, output_dir),
+    ):
         earlier = look()
+        display = ProgressDisplay(progress, config.state_dir)
         with (
-            tracked(training.settings.output_dir, config.track),
+            display.shown(output_dir),
+            tracked(output_dir, config.track),
             running_node(config, may_start=may_start),
             explained(config),
         ):
             try:
-                _train(config, training, loop, earlier, request, started=started)
+                _train(config, training, loop, earlier, request, StepLines(progress, display), started=started)
             except KeyboardInterrupt:
                 sys.stderr.write(f"interrupted; {how_to_continue(training.settings)}\n")
                 raise
@@ -181,10 +190,16 @@ def check_longest_sample(num_tokens: int, *, limit: int) -> None:
 
 
 def _train(
-    config: NodeConfig, training: Training, loop: Loop, earlier: EarlierRun | None, request: SaveRequest, *, started: float
+    config: NodeConfig,
+    training: Training,
+    loop: Loop,
+    earlier: EarlierRun | None,
+    request: SaveRequest,
+    lines: StepLines,
+    *,
+    started: float,
 ) -> None:
     settings, target = training.settings, client_target(config)
-    progress = TrainProgress()
     with Client(target, otlp_endpoint=otlp_endpoint(), otlp_headers_file=otlp_headers_file()) as client:
         check_longest_sample(training.longest_sample, limit=client.trainer_state().micro_batch_tokens)
         num_changeovers = client.state().num_changeovers
@@ -193,10 +208,12 @@ def _train(
         # From here on the node's records belong to this run.
         with archived(config.state_dir, settings.output_dir):
             metrics = MetricsFile(settings.output_dir, start.steps)
+            for step in start.steps:
+                lines.progress.finished(step)
 
             def report(step: Step) -> None:
                 metrics.report(step)
-                progress.report(step)
+                lines.report(step)
                 request.end_if_met()
 
             dataset = training.dataset()
@@ -208,8 +225,8 @@ def _train(
     seconds = sum(step.total_seconds() for step in start.steps) + time.monotonic() - started
     summary = training.summary(metrics.steps, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
     write_summary(settings.output_dir, summary)
-    lines = [f"{name:<20} {value}" for name, value in summary.items() if value is not None]
-    sys.stdout.write("\n".join([*lines, str(settings.output_dir)]) + "\n")
+    table = [f"{name:<20} {value}" for name, value in summary.items() if value is not None]
+    lines.display.write("\n".join([*table, str(settings.output_dir)]))
 
 
 _SHOWN = (
@@ -234,24 +251,27 @@ STALLED = (
 )
 
 
-class TrainProgress:
+class StepLines:
     """Prints steps as they are reported."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress, display: ProgressDisplay) -> None:
+        self.progress, self.display = progress, display
         self._has_warned = False
         self._num_stalled = 0
 
     def report(self, step: Step) -> None:
         if step.metrics.get("inexact_fraction") and not self._has_warned:
             self._has_warned = True
-            sys.stderr.write(f"{INEXACT}\n")
+            self.display.write(INEXACT, is_warning=True)
+        self.progress.finished(step)
         if line := step_line(step):
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
+            eta_s = self.progress.record().eta_s
+            self.display.write(f"{line}  {duration(eta_s)} left" if eta_s else line)
         if not step.is_evaluation:
             self._num_stalled = self._num_stalled + 1 if step.why_no_update else 0
         if self._num_stalled == _STALLED_STEPS:
-            sys.stderr.write(f"WARNING: {_STALLED_STEPS} steps without an update: {step.why_no_update}\n{STALLED}\n")
+            text = f"WARNING: {_STALLED_STEPS} steps without an update: {step.why_no_update}\n{STALLED}"
+            self.display.write(text, is_warning=True)
 
 
 def step_line(step: Step) -> str:

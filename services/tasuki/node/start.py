@@ -62,7 +62,7 @@ _POLL_S = 0.1
 CALL_TIMEOUT_S = 2.0
 # In addition to the engine's start, since the trainer may load its model only once the engine sleeps.
 _START_MARGIN_S = 300.0
-_TELL_EVERY_S = 15.0
+_TELL_EVERY_S = 10.0
 Tell = Callable[[str], None]
 WaitsFor = Callable[[], str]
 """A line naming what a node waits for besides this machine, or an empty string."""
@@ -259,10 +259,9 @@ def wait_until_serving(
             parts = read_start_seconds(config.state_dir, service.name)
             tell(serves_line(service.name, parts, after_s=time.monotonic() - started))
             del waiting[service.name]
-        if time.monotonic() - told >= _TELL_EVERY_S:
+        if waiting and time.monotonic() - told >= _TELL_EVERY_S:
             told = time.monotonic()
-            if line := waits_for():
-                tell(line)
+            tell(waits_for() or f"starting {', '.join(waiting)}: {told - started:.0f} s")
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{', '.join(waiting)} did not serve within {deadline - started:.0f} s")
         time.sleep(_POLL_S)

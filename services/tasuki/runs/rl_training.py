@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.estimation import EstimatorState
+from tasuki.client.progress import Progress
 from tasuki.client.rewards import NamedReward, RewardPool
 from tasuki.client.rl_loop import RlLoop
 from tasuki.client.sample_dump import SampleDump
@@ -36,6 +37,11 @@ class RlTraining:
         return rl_run_settings(self.inputs.train)
 
     @property
+    def eval_every(self) -> int | None:
+        train = self.inputs.train
+        return train.eval_every or train.num_steps if self.inputs.eval_rows else None
+
+    @property
     def longest_sample(self) -> int:
         return self.inputs.longest_sample
 
@@ -43,7 +49,7 @@ class RlTraining:
         return Dataset(self.inputs.rows, seed=self.inputs.seed)
 
     @contextmanager
-    def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool]) -> Iterator[Loop]:
+    def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool], progress: Progress) -> Iterator[Loop]:
         inputs, reward = self.inputs, self.inputs.train.reward
         with (
             open_rewards(reward, folders, num_workers=reward.num_workers) as rewards,
@@ -55,7 +61,17 @@ class RlTraining:
             def loop(client: Client, dataset: Dataset[Row], start: Continuation, report: Callable[[Step], None]) -> None:
                 state = EstimatorState.of(start.steps[-1].estimator if start.steps else {})
                 rl = RlLoop(
-                    client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, inputs.train, state, dump, eval_dump, save_now
+                    client,
+                    dataset,
+                    inputs.eval_rows,
+                    inputs.tokenizer,
+                    rewards,
+                    inputs.train,
+                    state,
+                    dump,
+                    eval_dump,
+                    save_now,
+                    progress,
                 )
                 rl.run(report, first_step=start.first_step, pending=start.pending)
 

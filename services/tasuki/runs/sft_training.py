@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from tasuki.client.dataset import Dataset
+from tasuki.client.progress import Progress
 from tasuki.client.sft_data import read_sft_jsonl
 from tasuki.client.sft_loop import SftLoop
 from tasuki.client.step import Step
@@ -51,6 +52,10 @@ class SftTraining:
         )
 
     @property
+    def eval_every(self) -> int | None:
+        return self.sft.eval_every or self.settings.num_steps if self.eval_samples else None
+
+    @property
     def longest_sample(self) -> int:
         samples = [*self.samples, *self.eval_samples]
         return max(len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples)
@@ -59,18 +64,19 @@ class SftTraining:
         return Dataset(self.samples, seed=self.seed)
 
     @contextmanager
-    def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool]) -> Iterator[Loop]:
-        yield partial(self._train, save_now)
+    def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool], progress: Progress) -> Iterator[Loop]:
+        yield partial(self._train, save_now, progress)
 
     def _train(
         self,
         save_now: Callable[[], bool],
+        progress: Progress,
         client: Client,
         dataset: Dataset[TrainingSample],
         start: Continuation,
         report: Callable[[Step], None],
     ) -> None:
-        loop = SftLoop(client, dataset, self.eval_samples, self.sft, self.settings.num_steps, save_now)
+        loop = SftLoop(client, dataset, self.eval_samples, self.sft, self.settings.num_steps, save_now, progress)
         loop.run(report, first_step=start.first_step, pending=start.pending)
 
     def summary(self, steps: Sequence[Step], *, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from tasuki.client.dataset import Dataset
+from tasuki.client.progress import Progress
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.runs.continuation import Continuation
@@ -26,6 +27,11 @@ class Training(Protocol):
     def settings(self) -> RunSettings: ...
 
     @property
+    def eval_every(self) -> int | None:
+        """Steps between evaluations; None without any."""
+        ...
+
+    @property
     def longest_sample(self) -> int:
         """Maximum tokens of a sample, prompt plus completion."""
         ...
@@ -34,10 +40,13 @@ class Training(Protocol):
         """The dataset, at its start."""
         ...
 
-    def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool]) -> AbstractContextManager[Loop]:
+    def opened(
+        self, folders: Sequence[Path], *, save_now: Callable[[], bool], progress: Progress
+    ) -> AbstractContextManager[Loop]:
         """Opens the loop, with its worker processes for the duration of the block.
 
         folders: searched for the user's modules. save_now: polled after each step: whether to save it although no checkpoint is due.
+        progress: told by the loop.
         """
         ...
 
