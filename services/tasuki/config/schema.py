@@ -303,6 +303,11 @@ class NodeConfig(Schema):
         return self.trainer.param_dtype == self.rollout.dtype and self.trainer.lora is None
 
     @property
+    def export_dtype(self) -> Literal["bfloat16", "float32"]:
+        """Dtype of exported models."""
+        return self.rollout.dtype if self.trainer.export_dtype == "auto" else self.trainer.export_dtype
+
+    @property
     def may_share_prompts(self) -> bool:
         """Whether samples of one prompt may share its computation."""
         return self.trainer.prefix_sharing is not False

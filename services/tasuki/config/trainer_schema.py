@@ -101,6 +101,8 @@ class TrainerConfig(OptimizerConfig):
     attention_backend: Literal["auto", "fa4", "varlen", "sdpa"] = "auto"
     """Attention over packed sequences: FlashAttention-4, torch's `varlen_attn`, or torch's `scaled_dot_product_attention`, which pads
     and supports every model and dtype. "auto" is the first that is installed and computes correct results at start; the log names it."""
+    export_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Dtype of exported models. "auto" is `rollout.dtype`, in which rollout serves the same bits."""
     checkpointing: Literal["auto", "none", "attention", "full", "offloaded"] = "auto"
     """Tensors a layer keeps from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
     only, or its input and attention's output in host memory. Later values take less GPU memory; gradients are the same. "auto" is the
@@ -160,6 +162,6 @@ class TrainerConfig(OptimizerConfig):
 
 PERFORMANCE_TRAINER_KEYS = {
     "num_ranks", "devices",
-    "expert_parallel", "reference_on_host",
+    "expert_parallel", "reference_on_host", "export_dtype",
 }  # fmt: skip
-"""Settings that affect speed and memory but not results."""
+"""Settings that affect speed, memory and exported files but not results."""

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: reads slices of their tensors, and writes whole tensors in the same names and dtypes."""
+"""Hugging Face model folders: reads slices of their tensors, and writes whole tensors under the same names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tasuki.models.config_json import read_json_object
 from tasuki.models.folder_files import INDEX_FILE, other_files
-from tasuki.models.shape import ModelShape
-from tasuki.models.stored_tensors import SINGLE_FILE, check_stored, read_stored, stored_shapes
+from tasuki.models.stored_tensors import SINGLE_FILE, read_stored
 from tasuki.models.tokenizer import CHAT_TEMPLATES
 from tasuki.weights.shards import Shard
 from tasuki.wire.denied_path import named_if_denied
@@ -27,7 +27,6 @@ from tasuki.wire.regular_file import open_regular
 _BLOCK_BYTES = 64 << 20
 _OS_CODE = re.compile(r"(?:code: |os error )(\d+)")
 _MAX_FILE_BYTES = 4 * 2**30
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 @torch.no_grad()
@@ -60,12 +59,6 @@ def _fill(local: Tensor, stored: Tensor) -> None:
         target.copy_(source.to(local.device))
 
 
-def stored_dtypes(folder: Path, model: ModelShape) -> dict[str, torch.dtype]:
-    """Dtype in the folder of each tensor of the model. Raises as check_stored."""
-    stored = check_stored(folder, model)
-    return {name: _DTYPES[stored[name].dtype] for name in stored_shapes(model)}
-
-
 def _opened(file: Path) -> safe_open:
     try:
         with named_if_denied(file, key="model.path"):
@@ -78,22 +71,16 @@ def _opened(file: Path) -> safe_open:
 class SafetensorsWriter:
     """Writes tensors to files of bounded size as they arrive."""
 
-    def __init__(self, folder: Path, *, dtypes: Mapping[str, torch.dtype]) -> None:
-        """dtypes: of every tensor to write."""
-        self._folder, self._dtypes = folder, dtypes
+    def __init__(self, folder: Path, *, dtype: torch.dtype) -> None:
+        self._folder, self._dtype = folder, dtype
         self._pending: dict[str, Tensor] = {}
         self._files: list[list[str]] = []
         self._total_bytes = 0
 
-    @property
-    def merged_dtype(self) -> torch.dtype:
-        """Dtype in which adapters are merged, so that each number is rounded once."""
-        return torch.bfloat16 if set(self._dtypes.values()) == {torch.bfloat16} else torch.float32
-
     def add(self, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             # Copied, because parts of fused experts share memory, which safetensors refuses.
-            self._pending[name] = tensor.to("cpu", self._dtypes[name], copy=True).contiguous()
+            self._pending[name] = tensor.to("cpu", self._dtype, copy=True).contiguous()
         if sum(tensor.nbytes for tensor in self._pending.values()) >= _MAX_FILE_BYTES:
             self._flush()
 
@@ -136,8 +123,8 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
         raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
 
 
-def copy_other_files(source: Path, folder: Path) -> None:
-    """Copies configuration, generation configuration and tokenizer: everything but weights."""
+def copy_other_files(source: Path, folder: Path, *, dtype: torch.dtype) -> None:
+    """Copies configuration, generation configuration and tokenizer: everything but weights. dtype: of the weights, for config.json."""
     try:
         for file in other_files(source):
             shutil.copyfile(file, folder / file.name)
@@ -146,3 +133,7 @@ def copy_other_files(source: Path, folder: Path) -> None:
     except FileNotFoundError as error:
         text = f"{error.filename} was there at the start and is gone; restore the folder, then --resume exports the model"
         raise PathNotFound(f"model.path: {text}", path=source) from error
+    config = read_json_object(folder / "config.json", field="model.path")
+    keys = config.keys() & {"dtype", "torch_dtype"} or {"torch_dtype"}  # the older name, which every transformers reads
+    config |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

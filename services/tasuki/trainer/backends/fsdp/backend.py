@@ -20,6 +20,7 @@ from tasuki.config.paths import model_source, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import CriticConfig, LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
+from tasuki.models.stored_tensors import check_stored
 from tasuki.planner.choose import chosen
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node import Checkpointing, node_of
@@ -60,7 +61,6 @@ from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice, ResidentTag
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, export_model, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import map_base
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
-from tasuki.trainer.durable.model_folder import stored_dtypes
 from tasuki.trainer.mesh import mesh_device
 from tasuki.trainer.modules.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
 from tasuki.trainer.modules.routing import ExpertLoad
@@ -103,7 +103,7 @@ class FsdpBackend:
         self._node, self._choices, self._mesh, self._replicas = node, choices, mesh, replicas
         self._model_path = model_source(node)
         self._model_config = read_model_config(self._model_path)
-        self._stored_dtypes = stored_dtypes(self._model_path, read_model_shape(self._model_path))
+        check_stored(self._model_path, read_model_shape(self._model_path))
         torch.manual_seed(node.seed)
         self._planned, self._to_close = chosen(node_of(node, gpu_bytes=1, host_bytes=1), choices), ExitStack()
         self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=node.coordinator.stage_timeout_s)
@@ -265,8 +265,8 @@ class FsdpBackend:
 
     def export_model(self, path: Path) -> int:
         self.memory.wait_for_content()
-        source = self._node.model.path
-        return export_model(path, causal_lm=self._policy.causal_lm, source=source, dtypes=self._stored_dtypes)
+        source, dtype, lora = self._node.model.path, getattr(torch, self._node.export_dtype), self._node.trainer.lora
+        return export_model(path, causal_lm=self._policy.causal_lm, source=source, dtype=dtype, lora=lora)
 
     def close(self) -> None:
         """Closes the export, so that no one else receives the weights, and frees host memory."""

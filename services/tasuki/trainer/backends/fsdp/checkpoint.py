@@ -172,18 +172,23 @@ def load_checkpoint(
     loaded: dict[str, Tensor] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     if facts.num_ranks == have.num_ranks:
         loaded[_random_key()] = torch.get_rng_state()
-    try:
-        dcp.load(loaded, storage_reader=reader)
-    except CheckpointException as error:
-        failure = _failure(error)
-        if isinstance(failure, PermissionError):
-            raise denied(Path(failure.filename or path)) from error
-        raise InvalidArgument("path", f"{path} cannot be restored: {_cause(failure)}") from error
+    read_tensors(path, loaded, reader=reader)
     for name, tensor in tensors.items():
         tensor.copy_(loaded[name])
     if facts.num_ranks == have.num_ranks:
         torch.set_rng_state(loaded[_random_key()])
     return facts
+
+
+def read_tensors(path: Path, tensors: dict[str, Tensor], *, reader: TensorReader) -> None:
+    """Fills the tensors from the checkpoint. Raises PathPermissionDenied, InvalidArgument for a damaged file."""
+    try:
+        dcp.load(tensors, storage_reader=reader)
+    except CheckpointException as error:
+        failure = _failure(error)
+        if isinstance(failure, PermissionError):
+            raise denied(Path(failure.filename or path)) from error
+        raise InvalidArgument("path", f"{path} cannot be restored: {_cause(failure)}") from error
 
 
 def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) -> None:
@@ -307,12 +312,12 @@ def checkpoint_facts(
             model.architectures[0],
             lora_rank=rank,
             lora_alpha=alpha,
-            model=_computing_settings(model),
+            model=computing_settings(model),
         )
     return CheckpointFacts(num_ranks, roles, config.optimizer_8bit)
 
 
-def _computing_settings(model: PreTrainedConfig) -> dict[str, Any]:
+def computing_settings(model: PreTrainedConfig) -> dict[str, Any]:
     """Values of config.json on which results depend, as JSON; transformers has filled in the defaults."""
     assert model.architectures
     keys = computing_keys(FAMILIES[model.architectures[0]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import find_family
 from tasuki.models.family import CheckpointNames
 from tasuki.trainer.backends.fsdp.lora.adapters import adapter_parameters, adapter_tensors, base_parameters, write_adapter
@@ -64,27 +65,26 @@ def _checkpoint_names(causal_lm: nn.Module) -> CheckpointNames:
     return find_family(type(causal_lm).__name__.removeprefix("FSDP")).checkpoint
 
 
-def export_model(path: Path, *, causal_lm: nn.Module, source: Path, dtypes: Mapping[str, torch.dtype]) -> int:
+def export_model(path: Path, *, causal_lm: nn.Module, source: Path, dtype: torch.dtype, lora: LoraConfig | None) -> int:
     """Collective: gathers tensors one by one; rank 0 writes them. Returns the bytes written.
 
-    source: the folder of the initial weights. dtypes: of the tensors there, which they keep, so that from_pretrained treats both models
-    alike. With bfloat16 weights they equal those that rollout serves, bit for bit. Adapters are merged, and also saved in adapter/ for
-    PEFT.
+    source: the folder of the initial weights. dtype: of every tensor and in config.json. In the dtype that rollout serves, the tensors
+    equal its own, bit for bit. Adapters are merged, and also saved in adapter/ for PEFT.
     Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be written.
     """
     aside = start_aside(path, mode=0o777)  # less the umask: a model may be shared
-    writer = SafetensorsWriter(aside, dtypes=dtypes)
+    writer = SafetensorsWriter(aside, dtype=dtype)
     adapted = MergedWeights(causal_lm).by_name
     try:
         for name, param in base_parameters(causal_lm):
-            tensor = adapted[name].merged(writer.merged_dtype) if name in adapted else param
+            tensor = adapted[name].merged(dtype) if name in adapted else param
             tensors = {shard.name: shard.local for shard in whole_tensors(causal_lm, name, tensor)}
             on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
         on_first_rank(writer.finish, path=path)
-        on_first_rank(lambda: copy_other_files(source, aside), path=path)
-        if adapted:
+        on_first_rank(lambda: copy_other_files(source, aside, dtype=dtype), path=path)
+        if lora is not None:
             adapter = adapter_tensors(causal_lm)
-            on_first_rank(lambda: write_adapter(aside / "adapter", adapter, causal_lm=causal_lm, source=source), path=path)
+            on_first_rank(lambda: write_adapter(aside / "adapter", adapter, config=lora, source=source), path=path)
     except TasukiError:
         delete_aside(aside, path=path)
         raise

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -20,7 +19,28 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tasuki.config.trainer_schema import LoraConfig
 
+if TYPE_CHECKING:
+    from peft import LoraConfig as PeftConfig
+
 _BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+def adapter_names(weight: str) -> tuple[str, str]:
+    """Names of A and B of an adapted weight."""
+    layer = weight.removesuffix(".weight")
+    return layer + _A, layer + _B
+
+
+def file_name(name: str) -> str:
+    """An adapter's parameter in PEFT's file."""
+    return f"base_model.model.{name.replace('.default.', '.')}"
+
+
+def _peft_config(config: LoraConfig) -> PeftConfig:
+    # Takes two seconds to import, so only when needed.
+    from peft import LoraConfig as PeftConfig
+
+    return PeftConfig(r=config.rank, lora_alpha=cast(int, config.alpha), target_modules=list(config.target_modules))
 
 
 def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
@@ -28,12 +48,9 @@ def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
 
     The model must have these layers (config.checks.check_lora_targets).
     """
-    # Takes two seconds to import, so only when needed.
-    from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    settings = PeftConfig(r=config.rank, lora_alpha=cast(int, config.alpha), target_modules=list(config.target_modules))
-    inject_adapter_in_model(settings, causal_lm)
+    inject_adapter_in_model(_peft_config(config), causal_lm)
     for _, param in trained_parameters(causal_lm):
         param.data = param.data.float()
 
@@ -90,16 +107,16 @@ def trained_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter
 def adapter_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
     """Whole adapter tensors under PEFT's file names; empty without adapters. Collective."""
     params = ((name, cast(DTensor, param.detach())) for name, param in adapter_parameters(causal_lm))
-    return {f"base_model.model.{name}": param.full_tensor().cpu() for name, param in params}
+    return {file_name(name): param.full_tensor().cpu() for name, param in params}
 
 
-def write_adapter(folder: Path, tensors: dict[str, Tensor], *, causal_lm: nn.Module, source: Path) -> None:
-    """Writes a folder that PEFT loads. tensors: of `adapter_tensors`."""
+def write_adapter(folder: Path, tensors: dict[str, Tensor], *, config: LoraConfig, source: Path) -> None:
+    """Writes a folder that PEFT loads. tensors: of `adapter_tensors`. source: the model folder."""
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = copy(cast(Any, causal_lm).peft_config["default"])
-    config.base_model_name_or_path, config.task_type, config.inference_mode = str(source), "CAUSAL_LM", True
-    config.save_pretrained(folder)
+    settings = _peft_config(config)
+    settings.base_model_name_or_path, settings.task_type, settings.inference_mode = str(source), "CAUSAL_LM", True
+    settings.save_pretrained(folder)
 
 
 @contextmanager

@@ -1,0 +1,82 @@
+"""Exported models: what rollout was given, in its dtype."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
+
+from tasuki.trainer.backends.fsdp.checkpoint_export import _export
+from tasuki.trainer.learner import Learner
+from tasuki.trainer.roles import Role
+from tasuki.v1.weights_pb2 import PublishedWeights
+from tasuki.weights.imported_weights import import_weights
+from tasuki.wire.errors import InvalidArgument
+from tests.integration.learning import fsdp, start_learner, trained
+from tests.integration.one_rank import mesh, model
+from tests.models import make_model, save_checkpoint
+
+__all__ = ["mesh", "model"]
+
+
+def moved(learner: Learner) -> Learner:
+    """Changes every trained weight by less than bfloat16 can show."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for param in trained(learner, Role.POLICY).network.parameters():
+            if param.requires_grad:
+                param.to_local().add_(torch.randn_like(param.to_local()) * 1e-3)
+    return learner
+
+
+@pytest.mark.parametrize(("served", "given", "written"), [
+    ("float32", "auto", torch.float32), ("bfloat16", "auto", torch.bfloat16), ("bfloat16", "float32", torch.float32),
+])  # fmt: skip
+def test_an_export_has_the_bits_and_the_dtype_that_rollout_serves(
+    mesh: DeviceMesh, model: Path, tmp_path: Path, served: str, given: str, written: torch.dtype
+) -> None:
+    learner = moved(start_learner(model, mesh=mesh, rollout={"dtype": served}, export_dtype=given, lora={"rank": 4}))
+    backend = fsdp(learner)
+    backend.export_model(tmp_path / "model")
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in exported.values()} == {written}
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == str(written).removeprefix("torch.")
+    published = PublishedWeights(policy_version=0, handles=[backend.publish(policy_version=0).handle])
+    imported = import_weights(published, timeout_s=5)
+    for name, tensor in exported.items():
+        assert torch.equal(imported.gathered(name), tensor) or given != "auto", name
+    imported.close()
+    backend.close()
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe", "phi3"])
+@pytest.mark.parametrize("lora", [None, {"rank": 3, "alpha": 5, "target_modules": ["o_proj"]}])
+def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
+    mesh: DeviceMesh, tmp_path: Path, kind: str, lora: dict[str, object] | None
+) -> None:
+    folder = save_checkpoint(make_model(kind, seed=2), tmp_path / "start")
+    learner = moved(start_learner(folder, mesh=mesh, rollout={"dtype": "float32"}, lora=lora))
+    learner.save_checkpoint(tmp_path / "checkpoint")
+    fsdp(learner).export_model(tmp_path / "model")
+    _export(tmp_path / "checkpoint", tmp_path / "again", source=folder, held=torch.float32, dtype=torch.float32)
+    files = [path.relative_to(tmp_path / "model") for path in sorted((tmp_path / "model").rglob("*")) if path.is_file()]
+    for file in files:
+        if file.suffix == ".safetensors":
+            ours, theirs = (load_file(tmp_path / name / file) for name in ("again", "model"))
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs), file
+        else:
+            assert (tmp_path / "again" / file).read_text() == (tmp_path / "model" / file).read_text(), file
+    assert (tmp_path / "again" / "adapter").exists() is (lora is not None)
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(mesh: DeviceMesh, model: Path, tmp_path: Path) -> None:
+    start_learner(model, mesh=mesh).save_checkpoint(tmp_path / "checkpoint")
+    other = save_checkpoint(make_model("llama_tied", seed=2), tmp_path / "other")
+    with pytest.raises(InvalidArgument, match="tie_word_embeddings False, but") as refused:
+        _export(tmp_path / "checkpoint", tmp_path / "again", source=other, held=torch.float32, dtype=torch.float32)
+    assert refused.value.metadata["field"] == "path"
+    assert not (tmp_path / "again").exists()
