@@ -1,0 +1,100 @@
+"""Exports a checkpoint as a Hugging Face folder, on the CPU and without a node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tasuki.config.trainer_schema import LoraConfig
+from tasuki.models.families import find_family
+from tasuki.planner.model_shape import read_model_shape
+from tasuki.trainer.backends.fsdp.checkpoint import RoleFacts, computing_settings, read_facts, read_tensors
+from tasuki.trainer.backends.fsdp.lora.adapters import adapter_names, file_name, write_adapter
+from tasuki.trainer.backends.fsdp.lora.merged_weights import merge
+from tasuki.trainer.backends.fsdp.model import read_model_config
+from tasuki.trainer.durable.atomic_folder import cannot_write, delete_aside, folder_bytes, rename_into_place, start_aside
+from tasuki.trainer.durable.checkpoint_files import TensorReader
+from tasuki.trainer.durable.model_folder import SafetensorsWriter, copy_other_files, load_shards
+from tasuki.trainer.roles import Role
+from tasuki.weights.shards import checkpoint_shards
+from tasuki.wire.errors import InvalidArgument, TasukiError
+
+_POLICY = f"{Role.POLICY}.model.causal_lm."
+
+
+def export_checkpoint(checkpoint: Path, output: Path, *, source: Path, compute_dtype: str, dtype: str) -> int:
+    """Writes the policy of a checkpoint, with adapters merged and beside it in adapter/. Returns the bytes written.
+
+    Holds one tensor and one file of the folder in memory. source: the model folder that was trained. compute_dtype: of a model below
+    adapters. dtype: of the folder. Raises PathExists, PathNotFound, DiskFull, and InvalidArgument for a checkpoint that is damaged, or
+    of another model than `source`.
+    """
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return _export(checkpoint, output, source=source, held=getattr(torch, compute_dtype), dtype=getattr(torch, dtype))
+    finally:
+        dist.destroy_process_group()
+
+
+@torch.no_grad()
+def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, dtype: torch.dtype) -> int:
+    facts, index_crc32 = read_facts(checkpoint)
+    policy = facts.roles[Role.POLICY]
+    _check_model(checkpoint, policy, source=source)
+    reader = TensorReader(checkpoint, index_crc32=index_crc32, progressed=lambda: None)
+    alpha = LoraConfig().alpha if policy.lora_alpha is None else policy.lora_alpha
+    sizes = {name.removeprefix(_POLICY): size for name, size in reader.sizes().items() if name.startswith(_POLICY)}
+    model = read_model_shape(source)
+    names = find_family(model.architecture).checkpoint
+
+    def read(name: str) -> Tensor:
+        if name not in sizes:
+            raise InvalidArgument("path", f"{checkpoint} lacks {name}, which {source} has; give the model it was saved with")
+        whole = torch.empty(sizes[name])
+        read_tensors(checkpoint, {_POLICY + name: whole}, reader=reader)
+        return whole
+
+    aside = start_aside(output, mode=0o777)
+    try:
+        writer, adapter = SafetensorsWriter(aside, dtype=dtype), dict[str, Tensor]()
+        for name, shape in model.parameters().items():
+            a_name, b_name = adapter_names(name)
+            if policy.lora_rank is None:
+                tensor = read(name)
+            else:
+                tensor = torch.empty(shape, dtype=held)
+                load_shards(source, checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=names))
+            if a_name in sizes:
+                a, b = read(a_name), read(b_name)
+                adapter |= {file_name(a_name): a, file_name(b_name): b}
+                base, tensor = tensor, torch.empty(shape, dtype=dtype)
+                merge(tensor, base=base, factors=(b, a), scaling=alpha / a.shape[0])
+            shards = checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=names)
+            writer.add({shard.name: shard.local for shard in shards})
+        writer.finish()
+        copy_other_files(source, aside, dtype=dtype)
+        if adapter:
+            targets = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in adapter})
+            lora = LoraConfig.model_validate({"rank": policy.lora_rank, "alpha": alpha, "target_modules": targets})
+            write_adapter(aside / "adapter", adapter, config=lora, source=source)
+    except OSError as error:
+        delete_aside(aside, path=output)
+        raise cannot_write(output, error) from error
+    except TasukiError:
+        delete_aside(aside, path=output)
+        raise
+    rename_into_place(aside, output)
+    return folder_bytes(output)
+
+
+def _check_model(checkpoint: Path, policy: RoleFacts, *, source: Path) -> None:
+    """Raises InvalidArgument if `source` is another model than that of the checkpoint."""
+    config = read_model_config(source)
+    ours = {"architecture": (config.architectures or ["none"])[0], **computing_settings(config)}
+    for key, saved in {"architecture": policy.architecture, **policy.model}.items():
+        if key in ours and ours[key] != saved:
+            problem = f"{checkpoint} was saved with {key} {saved!r}, but config.json of {source} has {ours[key]!r}"
+            raise InvalidArgument("path", f"{problem}; give the model that it was saved with")
