@@ -116,7 +116,7 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], *, config: LoraConfi
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = _peft_config(config)
     settings.base_model_name_or_path, settings.task_type, settings.inference_mode = str(source), "CAUSAL_LM", True
-    settings.save_pretrained(folder)
+    settings.save_pretrained(str(folder))
 
 
 @contextmanager
