@@ -49,7 +49,12 @@ _FIRST = {
     "parts": ["integration/test_engine_parts"],
     "trainers": ["integration/test_trainer_lifetime"],
     "fleet": ["integration/test_fleet_trainer"],
-    "trainer": ["integration/test_trainer", "integration/test_trainer_requests", "integration/test_trainer_weights"],
+    "trainer": [
+        "integration/test_trainer",
+        "integration/test_trainer_client",
+        "integration/test_trainer_requests",
+        "integration/test_trainer_weights",
+    ],
 }
 _GROUPS = {f"tests/{file}.py": group for group, files in _FIRST.items() for file in files}
 

@@ -16,12 +16,12 @@ NAMES = {
     "Aggregation", "AsyncClient", "Changeover", "CispoLoss", "Client", "Correction", "Credentials", "Dataset", "FinishReason",
     "ForwardBackwardResult", "GspoLoss", "KlEstimator", "LossConfig", "NodeState", "OldPolicy", "OptimStepResult", "Phase",
     "PolicyGradientLoss", "PpoLoss", "RewardPool", "Role", "RolloutState", "Sample", "SamplingParams", "SapoLoss", "SaveResult", "SftLoss",
-    "Stage", "StageEvent", "StageStatus", "TrainerState", "TrainingSample", "ValueLoss", "Watched", "read_jsonl", "step_loss",
+    "Stage", "StageEvent", "StageStatus", "TrainerState", "TrainingSample", "ValueLoss", "Watched", "read_jsonl",
 }  # fmt: skip
 VERBS = {
     "acquire", "begin_acquire", "begin_run", "changeovers", "close", "compute_log_probs", "compute_values", "discard_gradients",
-    "export_model", "forward_backward", "generate", "generate_stream", "load", "optim_step", "rollout_state", "save", "state",
-    "trainer_state", "watch",
+    "export_model", "forward_backward", "forward_backward_custom", "generate", "generate_stream", "load", "optim_step",
+    "rollout_state", "save", "state", "trainer_state", "watch",
 }  # fmt: skip
 
 

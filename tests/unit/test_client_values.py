@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.client import generation
 from tasuki.client.async_client import AsyncClient
-from tasuki.client.encode import loss_to_proto, training_sample_to_proto
+from tasuki.client.encode import loss_of_part, loss_to_proto, training_sample_to_proto
 from tasuki.client.types import FinishReason, Sample, SamplingParams, TrainingSample
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument
@@ -38,6 +40,61 @@ def test_a_training_sample_of_a_sample_has_all_that_rollout_knows_of_it() -> Non
     assert list(message.rollout_log_probs) == [-0.5, -0.25]
     assert (message.policy_version, message.temperature) == (7, 0.5)
     assert (list(message.advantages), list(message.loss_mask)) == ([0.75], [1.0, 0.0])
+
+
+def _turn(token_ids: list[int], **other: Any) -> Sample:
+    log_probs = np.full(len(token_ids), -0.5, dtype=np.float32)
+    return replace(SAMPLE, token_ids=np.array(token_ids, dtype=np.int32), rollout_log_probs=log_probs, **other)
+
+
+def test_turns_become_one_sample_that_counts_what_was_sampled() -> None:
+    second = _turn([8], prompt_token_ids=np.array([1, 2, 3, 4, 6, 7], dtype=np.int32))
+    made = TrainingSample.of_turns([[1], np.array([2]), SAMPLE, [6, 7], second, [9]], advantages=0.75)
+    assert made.prompt_token_ids == [1, 2]
+    assert made.completion_token_ids == [3, 4, 6, 7, 8, 9]
+    assert made.rollout_log_probs == [-0.5, -0.25, 0.0, 0.0, -0.5, 0.0]
+    assert made.loss_mask == [1, 1, 0, 0, 1, 0]
+    assert (made.advantages, made.policy_version, made.temperature) == (0.75, 7, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("turns", "field", "problem"),
+    [
+        ([], "turns", "no Sample"),
+        ([[1], [2]], "turns", "no Sample"),
+        ([SAMPLE], "turns[0]", "begin with"),
+        ([[1], SAMPLE, "tool output"], "turns[2].token_ids", "encode_prompt"),
+        ([[1], SAMPLE, [5], _turn([6], policy_version=8)], "turns[3]", "policy_version 8, the turns before it with 7"),
+        ([[1], SAMPLE, [5], _turn([6], temperature=1.0)], "turns[3]", "temperature 1, the turns before it with 0.5"),
+        ([[1], SAMPLE, [5], _turn([6], prompt_token_ids=np.array([1, 3, 9, 5]))], "turns[3]", "at token 2"),
+        ([[1], SAMPLE, [5], _turn([6], prompt_token_ids=np.array([1, 3, 4]))], "turns[3]", "at token 3"),
+    ],
+)
+def test_a_turn_that_does_not_continue_those_before_it_is_named(turns: list[Any], field: str, problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=problem) as refused:
+        TrainingSample.of_turns(turns)
+    assert refused.value.metadata["field"] == field
+
+
+def test_a_part_of_a_step_divides_by_the_count_of_the_whole() -> None:
+    samples = [
+        TrainingSample([1], [2, 3, 4]),
+        TrainingSample([1], np.array([2, 3]), loss_mask=np.array([0.0, 1.0])),
+        TrainingSample([1], [2], loss_mask=[0.0]),
+    ]
+    by_sequence = LossConfig(aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_MEAN, kl_coef=0.5)
+    assert loss_of_part(LossConfig(), samples[:1], step_samples=samples).denominator == 4.0
+    assert loss_of_part(by_sequence, samples[:1], step_samples=samples) == replace(by_sequence, denominator=2.0)
+    for loss, whole in ((LossConfig(), samples[:1]), (LossConfig(denominator=4.0), samples)):
+        with pytest.raises(InvalidArgument) as refused:
+            loss_of_part(loss, samples, step_samples=whole)
+        assert refused.value.metadata["field"] == "step_samples"
+
+
+@pytest.mark.parametrize("prompts", ["What is 2 + 2?", ["What is 2 + 2?"], [["a", "b"]], [[{"role": "user", "content": "a"}]]])
+def test_a_text_in_place_of_token_ids_is_answered_with_how_to_tokenize_it(prompts: Any) -> None:
+    with pytest.raises(InvalidArgument, match="encode_prompt"):
+        generation.requests(prompts, SamplingParams(), num_samples=1, call_number=None)
 
 
 @pytest.mark.parametrize(

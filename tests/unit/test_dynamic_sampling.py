@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from tasuki.algorithms.loss_types import Aggregation, LossConfig
-from tasuki.client.estimation import Group, has_loss_tokens, step_loss, without_truncated
+from tasuki.client.estimation import Group, has_loss_tokens, without_truncated
 from tasuki.client.step import truncated_fraction
 from tasuki.client.types import FinishReason, Sample, TrainingSample
 
@@ -55,14 +52,3 @@ NAN = float("nan")
 )
 def test_a_group_differs_by_the_rewards_that_count(rewards: list[float], differs: bool):
     assert Group([1], [], np.float32(rewards)).differs() is differs
-
-
-def test_the_loss_of_a_step_counts_the_tokens_of_all_its_samples():
-    samples = [
-        TrainingSample(prompt_token_ids=[1], completion_token_ids=[2, 3, 4]),
-        TrainingSample(prompt_token_ids=[1], completion_token_ids=np.array([2, 3]), loss_mask=np.array([0.0, 1.0])),
-        TrainingSample(prompt_token_ids=[1], completion_token_ids=[2], loss_mask=[0.0]),
-    ]
-    assert step_loss(samples).denominator == 4.0
-    by_sequence = LossConfig(aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_MEAN, kl_coef=0.5)
-    assert step_loss(samples, by_sequence) == replace(by_sequence, denominator=2.0)

@@ -10,7 +10,6 @@ from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.dataset import Dataset, read_jsonl
-from tasuki.client.estimation import step_loss
 from tasuki.client.rewards import RewardPool
 from tasuki.client.sync_client import Client
 from tasuki.client.types import (
@@ -70,5 +69,4 @@ __all__ = [
     "ValueLoss",
     "Watched",
     "read_jsonl",
-    "step_loss",
 ]

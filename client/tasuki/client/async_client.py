@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client import encode, generation
 from tasuki.client.connection import READ_TIMEOUT_S, Connection, resolve_target
+from tasuki.client.custom_loss import LINEAR, CustomLoss, linearized
 from tasuki.client.encode import TokenIds
 from tasuki.client.messages import message_of
 from tasuki.client.phases import Phases
@@ -199,20 +200,21 @@ class AsyncClient:
         loss: LossConfig | None = None,
         *,
         role: Role = Role.POLICY,
+        step_samples: Sequence[TrainingSample] | None = None,
         log_probs_of: Sequence[int] = (),
         request_id: str | None = None,
     ) -> ForwardBackwardResult:
         """Accumulates the gradients of the loss over all samples for `role`. The default is PPO's loss, averaged over counted tokens.
 
+        step_samples: all samples of the optimizer step, when `samples` are a part of them: the calls then add up to one call over all.
         log_probs_of: positions of samples whose log-probs, as computed by the loss, are returned with the result.
         request_id: of the call, also for other mutating verbs. Repeated under it, by any client, an equal call takes effect once.
         Raises InvalidArgument naming the invalid field of a sample or the loss, and MessageTooLarge for a sample that is too long.
         """
         chunks = encode.training_chunks(samples)
         # Made before the call: grpc.aio waits for the deadline if the iterator of messages raises.
-        header = encode.forward_backward_header(
-            role, LossConfig() if loss is None else loss, log_probs_of=log_probs_of, num_samples=len(samples)
-        )
+        loss = encode.loss_of_part(LossConfig() if loss is None else loss, samples, step_samples=step_samples)
+        header = encode.forward_backward_header(role, loss, log_probs_of=log_probs_of, num_samples=len(samples))
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.ForwardBackwardResponse:
             def messages() -> Iterator[trainer_pb2.ForwardBackwardRequest]:
@@ -224,6 +226,18 @@ class AsyncClient:
             return await (await self._connection.trainer()).ForwardBackward(messages(), timeout=timeout_s)
 
         return await self._phases.train(give, request_id=request_id)
+
+    async def forward_backward_custom(self, samples: Sequence[TrainingSample], loss: CustomLoss) -> ForwardBackwardResult:
+        """Accumulates the policy's gradients of a loss in Python: `loss(samples, log_probs)`, called once with all samples.
+
+        log_probs: [T] for each sample, tensors if torch is installed, else arrays. The loss returns a tensor of one number, or itself the
+        loss and its gradient with respect to each of log_probs. Costs a forward pass more than `forward_backward`; several calls of a
+        step add up. Raises InvalidArgument naming sample and token of a gradient that is not finite or that the loss mask excludes.
+        """
+        value, weighted = linearized(samples, await self.compute_log_probs(samples), loss)
+        done = await self.forward_backward(weighted, LINEAR)
+        done.loss = done.metrics["loss"] = value
+        return done
 
     async def optim_step(
         self,

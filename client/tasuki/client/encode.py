@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.algorithms.aggregation import call_denominator
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client.messages import message_of
 from tasuki.client.types import FinishReason, Phase, Role, Sample, TrainingSample
@@ -59,7 +61,7 @@ def training_sample_from_proto(sample: types_pb2.TrainingSample) -> TrainingSamp
     return TrainingSample(**arrays, policy_version=sample.policy_version, temperature=temperature)
 
 
-def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
+def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int, prompt_token_ids: NDArray[np.int32]) -> Sample:
     return Sample(
         prompt_index=prompt_index,
         sample_index=sample.sample_index,
@@ -69,6 +71,7 @@ def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
         policy_version=sample.policy_version,
         temperature=sample.temperature,
         has_exact_log_probs=sample.has_exact_log_probs,
+        prompt_token_ids=prompt_token_ids,
     )
 
 
@@ -93,6 +96,19 @@ def forward_backward_header(
     if not is_within:
         raise InvalidArgument("log_probs_of", f"is {log_probs_of!r}; give positions within the call's {num_samples} samples")
     return header
+
+
+def loss_of_part(
+    loss: LossConfig, samples: Sequence[TrainingSample], *, step_samples: Sequence[TrainingSample] | None
+) -> LossConfig:
+    """The loss of a call with `samples`, a part of a step's `step_samples`; None if it has all. Raises InvalidArgument."""
+    if step_samples is None or not isinstance(loss, LossConfig):
+        return loss
+    if loss.denominator is not None or len(step_samples) < len(samples):
+        given = f"{len(step_samples)} samples for a call of {len(samples)} and denominator {loss.denominator}"
+        raise InvalidArgument("step_samples", f"got {given}; give all samples of the optimizer step, and no denominator")
+    lengths = [len(sample.completion_token_ids) for sample in step_samples]
+    return replace(loss, denominator=call_denominator([list(one.loss_mask) for one in step_samples], lengths, config=loss))
 
 
 def path_to_send(path: Path | str) -> str:

@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms import advantages
 from tasuki.algorithms.advantages import RunningBaseline
-from tasuki.algorithms.aggregation import call_denominator
 from tasuki.algorithms.estimator import Estimator
-from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.reward_kl import adapted_coef, kl_penalties, token_rewards
 from tasuki.client.types import FinishReason, Sample, TrainingSample
 from tasuki.config.train_schema import AdvantageConfig
@@ -199,13 +197,3 @@ class _Tokens:
         """[S]"""
         ids_N = np.repeat(np.arange(len(self.num_completion_S)), self.num_completion_S)
         return np.bincount(ids_N, weights=x_N, minlength=len(self.num_completion_S)).astype(np.float64, copy=False)
-
-
-def step_loss(samples: Sequence[TrainingSample], loss: LossConfig | None = None) -> LossConfig:
-    """The loss to give every `forward_backward` of one optimizer step over parts of `samples`: the parts add up to one call over all.
-
-    loss: as one call over all would have; by default PPO's.
-    """
-    loss = LossConfig() if loss is None else loss
-    lengths = [len(sample.completion_token_ids) for sample in samples]
-    return replace(loss, denominator=call_denominator([list(sample.loss_mask) for sample in samples], lengths, config=loss))

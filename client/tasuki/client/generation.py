@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Sequence, Sized
 from typing import TYPE_CHECKING
 
 import grpc.aio
+import numpy as np
 
 from tasuki.client import encode
 from tasuki.client.encode import TokenIds
-from tasuki.client.messages import message_of
+from tasuki.client.messages import TOKENIZE, message_of
 from tasuki.client.types import Sample, SamplingParams
 from tasuki.v1 import rollout_pb2
 from tasuki.wire.errors import InvalidArgument, TasukiError, from_rpc_error
@@ -32,8 +33,8 @@ def requests(
 
     Raises InvalidArgument for prompts that no rollout would accept.
     """
-    if not isinstance(prompts, Sized):  # callers may have no types
-        raise InvalidArgument("prompts", f"is of type {type(prompts).__name__}; give a list of lists of token ids")
+    if not isinstance(prompts, Sized) or isinstance(prompts, str):  # callers may have no types
+        raise InvalidArgument("prompts", f"is of type {type(prompts).__name__}; give a list of lists of token ids{TOKENIZE}")
     if not len(prompts):
         raise InvalidArgument("prompts", "empty; give at least one")
     if not message_of(rollout_pb2.GenerateRequest, {"num_samples": num_samples, "call_number": call_number}).num_samples:
@@ -62,10 +63,14 @@ async def stream(rollout: RolloutServiceAsyncStub, requests: Sequence[Request], 
     arrivals: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
 
     async def read(start: int, request: rollout_pb2.GenerateRequest) -> None:
+        prompts = [np.array(prompt.token_ids, dtype=np.int32) for prompt in request.prompts]
         try:
             async for response in rollout.Generate(request, timeout=timeout_s):
                 for sample in response.samples:
-                    arrivals.put_nowait(encode.sample_from_proto(sample, prompt_index=start + sample.prompt_index))
+                    own = sample.prompt_index
+                    arrivals.put_nowait(
+                        encode.sample_from_proto(sample, prompt_index=start + own, prompt_token_ids=prompts[own])
+                    )
             arrivals.put_nowait(None)
         except grpc.aio.AioRpcError as error:
             arrivals.put_nowait(_named_from(start, from_rpc_error(error)))

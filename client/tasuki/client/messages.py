@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from tasuki.wire.errors import InvalidArgument
 
 _Message = TypeVar("_Message", bound=Message)
+TOKENIZE = "; tokenize a text or chat: tasuki.runs.tokenizer.ModelTokenizer(model_path).encode_prompt(prompt)"
 _KINDS = {
     FieldDescriptor.CPPTYPE_INT32: f"a whole number from {-(2**31)} to {2**31 - 1}",
     FieldDescriptor.CPPTYPE_INT64: f"a whole number from {-(2**63)} to {2**63 - 1}",
@@ -36,8 +37,14 @@ def message_of(
             field: Any = kind.DESCRIPTOR.fields_by_name[name]
             known = _KINDS.get(field.cpp_type, "a finite number")
             allowed = (wanted or {}).get(name, f"a list, each entry {known}" if field.is_repeated else known)
+            if name.endswith("token_ids") and _has_text(value):
+                allowed += TOKENIZE
             raise InvalidArgument(f"{below}{name}", f"is {value!r:.80}; give {allowed}")
     return message
+
+
+def _has_text(value: object) -> bool:
+    return isinstance(value, str | dict) or (isinstance(value, Sequence) and any(isinstance(one, str | dict) for one in value))
 
 
 def _takes(message: Message, name: str, value: Any) -> bool:

@@ -83,6 +83,7 @@ class Client:
     generate_stream = _stream(AsyncClient.generate_stream)
     begin_run = _verb(AsyncClient.begin_run)
     forward_backward = _verb(AsyncClient.forward_backward)
+    forward_backward_custom = _verb(AsyncClient.forward_backward_custom)
     optim_step = _verb(AsyncClient.optim_step)
     discard_gradients = _verb(AsyncClient.discard_gradients)
     compute_log_probs = _verb(AsyncClient.compute_log_probs)

@@ -102,6 +102,8 @@ class Sample:
     has_exact_log_probs: bool = True
     """Whether every token was drawn from softmax(logits / temperature). False for greedy samples and where top_p, top_k, min_p,
     min_new_tokens or a penalty changed the distribution. Importance ratios from these log-probs are then biased."""
+    prompt_token_ids: NDArray[np.int32] | tuple[()] = ()
+    """The prompt that it completes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,13 +137,16 @@ class TrainingSample:
         cls,
         sample: Sample,
         *,
-        prompt_token_ids: Sequence[int] | NDArray[np.int32],
+        prompt_token_ids: Sequence[int] | NDArray[np.int32] | None = None,
         advantages: float | Sequence[float] | NDArray[np.float32] = (),
         loss_mask: Sequence[float] | NDArray[np.float32] = (),
     ) -> TrainingSample:
-        """Builds a training sample from a rollout sample: copies its tokens, log-probs, temperature and policy version."""
+        """Builds a training sample from a rollout sample: copies its tokens, log-probs, temperature and policy version.
+
+        prompt_token_ids: by default the sample's own.
+        """
         return cls(
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=sample.prompt_token_ids if prompt_token_ids is None else prompt_token_ids,
             completion_token_ids=sample.token_ids,
             rollout_log_probs=sample.rollout_log_probs,
             advantages=advantages,
@@ -149,6 +154,72 @@ class TrainingSample:
             policy_version=sample.policy_version,
             temperature=sample.temperature,
         )
+
+    @classmethod
+    def of_turns(
+        cls,
+        turns: Sequence[Sample | Sequence[int] | NDArray[np.int32]],
+        *,
+        advantages: float | Sequence[float] | NDArray[np.float32] = (),
+    ) -> TrainingSample:
+        """Builds one training sample from the turns of an episode: samples, and between them token ids of prompts, tools or users.
+
+        What precedes the first sample is the prompt. The loss mask counts the sampled tokens alone. advantages: one number, or one for
+        each token after the prompt.
+
+        Raises InvalidArgument naming a turn that is no token ids, that does not continue exactly the tokens before it, or that another
+        policy version or temperature has sampled.
+        """
+        tokens, log_probs, mask = list[int](), list[float](), list[float]()
+        first: Sample | None = None
+        num_prompt_tokens = 0
+        for index, turn in enumerate(turns):
+            if not isinstance(turn, Sample):
+                given = message_of(rollout_pb2.Prompt, {"token_ids": turn}, below=f"turns[{index}].").token_ids
+                tokens += given
+                log_probs += [0.0] * len(given)
+                mask += [0.0] * len(given)
+                continue
+            if first is None:
+                first, num_prompt_tokens = turn, len(tokens)
+            _check_turn(turn, index=index, first=first, before=tokens)
+            tokens += turn.token_ids.tolist()
+            log_probs += turn.rollout_log_probs.tolist()
+            mask += [1.0] * len(turn.token_ids)
+        if first is None:
+            raise InvalidArgument(
+                "turns", "has no Sample; give prompts and tool output as token ids, and the samples of generate"
+            )
+        return cls(
+            prompt_token_ids=tokens[:num_prompt_tokens],
+            completion_token_ids=tokens[num_prompt_tokens:],
+            rollout_log_probs=log_probs[num_prompt_tokens:],
+            advantages=advantages,
+            loss_mask=mask[num_prompt_tokens:],
+            policy_version=first.policy_version,
+            temperature=first.temperature,
+        )
+
+
+def _check_turn(turn: Sample, *, index: int, first: Sample, before: Sequence[int]) -> None:
+    if not before:
+        raise InvalidArgument(f"turns[{index}]", "is a Sample; begin with the token ids of its prompt")
+    for name in ("policy_version", "temperature"):
+        found, expected = getattr(turn, name), getattr(first, name)
+        if found != expected:
+            problem = (
+                f"was sampled with {name} {found:g}, the turns before it with {expected:g}; make a training sample of each part"
+            )
+            raise InvalidArgument(f"turns[{index}]", problem)
+    prompt = list(turn.prompt_token_ids)
+    if prompt and prompt != before:
+        pairs = enumerate(zip(prompt, before, strict=False))
+        place = next((place for place, (own, other) in pairs if own != other), min(len(prompt), len(before)))
+        problem = (
+            f"continues a prompt of {len(prompt)} tokens that differs from the {len(before)} tokens of the turns before it at token "
+            f"{place}; give exactly the tokens that were sampled and sent, without decoding and encoding them again"
+        )
+        raise InvalidArgument(f"turns[{index}]", problem, token=place)
 
 
 @dataclass(frozen=True, slots=True)

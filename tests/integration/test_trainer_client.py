@@ -1,0 +1,75 @@
+"""The Python client's training verbs on a trainer in float32: a call that equals another one cancels it, gradient by gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from tasuki.client import Aggregation, AsyncClient, Correction, LossConfig, OldPolicy, TrainingSample
+from tasuki.client.encode import training_sample_from_proto
+from tests.integration.trainer_process import CALL_TIMEOUT_S, TrainerClient, command, samples_of_now
+
+NO_CORRECTION = Correction(token_truncation=None)
+
+
+def client_of(service: TrainerClient) -> AsyncClient:
+    """A client whose node is a trainer alone, always in phase TRAIN."""
+    client = AsyncClient("unix:/nobody")
+
+    async def trainer() -> Any:
+        return service.trainer
+
+    async def train(give: Any, *, request_id: str | None = None) -> Any:
+        return await give(command(request_id or ""), CALL_TIMEOUT_S)
+
+    client._opened, client._phases = cast(Any, SimpleNamespace(trainer=trainer)), cast(Any, SimpleNamespace(train=train))
+    return client
+
+
+def negative(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    return [replace(sample, advantages=-np.asarray(sample.advantages)) for sample in samples]
+
+
+@pytest.mark.parametrize("aggregation", list(Aggregation))
+async def test_calls_with_parts_of_a_step_add_up_to_one_call(client: TrainerClient, aggregation: Aggregation) -> None:
+    loss = LossConfig(aggregation=aggregation, aggregation_length=16 if aggregation is Aggregation.CONSTANT else None)
+    own, samples = client_of(client), [training_sample_from_proto(one) for one in await samples_of_now(client)]
+    whole = await own.forward_backward(samples, loss)
+    norm = (await own.optim_step(learning_rate=0.0)).grad_norm
+    for part in (samples[:5], samples[5:]):
+        await own.forward_backward(part, loss, step_samples=samples)
+    await own.forward_backward(negative(samples), replace(loss, denominator=whole.denominator))
+    assert (await own.optim_step(learning_rate=0.0)).grad_norm < 1e-6 * norm
+
+
+def clipped(samples: Sequence[TrainingSample], log_probs: Sequence[Any]) -> torch.Tensor:
+    """PPO's clipped surrogate, a mean over counted tokens."""
+    total, count = torch.zeros(()), 0.0
+    for sample, row in zip(samples, log_probs, strict=True):
+        mask = torch.tensor(sample.loss_mask) if len(sample.loss_mask) else torch.ones_like(row)
+        advantages, ratio = torch.tensor(sample.advantages), (row - torch.tensor(sample.old_log_probs)).exp()
+        losses = -torch.minimum(advantages * ratio, advantages * ratio.clamp(0.8, 1.2))
+        total, count = total + (mask * losses).sum(), count + float(mask.sum())
+    return total / count
+
+
+async def test_a_custom_loss_has_the_gradient_of_the_built_in_one(client: TrainerClient) -> None:
+    own, samples = client_of(client), [training_sample_from_proto(one) for one in await samples_of_now(client)]
+    numbers = np.random.default_rng(0)
+    # So far from the current ones that PPO clips many of them.
+    olds = [row + numbers.normal(0, 0.4, len(row)).astype(np.float32) for row in await own.compute_log_probs(samples)]
+    samples = [replace(sample, old_log_probs=old) for sample, old in zip(samples, olds, strict=True)]
+    loss = LossConfig(old_policy=OldPolicy.GIVEN, correction=NO_CORRECTION)
+    built_in = await own.forward_backward(samples, loss)
+    assert 0.1 < built_in.metrics["clip_fraction"] < 0.9
+    norm = (await own.optim_step(learning_rate=0.0)).grad_norm
+    await own.forward_backward(samples, replace(loss, denominator=built_in.denominator))
+    custom = await own.forward_backward_custom(samples, lambda *given: -clipped(*given))
+    assert -custom.loss == -custom.metrics["loss"] == pytest.approx(built_in.loss, abs=1e-6)
+    assert (await own.optim_step(learning_rate=0.0)).grad_norm < 1e-6 * norm
