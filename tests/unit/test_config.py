@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.checks import HEARTBEAT_S
-from tasuki.config.load import load_config
+from tasuki.config.load import has_bf16, load_config, slow_dtypes
 from tasuki.config.paths import node_targets, socket_dir
 from tasuki.config.replaced_keys import REPLACED
 from tasuki.config.save import save_config
@@ -47,6 +47,26 @@ def test_overrides_are_typed_as_in_toml_and_bare_words_are_strings(tmp_path: Pat
     config = load_config(write(tmp_path, MINIMAL), overrides=overrides)
     assert (config.trainer.num_ranks, config.trainer.learning_rate, config.rollout.dtype) == (4, 1e-5, "float32")
     assert config.trainer.checkpointing == "full"
+
+
+AVX2, ZEN4, ARM = "flags\t\t: fpu avx2 fma\n", "flags\t\t: avx2 avx512_bf16\n", "Features\t: fp asimd bf16\n"
+
+
+@pytest.mark.parametrize(("cpuinfo", "dtype"), [(AVX2, "float32"), (ZEN4, "bfloat16"), (ARM, "bfloat16"), ("", "float32")])
+def test_dtypes_that_are_not_given_are_those_that_the_cpu_is_fast_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, dtype: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{cpuinfo}")
+    is_fast = has_bf16(tmp_path / "cpuinfo")
+    monkeypatch.setattr("tasuki.config.load.has_bf16", lambda: is_fast)
+    config, file = load_config(write(tmp_path, MINIMAL)), tmp_path / "node.toml"
+    assert (config.trainer.compute_dtype, config.rollout.dtype, slow_dtypes(config)) == (dtype, dtype, [])
+    assert config.model_dump(exclude_unset=True).get("trainer", {}) == {}  # any node that runs is adopted
+    given = load_config(file, overrides=["rollout.dtype=bfloat16"])
+    assert (given.rollout.dtype, slow_dtypes(given)) == ("bfloat16", [] if is_fast else ["rollout.dtype"])
+    assert load_config(file, overrides=["device=cuda"]).rollout.dtype == "bfloat16"
+    save_config(config, file)
+    assert load_config(file) == config
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,12 @@ def test_a_fault_of_the_configuration_is_found(
     assert findings[name]["verdict"] == "fail" and found in findings[name]["found"] and findings[name]["advice"]
 
 
+def test_bfloat16_on_a_cpu_that_is_slow_in_it_is_found(node_file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tasuki.config.load.has_bf16", lambda: False)
+    found = finding_of(node_file, "dtypes", ["rollout.dtype=bfloat16"])
+    assert is_bad(found, Verdict.WARN, found='rollout.dtype = "bfloat16"', advice="remove")
+
+
 def test_data_that_a_run_would_refuse_is_found(node_file: Path):
     data = node_file.parent / "train.jsonl"
     data.write_text('{"prompt": "1234>", "answer": "4321"}\n')

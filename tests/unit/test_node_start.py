@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -34,6 +35,18 @@ def test_modules_in_the_working_folder_are_not_imported(tmp_path: Path) -> None:
     coordinator = next(service.argv for service in services if service.name == "coordinator")
     subprocess.run([*coordinator[: coordinator.index("--config")], "--help"], cwd=tmp_path, check=True, capture_output=True)
     assert not (tmp_path / "taken").exists()
+
+
+def test_threads_of_ranks_on_a_cpu_do_not_spin_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def policies(device: Literal["cpu", "cuda"]) -> dict[str, str | None]:
+        config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path), device=device)
+        return {service.name: service.environment.get("OMP_WAIT_POLICY") for service in node_services(config)}
+
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert policies("cpu") == {"coordinator": None, "rollout": "PASSIVE", "trainer": "PASSIVE"}
+    assert set(policies("cuda").values()) == {None}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert policies("cpu")["trainer"] == "ACTIVE"
 
 
 @pytest.mark.parametrize(

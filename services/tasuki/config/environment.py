@@ -16,6 +16,7 @@ OTLP_HEADERS = "TASUKI_OTLP_HEADERS_FILE"
 VARIABLES: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "GPUs that the node may use, numbered as listed.",
     "OMP_NUM_THREADS": "Torch threads of each rank on a CPU, at most as many as cores; default 1.",
+    "OMP_WAIT_POLICY": "How threads of a rank on a CPU wait for each other; default `PASSIVE`, which leaves the cores to others.",
     "NCCL_SOCKET_IFNAME": "NCCL's interface for gradients between nodes; by default its own choice.",
     "CXX": 'Compiler for `trainer.compile = "blocks"` on a CPU; default g++.',
     "GRPC_VERBOSITY": "`INFO` makes services log each failed handshake; default `NONE`.",
@@ -32,6 +33,11 @@ def cpu_threads() -> int:
     """Torch threads of a rank on a CPU."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdecimal() and int(given) > 0 else 1
+
+
+def wait_policy() -> str:
+    """How OpenMP threads of a rank on a CPU wait. Spinning, OpenMP's own default, stops every thread on a core that others use, too."""
+    return os.environ.get("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def failpoint_specs() -> tuple[str, ...] | None:

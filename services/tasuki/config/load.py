@@ -22,6 +22,8 @@ from tasuki.wire.regular_file import read_regular
 
 MAX_CONFIG_BYTES = 4_000_000
 _SHOWN_CHARACTERS = 200
+_DTYPES = (("trainer", "compute_dtype"), ("rollout", "dtype"))
+SLOW_BFLOAT16 = "this CPU has no bf16 instructions, so products in bfloat16 are two to eight times slower than in float32"
 _WANTED = {
     "path_type": "give a path in quotes",
     "model_type": "give a table",
@@ -52,7 +54,7 @@ def config_of(table: dict[str, Any], *, overrides: Sequence[str] = ()) -> NodeCo
     _anchor_paths(table, Path.cwd())
     check_replaced(table)
     try:
-        return NodeConfig.model_validate(table)
+        return _for_this_cpu(NodeConfig.model_validate(table))
     except ValidationError as error:
         first = error.errors()[0]
         conflict = first.get("ctx", {}).get("error")
@@ -62,6 +64,30 @@ def config_of(table: dict[str, Any], *, overrides: Sequence[str] = ()) -> NodeCo
         if isinstance(conflict, SettingError):
             raise InvalidArgument(f"{key}.{conflict.field}", conflict.problem) from error
         raise InvalidArgument(key, _explain(first)) from error
+
+
+def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU multiplies bfloat16 by instructions of its own (AVX512-BF16, AMX, Arm's BF16), not slower than float32."""
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo.read_text(), re.MULTILINE)
+    return flags is not None and not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags[1].split())
+
+
+def slow_dtypes(config: NodeConfig) -> list[str]:
+    """Keys that ask a CPU without bf16 instructions for bfloat16."""
+    if config.device == "cuda" or has_bf16():
+        return []
+    return [f"{table}.{key}" for table, key in _DTYPES if getattr(getattr(config, table), key) == "bfloat16"]
+
+
+def _for_this_cpu(config: NodeConfig) -> NodeConfig:
+    """Dtypes that are slow on this CPU, unless given, become float32. They stay unset: a running node's may differ."""
+    for key in slow_dtypes(config):
+        table, _, name = key.partition(".")
+        if name not in (settings := getattr(config, table)).model_fields_set:
+            settings = settings.model_copy(update={name: "float32"})
+            settings.model_fields_set.remove(name)
+            config = config.model_copy(update={table: settings})
+    return config
 
 
 def changed(config: NodeConfig, values: Mapping[str, object]) -> NodeConfig:

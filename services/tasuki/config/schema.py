@@ -73,6 +73,7 @@ class RolloutConfig(Schema):
     devices: Devices | None = None
     """GPU of each engine rank, in the format of `trainer.devices`, ordered by replica."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of weights and KV cache. Its default follows the CPU as that of `trainer.compute_dtype` does."""
     context_length: PositiveInt | None = None
     """Maximum tokens of prompt plus completion; by default the model's own limit."""
     kv_ratio: Float = Field(default=0.85, gt=0, lt=1)

@@ -93,7 +93,7 @@ class TrainerConfig(OptimizerConfig):
     """Maximum tokens in a micro-batch; longer samples are refused. Defaults to 8192 on a CPU. On a GPU it is the first of 16384, 8192, ...
     that the planner has room for, and at least 1024 and `rollout.context_length`. The default is multiplied by `sequence_parallel`."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of forward and backward."""
+    """Dtype of forward and backward. The default of a configuration is float32 on a CPU without bf16 instructions (AVX512-BF16, AMX)."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of trained weights, gradients and optimizer state. In bfloat16, updates below about 1/256 of a weight are lost and gradients
     of micro-batches accumulate with that rounding; memory halves. Not with `[trainer.lora]`, where adapters are float32 and the

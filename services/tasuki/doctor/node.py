@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tasuki.client.dataset import Row, read_jsonl
+from tasuki.config.load import SLOW_BFLOAT16, slow_dtypes
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
 from tasuki.doctor.certificates import certificate_findings
 from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, ok, warn
@@ -43,6 +44,8 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) 
     if not runs:
         yield checked("packages of a node", "installed", check_node_installed, key="the environment")
         yield checked("state_dir", str(config.state_dir), lambda: check_state_folder(config), key="state_dir")
+    if slow := slow_dtypes(config):
+        yield warn("dtypes", f'{" and ".join(slow)} = "bfloat16": {SLOW_BFLOAT16}', "remove the keys")
     model = checked("model", str(config.model.path), lambda: check_model_folders(config), key="model.path")
     yield model
     if model.verdict is Verdict.OK:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from tasuki.config.choices import Choices
 from tasuki.config.gpus import smallest_gpu_bytes
+from tasuki.config.load import SLOW_BFLOAT16, slow_dtypes
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
 from tasuki.planner import choose as planner
@@ -36,6 +37,8 @@ def choose(config: NodeConfig, *, resumes: bool, tell: Callable[[str], None]) ->
 
     Raises InvalidArgument if the KV cache has more tokens than fit, or cannot hold one sequence.
     """
+    if slow := slow_dtypes(config):
+        tell(f'{" and ".join(slow)} = "bfloat16": {SLOW_BFLOAT16}; remove the keys')
     budget, host = config.memory.host_budget_bytes, host_memory()
     gpu_bytes = _NO_GPU if config.device == "cpu" else _gpu_bytes()
     node = planner.choose(

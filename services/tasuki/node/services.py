@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from tasuki.config.environment import OTLP_HEADERS
+from tasuki.config.environment import OTLP_HEADERS, wait_policy
 from tasuki.config.paths import config_path, fleet_target, node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import rank_threads
@@ -45,6 +45,7 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
     # Killed engines leave sockets and files in the temporary folder; the run folder is removed with the node.
     shared = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(socket_dir(config.state_dir))}
     is_cpu = config.device == "cpu"
+    threads = {"OMP_NUM_THREADS": str(rank_threads()), "OMP_WAIT_POLICY": wait_policy()} if is_cpu else {}
     launch = [sys.executable, "-P", "-m", "tasuki.trainer.launch", "--num-ranks", str(config.trainer.num_ranks)]
     preload = ["--preload", "tasuki.trainer.serve"] if is_cpu else []
     return [
@@ -59,13 +60,13 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
             name="rollout",
             argv=[sys.executable, "-P", "-m", "tasuki.rollout", *arguments],
             target=targets["rollout"],
-            environment={**shared, **({"OMP_NUM_THREADS": str(rank_threads())} if is_cpu else {})},
+            environment={**shared, **threads},
         ),
         ServiceCommand(
             name="trainer",
             argv=[*launch, *preload, "--", "-m", "tasuki.trainer", *arguments],
             target=targets["trainer"],
-            environment={**shared, "OMP_NUM_THREADS": str(rank_threads() if is_cpu else 1)},
+            environment={**shared, "OMP_NUM_THREADS": "1", **threads},
             after="rollout" if config.served_adapter is not None or not is_cpu else None,
         ),
     ]
