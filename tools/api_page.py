@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,21 @@ def _sections() -> Iterator[str]:
 def _function(name: str, function: Any) -> Iterator[str]:
     keyword = "async def" if inspect.iscoroutinefunction(function) else "def"
     signature = inspect.signature(function)
-    parameters = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
-    text = str(signature.replace(parameters=parameters))
-    yield f"```python\n{_wrapped(f'{keyword} {name}{_plain(text)}')}\n```\n\n{_text(function)}\n"
+    parts: list[str] = []
+    for one in signature.parameters.values():
+        if one.name not in ("self", "cls"):
+            if one.kind == one.KEYWORD_ONLY and "*" not in parts:
+                parts.append("*")
+            default = repr(one.default) if isinstance(one.default, str) else _plain(repr(one.default))
+            parts.append(f"{one.name}: {one.annotation}" + ("" if one.default is one.empty else f" = {default}"))
+    text = _wrapped(f"{keyword} {name}(", parts, f") -> {signature.return_annotation}")
+    about = "" if function.__doc__ == object.__init__.__doc__ else f"\n{_text(function)}\n"
+    yield f"```python\n{text}\n```\n{about}"
 
 
 def _class(cls: type) -> Iterator[str]:
     yield f"{_text(cls)}\n\n"
-    yield from _function("__init__", cls.__init__)
+    yield from _function(cls.__name__, cls.__init__)
     if cls is tasuki.client.Client:
         yield "\nThe verbs are those of `AsyncClient`, without `await`; streams are plain generators.\n"
         return
@@ -190,13 +197,13 @@ def _plain(text: str) -> str:
     return re.sub(r"<(?:class )?'?(?:\w+\.)*(\w+)[^>]*>", r"\1", text)
 
 
-def _wrapped(text: str) -> str:
-    if len(text) <= 120:
-        return text
-    head, _, rest = text.partition("(")
-    inner, _, returned = rest.rpartition(")")
-    parts = re.split(r", (?=[\w*][\w]*(?::|,|$)|\*,)", inner)
-    return f"{head}(\n" + "".join(f"    {part},\n" for part in parts) + f"){returned}"
+def _wrapped(head: str, parts: Sequence[str], tail: str) -> str:
+    """A signature in one line, or with parameters in lines of at most 110 characters."""
+    lines = [""]
+    for part in parts:
+        lines[-1:] = [f"{lines[-1]} {part},"] if len(lines[-1]) + len(part) < 110 else [lines[-1], f" {part},"]
+    whole = f"{head}{', '.join(parts)}{tail}"
+    return whole if len(whole) <= 120 else f"{head}\n" + "".join(f"   {line}\n" for line in lines) + tail
 
 
 def undocumented() -> list[str]:
