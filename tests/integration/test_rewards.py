@@ -72,6 +72,21 @@ SEEN = ["prompt", "score", "finish_reason", "num_tokens", "prompt_token_ids", "c
 
 def length(completion): return len(completion)
 
+def shortest(prompt, completions, num_tokens, completion_token_ids, score=None):
+    assert type(prompt) is str and all(type(one) is list for one in completion_token_ids)
+    return [(own == min(num_tokens)) + (score or [0] * 9)[0] for own in num_tokens]
+
+def ranks(prompts, completions, score, **fields):  # with TRL's arguments
+    match completions[-1]:
+        case "too few": return [1.0]
+        case "number": return 1.0
+        case "raises": raise Odd(1, 2)
+        case "nan": return np.array([1.0] * (len(completions) - 1) + [np.nan])
+    assert fields["finish_reason"] == ["stop"] * len(completions) if "finish_reason" in fields else True
+    return tuple(10 * (own or 0) + prompts.index(prompt) for prompt, own in zip(prompts, score))
+
+def unclear(completion, completions): return 0
+
 def short(completion):
     if completion == "hangs": time.sleep(60)
     return 1e38 if completion == "vast" else float(len(completion) < 6)
@@ -167,6 +182,43 @@ def test_a_function_gets_what_its_parameters_name(folder: Path, function: str, f
         assert pool.score([ROWS[1]], [_completion(finish_reason)]).rewards.tolist() == [expected]
 
 
+def _lengths(*lengths: int) -> list[Completion]:
+    return [Completion("text", FinishReason.STOP, np.arange(length, dtype=np.int32), [1]) for length in lengths]
+
+
+def test_a_function_of_completions_scores_a_group_or_with_prompts_the_batch(folder: Path):
+    rows = [{"prompt": "a", "score": 2}, {"prompt": "b"}]
+    both = [NamedReward("shortest", "my_rewards:shortest"), NamedReward("ranks", "my_rewards:ranks", weight=0.5)]
+    with RewardPool(both, folders=[folder], num_workers=2) as pool:
+        scores = pool.score(rows, _lengths(3, 4, 7, 7, 9, 8), group_size=3)
+    assert scores.by_name["shortest"].tolist() == [3, 2, 2, 1, 0, 0]
+    assert scores.by_name["ranks"].tolist() == [20, 20, 20, 3, 3, 3]
+    assert scores.rewards.tolist() == [13, 12, 12, 2.5, 1.5, 1.5]
+    with RewardPool("my_rewards:ranks", folders=[folder]) as pool:
+        pool.check_rows([{"prompt": "a", "score": 1}], path="rows")
+        with pytest.raises(InvalidArgument, match="takes `score`"):
+            pool.check_rows(rows, path="rows")
+
+
+@pytest.mark.parametrize(
+    ("last", "sample", "cause", "num_failed"),
+    [
+        ("too few", "0", "returned 1 rewards for 4 completions", 4),
+        ("number", "0", "returned float, not a list of 4 rewards", 4),
+        ("raises", "0", "raised Odd: odd", 4),
+        ("nan", "3", "returned nan, which is not finite", 1),
+    ],
+)
+def test_a_failing_call_fails_its_completions(folder: Path, last: str, sample: str, cause: str, num_failed: int):
+    rows, completions = [{"prompt": "a", "score": 1}, {"prompt": "b", "score": 1}], ["a", "b", "c", last]
+    with RewardPool("my_rewards:ranks", folders=[folder]) as pool, pytest.raises(RewardFailed) as raised:
+        pool.score(rows, completions, group_size=2)
+    assert (raised.value.metadata["sample"], raised.value.metadata["cause"]) == (sample, cause)
+    with RewardPool("my_rewards:ranks", folders=[folder], on_error="zero") as pool:
+        scores = pool.score(rows, completions, group_size=2)
+    assert (scores.num_failed, scores.rewards.tolist()) == (num_failed, [1, 1, 1, 0] if num_failed == 1 else [0] * 4)
+
+
 NAMED = [
     NamedReward("right", "my_rewards:reward", weight=2.0),
     NamedReward("short", "my_rewards:short", weight=-0.5),
@@ -212,6 +264,7 @@ def test_rewards_that_cannot_be_told_apart_weighted_or_imported_are_refused(
         ("my_rewards:missing", "has no attribute 'missing'"),
         ("my_rewards:constant", "not a function"),
         ("my_rewards", "module:function"),
+        ("my_rewards:unclear", "takes both `completion` and `completions`"),
         ("builtins:max", "no signature found"),
         ("broken:reward", "ZeroDivisionError"),
         ("leaving:reward", "SystemExit: 3"),

@@ -17,7 +17,7 @@ Row = dict[str, object]
 """One line: `prompt`, a string or a list of chat messages, and any other fields."""
 _Item = TypeVar("_Item")
 # Reserved for the reward function's other arguments.
-_RESERVED = ("completion", "finish_reason", "num_tokens", "prompt_token_ids", "completion_token_ids")
+_RESERVED = ("completion", "completions", "prompts", "finish_reason", "num_tokens", "prompt_token_ids", "completion_token_ids")
 
 
 def read_jsonl(path: Path | str) -> list[Row]:

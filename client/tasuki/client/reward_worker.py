@@ -14,7 +14,7 @@ import resource
 import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -39,6 +39,8 @@ class Signature(NamedTuple):
     required: Sequence[str] = ()
     """Those without a default."""
     file: str = ""
+    scope: Literal["completion", "group", "batch"] = "completion"
+    """What one call scores. A function that takes `completions` scores a group, or with `prompts` the batch."""
 
 
 def is_worker() -> bool:
@@ -47,7 +49,7 @@ def is_worker() -> bool:
 
 
 def serve(connection_fd: int) -> NoReturn:
-    """Tells the signatures of the functions, then scores one sample after another, until the client has ended."""
+    """Tells the signatures of the functions, then makes one call after another, until the client has ended."""
     global _is_worker
     _is_worker = True
     # Files that a reward opens after it has closed all low descriptors must not take the connection's number.
@@ -59,10 +61,10 @@ def serve(connection_fd: int) -> NoReturn:
     _answer(connection, [read_signature(*source) for source in sources], pid=pid)
     while True:
         try:
-            source, arguments = connection.recv()
+            call = connection.recv()
         except (EOFError, OSError):
             os._exit(0)
-        _answer(connection, score(source, arguments), pid=pid)
+        _answer(connection, score(*call), pid=pid)
 
 
 def _answer(connection: Connection, answer: object, *, pid: int) -> None:
@@ -88,20 +90,36 @@ def read_signature(*source: *Source) -> Signature:
         if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
             return Signature(f"it takes `{parameter.name}` by position only; arguments are passed by name")
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    taken = None if takes_any else [parameter.name for parameter in parameters if parameter.kind in _NAMED]
+    names = [parameter.name for parameter in parameters if parameter.kind in _NAMED]
     file = getattr(sys.modules[source[0]], "__file__", None) or source[0]
-    return Signature("", taken, [parameter.name for parameter in required if parameter.kind in _NAMED], file)
+    scope = "completion" if "completions" not in names else "batch" if "prompts" in names else "group"
+    for one, several in (("completion", "completions"), ("prompt", "prompts")):
+        if one in names and several in names:
+            return Signature(f"it takes both `{one}` and `{several}`; take one of them")
+    needed = [parameter.name for parameter in required if parameter.kind in _NAMED]
+    return Signature("", None if takes_any else names, needed, file, scope)
 
 
-def score(source: Source, arguments: dict[str, object]) -> Answer:
-    """Calls the function for one sample."""
+def score(source: Source, arguments: dict[str, object], num_completions: int | None) -> list[Answer]:
+    """Calls the function, for one completion if `num_completions` is None. Returns an answer for each, or one failure for all."""
     try:
-        reward = _load(*source)(**{name: _plain(name, value) for name, value in arguments.items()})
-        if not isinstance(reward, numbers.Real | np.bool_):
-            return math.nan, f"returned {type(reward).__name__}, not a number"
-        value = float(reward)
+        returned = _load(*source)(**{name: _plain(name, value) for name, value in arguments.items()})
+        if num_completions is None:
+            return [_reward(returned)]
+        rewards = getattr(returned, "tolist", lambda: returned)()
+        if not isinstance(rewards, list | tuple):
+            return [(math.nan, f"returned {type(returned).__name__}, not a list of {num_completions} rewards")]
+        if len(rewards) != num_completions:
+            return [(math.nan, f"returned {len(rewards)} rewards for {num_completions} completions")]
+        return [_reward(reward) for reward in rewards]
     except BaseException as error:  # noqa: BLE001  the user's function may raise anything
-        return math.nan, f"raised {_told(error)}"
+        return [(math.nan, f"raised {_told(error)}")]
+
+
+def _reward(reward: object) -> Answer:
+    if not isinstance(reward, numbers.Real | np.bool_):
+        return math.nan, f"returned {type(reward).__name__}, not a number"
+    value = float(reward)
     # Rewards are kept in float32.
     if not abs(value) <= float(np.finfo(np.float32).max):
         return math.nan, f"returned {value}, which is not finite"
@@ -128,5 +146,7 @@ def _load(module: str, name: str, folders: tuple[str, ...]) -> Callable[..., obj
 
 
 def _plain(name: str, value: object) -> object:
-    """Converts token ids to a list."""
+    """Converts token ids to lists."""
+    if name in _TOKEN_IDS and isinstance(value, list):
+        return [_plain(name, one) for one in value]
     return value.tolist() if name in _TOKEN_IDS and isinstance(value, np.ndarray) else value

@@ -65,6 +65,8 @@ class Completion:
         }
 
 
+Call = tuple[Source, dict[str, object], int | None]
+"""A function, its arguments, and how many completions it scores; None if it takes one `completion`."""
 _COMPLETION_ARGUMENTS = ("completion", "finish_reason", "num_tokens", "prompt_token_ids", "completion_token_ids")
 
 
@@ -100,6 +102,9 @@ class RewardPool:
         """function: "module:function", or several with names and weights. A function returns a number. Its parameters are passed by
         keyword: `prompt` and the other fields of the row, `completion`, and, for a Completion, `finish_reason` ("stop",
         "length" or "cut"), `num_tokens`, `prompt_token_ids` and `completion_token_ids`.
+
+        A function that takes `completions` scores a group in one call, or the whole batch if it takes `prompts`, too. It returns a list
+        of numbers, and gets lists with an entry for each completion; `prompt` is the group's one prompt.
 
         folders: searched for the module before the installed packages. timeout_s: for each call.
         Raises InvalidArgument when a function cannot be imported, or `folders` is not a sequence of paths.
@@ -141,7 +146,9 @@ class RewardPool:
         """Raises InvalidArgument for an argument that neither a completion nor a row has, naming function and row. path: of their file."""
         for index, row in enumerate(rows):
             for reward, signature in zip(self._rewards, self._signatures, strict=True):
-                missing = [name for name in signature.required if name not in row and name not in _COMPLETION_ARGUMENTS]
+                others = () if signature.scope == "completion" else ("completions", "prompts")
+                given = {*row, *_COMPLETION_ARGUMENTS, *others}
+                missing = [name for name in signature.required if name not in given]
                 if missing:
                     raise InvalidArgument(
                         "reward.function",
@@ -177,21 +184,21 @@ class RewardPool:
         completions: Sequence[str] | Sequence[Completion],
         group_size: int,
     ) -> Scores:
-        calls = [
-            call for index, completion in enumerate(completions) for call in self._calls(rows[index // group_size], completion)
-        ]
+        calls, places = self._calls(rows, completions, group_size)
         values_NR = np.zeros((len(completions), len(self._rewards)), dtype=np.float32)
         has_failed_NR = np.zeros(values_NR.shape, dtype=np.bool_)
-        for place, (value, cause) in zip(np.ndindex(values_NR.shape), self._answers(calls, is_over), strict=True):
-            if cause and self._on_error == "fail":
-                raise self._failed(cause, self._rewards[place[1]], sample=place[0], prompt=place[0] // group_size)
-            has_failed_NR[place] = bool(cause)
-            values_NR[place] = 0.0 if cause and self._on_error == "zero" else value
+        for (start, reward), (*_, num), answers in zip(places, calls, self._answers(calls, is_over), strict=True):
+            each = answers if len(answers) > 1 else answers * (num or 1)  # one failure is that of the whole call
+            for sample, (value, cause) in enumerate(each, start):
+                if cause and self._on_error == "fail":
+                    raise self._failed(cause, self._rewards[reward], sample=sample, prompt=sample // group_size)
+                has_failed_NR[sample, reward] = bool(cause)
+                values_NR[sample, reward] = 0.0 if cause and self._on_error == "zero" else value
         return self._scores(values_NR, has_failed_NR)
 
-    def _answers(self, calls: Sequence[tuple[Source, dict[str, object]]], is_over: threading.Event) -> list[Answer]:
+    def _answers(self, calls: Sequence[Call], is_over: threading.Event) -> list[list[Answer]]:
         """Answers in the order of the calls; with on_error="fail" those after the first failure may be missing."""
-        answers: list[Answer] = [(math.nan, "")] * len(calls)
+        answers: list[list[Answer]] = [[(math.nan, "")]] * len(calls)
         waiting, running, lost = deque(range(len(calls))), dict[WorkerProcess, int](), 0
         try:
             while (waiting or running) and not is_over.is_set():
@@ -201,9 +208,8 @@ class RewardPool:
                 for worker, answer, how in self._told([*running, *self._starting]):
                     if worker in running:
                         index = running.pop(worker)
-                        value, cause = answer or (math.nan, how)
-                        answers[index] = value, cause
-                        if cause and self._on_error == "fail":
+                        answers[index] = answer or [(math.nan, how)]
+                        if self._on_error == "fail" and any(cause for _, cause in answers[index]):
                             waiting.clear()  # those before it are running or done
                     elif how and (lost := lost + 1) == _MAX_LOST_STARTS:
                         raise RewardFailed(f"{lost} reward workers could not start: the last {how}", cause=how)
@@ -212,8 +218,8 @@ class RewardPool:
                 self._replace(worker)
         return answers
 
-    def _asks(self, worker: WorkerProcess, call: tuple[Source, dict[str, object]]) -> bool:
-        """Returns False, with another worker on its way, if this one was killed between two samples, as by the kernel without memory."""
+    def _asks(self, worker: WorkerProcess, call: Call) -> bool:
+        """Returns False, with another worker on its way, if this one was killed between two calls, as by the kernel without memory."""
         try:
             worker.ask(call, timeout_s=self._timeout_s)
         except WorkerEnded:
@@ -241,13 +247,29 @@ class RewardPool:
         another = self._workers[self._workers.index(worker)] = WorkerProcess(self._sources, start_s=_START_TIMEOUT_S)
         self._starting.add(another)
 
-    def _calls(self, row: Mapping[str, object], completion: str | Completion) -> list[tuple[Source, dict[str, object]]]:
-        """One call for each reward, with only the arguments it takes."""
-        known = {**row, **(completion.arguments() if isinstance(completion, Completion) else {"completion": completion})}
-        return [
-            (source, known if taken is None else {name: value for name, value in known.items() if name in taken})
-            for source, taken in zip(self._sources, (signature.taken for signature in self._signatures), strict=True)
+    def _calls(
+        self, rows: Sequence[Mapping[str, object]], completions: Sequence[str] | Sequence[Completion], group_size: int
+    ) -> tuple[list[Call], list[tuple[int, int]]]:
+        """The calls with only the arguments that their functions take, and of each its first sample and its reward."""
+        known = [
+            {**rows[index // group_size], **(one.arguments() if isinstance(one, Completion) else {"completion": one})}
+            for index, one in enumerate(completions)
         ]
+        sizes = {"completion": 1, "group": group_size, "batch": max(1, len(known))}
+        calls: list[Call] = []
+        places = sorted(
+            (start, reward)
+            for reward, signature in enumerate(self._signatures)
+            for start in range(0, len(known), sizes[signature.scope])
+        )
+        for start, reward in places:
+            signature, is_one = self._signatures[reward], self._signatures[reward].scope == "completion"
+            part = known[start : start + sizes[signature.scope]]
+            arguments = part[0] if is_one else _listed(part, signature.scope)
+            taken = arguments if signature.taken is None else signature.taken
+            wanted = {name: value for name, value in arguments.items() if name in taken}
+            calls.append((self._sources[reward], wanted, None if is_one else len(part)))
+        return calls, places
 
     def _scores(self, values_NR: NDArray[np.float32], has_failed_NR: NDArray[np.bool_]) -> Scores:
         weights_R = np.array([reward.weight for reward in self._rewards])
@@ -278,6 +300,17 @@ class RewardPool:
     def _failed(self, cause: str, reward: NamedReward, *, sample: int, prompt: int) -> RewardFailed:
         text = f"reward {reward.function} failed for sample {sample} (prompt {prompt}): {cause}"
         return RewardFailed(text, sample=sample, prompt=prompt, cause=cause, reward=reward.name)
+
+
+def _listed(part: Sequence[Mapping[str, object]], scope: str) -> dict[str, object]:
+    """Arguments of a function that scores several completions: a list for each, None where a row lacks the field."""
+    lists: dict[str, object] = {name: [one.get(name) for one in part] for name in {name: None for one in part for name in one}}
+    lists["completions"] = lists.pop("completion")
+    if scope == "batch":
+        lists["prompts"] = lists.pop("prompt", None)
+    else:
+        lists["prompt"] = part[0].get("prompt")
+    return lists
 
 
 def _named(function: str | Sequence[NamedReward]) -> tuple[NamedReward, ...]:

@@ -87,12 +87,13 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 class RewardConfig(Schema):
     function: str | dict[str, str]
     """"module:function", or several by name: `{ exact = "rewards:exact", form = "rewards:form" }`. It is called by keyword with those of
-    prompt, completion, finish_reason, num_tokens and the dataset line's fields that its signature takes, and returns a number."""
+    prompt, completion, finish_reason, num_tokens and the dataset line's fields that its signature takes, and returns a number. One that
+    takes `completions` scores a group, or with `prompts` the batch, and returns a list (docs/guides/rewards.md)."""
     weights: dict[str, Float] = Field(default={})
     """Weight of each named function in their sum, 1 by default; 0 reports it without training on it."""
     num_workers: PositiveInt = 1
     timeout_s: PositiveFloat = 10.0
-    """Time limit per sample."""
+    """Time limit of each call: for a completion, a group or the batch."""
     on_error: Literal["fail", "zero", "skip"] = "fail"
     """Action if a reward raises, times out or is not finite: end the run, count 0, or skip the sample in baseline and loss."""
 
