@@ -27,6 +27,7 @@ ENV := .venv/.synced
 NODE := tools/node_modules/.installed
 TRL := .bench-venv/.installed
 ORACLES := .oracles-venv/.installed
+SITE := .site-venv/.installed
 SMOLLM := .example/.installed
 WITH_BIN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PROTOS := $(wildcard protos/tasuki/v1/*.proto)
@@ -44,7 +45,7 @@ GRID := tests/chaos/test_grid.py
 PROOFS = $(filter-out $(GRID),$(wildcard tests/chaos/test_*.py)) $(SAMPLED) $(GRID)
 TESTS := tests/unit tests/contract tests/integration tests/e2e tests/gpu
 
-.PHONY: help setup trackers demo example test test-all oracles chaos fleet containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-changeover-gpu bench-sync-gpu grpcurl jobset clean
+.PHONY: help setup trackers demo example test test-all oracles chaos fleet containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-changeover-gpu bench-sync-gpu grpcurl jobset site clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -129,9 +130,12 @@ grpcurl: $(if $(shell command -v go),.tools/grpcurl-$(GRPCURL_VERSION))  ## buil
 
 jobset: $(if $(shell command -v go),.tools/jobset-$(JOBSET_VERSION).yaml)  ## fetch JobSet's schema, which deploy/kubernetes is checked against, where go is there
 
+site: $(SITE)  ## the pages of docs/ as a site in runs/site, for a browser without network; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 .site-venv/bin/mkdocs build --quiet --config-file tools/site/mkdocs.yml
+
 clean:  ## remove what make installed and built
 	$(MAKE) -s -C csrc clean
-	rm -rf .uv .venv .tools .bench-venv .oracles-venv .example tools/node_modules .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .uv .venv .tools .bench-venv .oracles-venv .site-venv .example tools/node_modules .pytest_cache .ruff_cache .import_linter_cache
 
 $(UV):
 	@[ -n "$(PYTHON)" ] || { echo "no Python 3.11, 3.12 or 3.13 found (python3 is $$(python3 --version 2>&1 || true));" \
@@ -153,6 +157,11 @@ $(NODE): tools/package.json tools/package-lock.json | $(ENV)
 $(TRL): tools/bench/trl-requirements.txt | $(UV)
 	$(UV) venv --quiet --clear --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" .bench-venv
 	$(UV) pip install --quiet --python .bench-venv/bin/python -r $<
+	@touch $@
+
+$(SITE): tools/site/requirements.txt | $(UV)
+	$(UV) venv --quiet --clear --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" .site-venv
+	$(UV) pip install --quiet --python .site-venv/bin/python -r $<
 	@touch $@
 
 # verl alone: its dependencies are engines and CUDA packages that its arithmetic does not need.
