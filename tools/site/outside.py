@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File
+from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]  # of .site-venv alone
 
 _ROOT = Path(__file__).parents[2]
 _LINK = re.compile(r"(\[[^]]*\])\(([^)\s]+)\)|(src(?:set)?)=\"([^\"]+)\"")
