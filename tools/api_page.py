@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -107,17 +107,17 @@ def _methods(cls: type) -> list[tuple[str, Any]]:
 
 def _enum(cls: type[enum.Enum]) -> Iterator[str]:
     about = _member_docstrings(cls)
-    yield f"{_text(cls)}\n\n| value | meaning |\n|---|---|\n"
-    for member in cls:
-        yield f"| `{member.value}` | {_cell(about.get(member.name, ''))} |\n"
+    rows = ((f"`{member.value}`", "", about.get(member.name, "")) for member in cls)
+    yield f"{_text(cls)}\n\n{_table('value', '', rows)}"
 
 
 def _dataclass(cls: Any) -> Iterator[str]:
     about = _member_docstrings(cls)
-    yield f"{_text(cls)}\n\n| field | type | default | meaning |\n|---|---|---|---|\n"
-    for field in dataclasses.fields(cls):
-        kind = _plain(str(field.type)).replace("|", "\\|")
-        yield f"| `{field.name}` | `{kind}` | {_default(field)} | {_cell(about.get(field.name, ''))} |\n"
+    rows = (
+        (f"`{one.name}`", f"`{_plain(str(one.type))}{_default(one)}`", about.get(one.name, ""))
+        for one in dataclasses.fields(cls)
+    )
+    yield f"{_text(cls)}\n\n{_table('field', 'type, default', rows)}"
     for name, method in vars(cls).items():
         if isinstance(method, classmethod):
             yield f"\n### `{cls.__name__}.{name}`\n\n"
@@ -132,9 +132,24 @@ def _message(cls: type[Message]) -> Iterator[str]:
     about = {target.id: text for target, text in _documented(tree)}
     about |= {one.name: ast.get_docstring(one) or "" for one in tree.body if isinstance(one, ast.FunctionDef)}
     yield f"The message `{cls.__name__}` of the wire. {' '.join(text.split())}".rstrip()
-    yield "\n\n| field | type | meaning |\n|---|---|---|\n"
-    for field in cls.DESCRIPTOR.fields:
-        yield f"| `{field.name}` | `{_kind(field)}` | {_cell(about.get(field.name, ''))} |\n"
+    rows = ((f"`{field.name}`", f"`{_kind(field)}`", about.get(field.name, "")) for field in cls.DESCRIPTOR.fields)
+    yield f"\n\n{_table('field', 'type', rows)}"
+
+
+def _table(name: str, kind: str, rows: Iterable[tuple[str, str, str]]) -> str:
+    """A table of the rows that have a meaning, then a sentence of those whose name says it."""
+    told: list[str] = []
+    plain: list[str] = []
+    for shown, type_, meaning in rows:
+        if meaning:
+            cells = (" ".join(cell.split()).replace("|", "\\|") for cell in (shown, type_, meaning) if cell)
+            told.append(f"| {' | '.join(cells)} |\n")
+        else:
+            plain.append(f"{shown} {type_}".rstrip())
+    heads = [name, kind, "meaning"] if kind else [name, "meaning"]
+    table = f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|\n{''.join(told)}" if told else ""
+    also = f"{'Further' if told else 'The'} {name}s: {', '.join(plain)}.\n" if plain else ""
+    return table + ("\n" if told and plain else "") + also
 
 
 def _kind(field: Any) -> str:
@@ -159,9 +174,9 @@ def _kind(field: Any) -> str:
 def _default(field: dataclasses.Field[Any]) -> str:
     if field.default is not dataclasses.MISSING:
         value = field.default.value if isinstance(field.default, enum.Enum) else field.default
-        return f"`{value!r}`"
+        return f" = {value!r}"
     if field.default_factory is not dataclasses.MISSING:
-        return f"`{getattr(field.default_factory, '__name__', 'made')}()`"
+        return f" = {getattr(field.default_factory, '__name__', 'made')}()"
     return ""
 
 
@@ -185,10 +200,6 @@ def _documented(tree: ast.ClassDef) -> Iterator[tuple[ast.Name, str]]:
 def _text(value: Any) -> str:
     """Returns a docstring as paragraphs; "" without one."""
     return "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(value) or "").split("\n\n"))
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _plain(text: str) -> str:

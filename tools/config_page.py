@@ -85,7 +85,8 @@ def _loss_tables(name: str) -> Iterator[str]:
             if cls is not LossConfig or (key in LOSS_KEYS and key != "correction"):
                 rows.setdefault(key, []).append((owner, *row))
     for key, owners in rows.items():
-        of, _, defaults, meanings = (", ".join(filter(None, column)) for column in zip(*owners, strict=True))
+        of, _, defaults, _ = (", ".join(filter(None, column)) for column in zip(*owners, strict=True))
+        meanings = ", ".join(dict.fromkeys(filter(None, (meaning for *_, meaning in owners))))
         yield f"| `{key}` | {of} | {owners[0][1]} | {defaults} | {meanings} |\n"
     head = "Only corrections that the table names apply; an empty table means none. Without the table the defaults apply."
     yield f"\n## `[{name}.correction]`\n\n{head}\n\n| key | value | default | meaning |\n|---|---|---|---|\n"

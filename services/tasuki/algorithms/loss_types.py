@@ -17,8 +17,11 @@ class Aggregation(StrEnum):
     """How token losses are reduced to one number; `algorithms.aggregation` computes the weights."""
 
     TOKEN_MEAN = "token_mean"  # noqa: S105  no password
+    """Sum over tokens, divided by the counted tokens."""
     SEQUENCE_MEAN_TOKEN_SUM = "sequence_mean_token_sum"  # noqa: S105
+    """Sum over tokens, divided by the sequences."""
     SEQUENCE_MEAN_TOKEN_MEAN = "sequence_mean_token_mean"  # noqa: S105
+    """Mean of each sequence's own mean."""
     CONSTANT = "constant"
     """Sum over tokens, divided by the number of sequences times `LossConfig.aggregation_length`."""
 
@@ -27,8 +30,11 @@ class KlEstimator(StrEnum):
     """Estimators of KL(policy || reference) from one token's log-probabilities; computed by `algorithms.objective`."""
 
     K1 = "k1"
+    """d, the log ratio; unbiased, may be negative."""
     K2 = "k2"
+    """d^2 / 2; low variance, biased."""
     K3 = "k3"
+    """exp(-d) - 1 + d; unbiased, never negative."""
     K3_STRAIGHT_THROUGH = "k3_straight_through"
     """The value of k3 with the gradient of k2."""
 
@@ -92,11 +98,13 @@ class LossConfig:
 
     loss: Loss = field(default_factory=PpoLoss)
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    """How token losses become one number: docs/reference/algorithms.md has the weights."""
     aggregation_length: int | None = None
     """Tokens; for CONSTANT only, such as rollout's maximum completion length (arXiv:2503.20783 sec. 3.2)."""
     kl_coef: float = 0.0
     """Weight of the KL divergence to the reference policy in the loss."""
     kl_estimator: KlEstimator = KlEstimator.K3
+    """How the divergence is estimated from one token's log-probs."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     old_policy: OldPolicy = OldPolicy.CURRENT

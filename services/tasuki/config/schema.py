@@ -235,6 +235,7 @@ class NodeConfig(Schema):
     state_dir: Path
     """Private folder of the node for journal, logs and sockets. Each running node needs its own."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Hardware of trainer and rollout: host memory and cores, or NVIDIA GPUs."""
     listen: Listen = "unix"
     """"unix", or an address such as "0.0.0.0:50050" for ports beside the unix sockets in the state folder: the coordinator's, and the next
     two for trainer and rollout. Ports authenticate callers as `[security]` says."""

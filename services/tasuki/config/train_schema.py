@@ -92,6 +92,7 @@ class RewardConfig(Schema):
     weights: dict[str, Float] = Field(default={})
     """Weight of each named function in their sum, 1 by default; 0 reports it without training on it."""
     num_workers: PositiveInt = 1
+    """Processes that compute rewards at the same time."""
     timeout_s: PositiveFloat = 10.0
     """Time limit of each call: for a completion, a group or the batch."""
     on_error: Literal["fail", "zero", "skip"] = "fail"
@@ -117,6 +118,7 @@ class AdvantageConfig(Schema):
     std: Std = "sample"
     """Standard deviation by which group_mean and batch_baseline divide."""
     discount: Float = Field(default=1.0, gt=0, le=1)
+    """Factor by which a later reward counts less, a token."""
     lam: Float = Field(default=1.0, ge=0, le=1)
     """GAE's lambda."""
     whiten: Bool = True
@@ -141,6 +143,7 @@ class EvalConfig(Schema):
     temperature: Float = Field(default=0.0, ge=0)
     """0 is greedy."""
     top_p: Float | None = Field(default=None, gt=0, le=1)
+    """Share of the distribution to sample from; all by default."""
     max_new_tokens: PositiveInt | None = None
     """Defaults to `train.max_new_tokens`."""
     pass_at: tuple[PositiveInt, ...] = ()
@@ -193,21 +196,28 @@ class TrainConfig(Schema):
     dataset: Path
     """JSONL file; each line is an object with `prompt` and any other fields."""
     eval_dataset: Path | None = None
+    """Held-out lines in the same format, for evaluations."""
     output_dir: Path
+    """New folder for everything that the run writes; with --resume the run's own."""
     reward: RewardConfig
     algorithm: Algorithm = "grpo"
     """Named defaults for `[train.advantages]`, `[train.loss]`, ... (docs/reference/algorithms.md). Explicit settings take precedence."""
     num_steps: PositiveInt = 100
+    """Steps of the run: each generates, scores and trains on one batch."""
     prompts_per_step: PositiveInt = 32
+    """Prompts whose completions make a step's batch."""
     group_size: PositiveInt = 8
     """Completions per prompt."""
     max_new_tokens: PositiveInt = DEFAULT_MAX_NEW_TOKENS
+    """Length at which a completion is cut, in tokens."""
     max_prompt_tokens: PositiveInt | None = None
     """Maximum prompt length in `dataset` and `eval_dataset`. Longer prompts are refused at start. Bounds the KV cache that a step needs."""
     temperature: Float = Field(default=1.0, ge=LEAST_TEMPERATURE)
+    """Of the sampling and of the log-probs."""
     top_p: Float | None = Field(default=None, gt=0, le=1)
     """Below 1, completions come from a truncated distribution, while log-probs are of the full one; likewise for `top_k`."""
     top_k: Int | None = Field(default=None, ge=1, le=_MAX_INT32)
+    """Number of most likely tokens to sample from; all by default."""
     stop_token_ids: tuple[Annotated[Int, Field(ge=0, le=_MAX_INT32)], ...] = ()
     """Stop tokens in addition to the model's own."""
     num_epochs: PositiveInt = 1
@@ -324,11 +334,13 @@ class SftConfig(Schema):
     eval_dataset: Path | None = None
     """Held-out lines in the same format."""
     output_dir: Path
+    """New folder for everything that the run writes; with --resume the run's own."""
     num_steps: PositiveInt | None = None
     """Number of optimizer steps; by default that of `num_epochs`."""
     num_epochs: PositiveInt | None = None
     """Passes over the dataset, instead of `num_steps`; default 1."""
     samples_per_step: PositiveInt = 32
+    """Lines in a step's batch."""
     max_tokens: PositiveInt | None = None
     """Maximum tokens of a line, prompt plus completion; longer lines are refused. Defaults to its upper bound, the smaller of the model's
     context length and `trainer.micro_batch_tokens`."""

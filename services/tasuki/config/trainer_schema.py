@@ -45,15 +45,21 @@ class OptimizerConfig(Schema):
     """AdamW and the learning-rate schedule."""
 
     learning_rate: LearningRate = 1e-6
+    """Peak of the policy's schedule. With adapters about ten times that of full training."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; linear and cosine decay to 0 at the run's end."""
     warmup_steps: Int = Field(default=0, ge=0)
+    """Steps over which the rate rises from 0 to its peak."""
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)
+    """AdamW's decay of the first and second moment."""
     # In float32 a much smaller one is 0, and a weight without a gradient becomes NaN.
     eps: Float = Field(default=1e-8, ge=1e-30)
+    """AdamW's constant beside the root of the second moment."""
     weight_decay: Float = Field(default=0.0, ge=0, le=100)
+    """AdamW's decoupled decay, multiplied by the learning rate."""
     max_grad_norm: PositiveFloat = 1.0
+    """Norm to which the gradients of a step are clipped."""
 
 
 class CriticConfig(Schema):
@@ -90,8 +96,8 @@ class TrainerConfig(OptimizerConfig):
     """Action if gradients are not finite: fail the step, or discard them and report the step as skipped."""
     critic: CriticConfig | None = None
     micro_batch_tokens: Int | None = Field(default=None, gt=0, lt=2**31)
-    """Maximum tokens in a micro-batch; longer samples are refused. Defaults to 8192 on a CPU. On a GPU it is the first of 16384, 8192, ...
-    that the planner has room for, and at least 1024 and `rollout.context_length`. The default is multiplied by `sequence_parallel`."""
+    """Maximum tokens in a micro-batch; longer samples are refused. Defaults to 8192 on a CPU. On a GPU the
+    default is the largest of 16384, 8192, ... 1024 that fits, never below `rollout.context_length`, times `sequence_parallel`."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of forward and backward. The default of a configuration is float32 on a CPU without bf16 instructions (AVX512-BF16, AMX)."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"
@@ -123,8 +129,8 @@ class TrainerConfig(OptimizerConfig):
     reference_on_host: Bool | None = None
     """Whether the weights of the KL reference stay in host memory, pinned on a GPU, and are copied layer by layer whenever it scores.
     Otherwise they are on the GPU, and leave with the other weights. Log-probs are the same. Setting it also plans the reference. By
-    default they are on the GPU if `[train]` has a KL coefficient; if it has none, nothing is planned, and a client's reference takes what
-    the host has left. Not with `[trainer.lora]`, where the frozen model is the reference."""
+    default they are on the GPU if `[train]` has a KL term. Without one no memory is reserved; a client that asks for the reference may run
+    out of host memory. Not with `[trainer.lora]`, where the frozen model is the reference."""
     moments: Literal["gpu", "host", "8bit"] = "gpu"
     """Where and how AdamW's moments are kept. "host": in host memory, pinned on a GPU, and streamed through the device block by block in
     each step; they take no GPU memory and stay in place during a changeover. Results are the same. "8bit": those of matrices quantized to

@@ -16,7 +16,9 @@ class CispoLoss(RatioLoss):
     """
 
     clip_low: float = 1.0
+    """The ratio's lower bound is 1 - this."""
     clip_high: float = 4.0
+    """The ratio's upper bound is 1 + this."""
 
     def __post_init__(self) -> None:
         check_number("clip_low", self.clip_low, least=0.0, most=1.0)

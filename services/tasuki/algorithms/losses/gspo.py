@@ -13,7 +13,9 @@ class GspoLoss(RatioLoss):
     """GSPO: one length-normalized ratio per sequence (arXiv:2507.18071 eq. 5). Clip bounds from its section 5.1."""
 
     clip_low: float = 3e-4
+    """The ratio's lower bound is 1 - this."""
     clip_high: float = 4e-4
+    """The ratio's upper bound is 1 + this."""
 
     def __post_init__(self) -> None:
         check_number("clip_low", self.clip_low, least=0.0, most=1.0)

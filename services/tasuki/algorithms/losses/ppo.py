@@ -13,7 +13,9 @@ class PpoLoss(RatioLoss):
     """PPO's clipped surrogate (arXiv:1707.06347 eq. 7), with separate bounds 1 - clip_low and 1 + clip_high (arXiv:2503.14476 eq. 10)."""
 
     clip_low: float = 0.2
+    """The ratio's lower bound is 1 - this."""
     clip_high: float = 0.2
+    """The ratio's upper bound is 1 + this."""
     dual_clip: float | None = None
     """Above 1; bounds the loss at -dual_clip * advantage for negative advantages (arXiv:1912.09729)."""
 

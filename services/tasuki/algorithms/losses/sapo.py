@@ -16,7 +16,9 @@ class SapoLoss(RatioLoss):
     """
 
     temperature_positive: float = 1.0
+    """Steepness of the gate for positive advantages."""
     temperature_negative: float = 1.05
+    """Steepness of the gate for the other advantages."""
 
     def __post_init__(self) -> None:
         check_number("temperature_positive", self.temperature_positive, above=0.0)
