@@ -29,7 +29,7 @@ SILENT = ("--detach", "docker rm", "node rm", " stop ", "mkdir", "tar --")
 # Text that a command must print, beside the exit status 0.
 SHOWN = {
     "tasuki doctor": " 0 fail",
-    "tasuki plan": "It fits.",
+    "tasuki plan": "It fits: ",
     "run --rm train": "/runs/first",
     "docker logs": "/runs/first",
     "tasuki audit": "clean",

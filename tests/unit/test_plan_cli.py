@@ -45,7 +45,7 @@ def test_a_preset_prints_every_stage_and_the_answers(name: str, capsys: pytest.C
     assert main(["plan", "--preset", name]) == (0 if fits else 1)
     printed = capsys.readouterr().out
     assert all(stage in printed for stage in PLAN_STAGES)
-    assert ("It fits." in printed) is fits
+    assert printed.startswith("It fits: " if fits else "It does NOT fit: ")
     for answer in ("GPU peak: ", "Host peak: ", "GPUs 0-7: keeps ", "Largest KV ratio: "):
         assert answer in printed
     assert ("trainer.moments: gpu -> host: " in printed) is not fits
@@ -105,7 +105,7 @@ def test_a_model_alone_is_planned_by_flags(node: Path, as_folder: bool, capsys: 
 def test_what_does_not_fit_exits_1_with_a_change_that_fits(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "--preset", "balanced", "--set", "rollout.kv_ratio=0.98", "--json"]) == 1
     planned = json.loads(capsys.readouterr().out)
-    assert planned["problems"] == [planned["problems"][0]] and "lacks" in planned["problems"][0]
+    assert planned["problems"] == [planned["problems"][0]] and "a GPU needs" in planned["problems"][0]
     last = planned["ladder"][-1]
     assert last["fits"] and last["setting"] == "rollout.kv_ratio" and float(last["new"]) == planned["max_kv_ratio"]
 
@@ -232,7 +232,7 @@ def test_a_host_that_is_short_is_told_which_setting_of_the_node_takes_it(
     if ladder is None:
         assert planned["max_kv_ratio"] > 0.8, "the ratio counts what stays, which needs no copy on the host"
         return
-    assert planned["ladder"][-1]["fits"] and "host lacks" in planned["problems"][0]
+    assert planned["ladder"][-1]["fits"] and "host needs" in planned["problems"][0]
     changed = [f"{setting}={new}" for setting, _, new in ladder]
     assert plan(*settings, *changed) == 0
 
@@ -252,7 +252,7 @@ def test_cuda_graphs_that_the_engine_does_without_are_not_counted(node: Path, ca
 
 def test_advice_turns_cuda_graphs_off_by_the_engines_argument(node: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", str(node), "--gpu-gb", "4.5", "--set", "rollout.kv_ratio=0.01"]) == 1
-    assert "Change rollout.engine.disable_cuda_graph: unset -> true: " in capsys.readouterr().out.replace("\n", " ")
+    assert " rollout.engine.disable_cuda_graph: unset -> true: " in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_a_config_json_that_is_no_file_is_named_as_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

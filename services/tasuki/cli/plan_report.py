@@ -22,19 +22,21 @@ COLUMNS: dict[str, tuple[Part, ...]] = {
     "step": (Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS, Part.TORCH_CACHE),
     "rollout": (Part.ROLLOUT_WEIGHTS,),
     "KV": (Part.KV_CACHE, Part.CUDA_GRAPH, Part.ENGINE_STEP),
-    "other": (Part.CONTEXTS, Part.MODEL_COPY),
+    "other": (Part.CONTEXTS,),
 }
 
 
 def show(planned: Plan, advice: Advice, *, console: Console) -> None:
-    """Prints tables of the stages, one for each kind of GPU, and the conclusions."""
+    """Prints the answer, tables of the stages, one for each kind of GPU, and what they say."""
     node = planned.node
+    for line in verdict(planned, advice):
+        console.print(line, highlight=False, markup=False)
     console.print(headline(node), highlight=False)
     kinds = ", ".join(f"{kind} {_count(count)}" for kind, count in node.model.count_by_kind().items())
     console.print(f"{_count(node.model.num_parameters)} parameters: {kinds}", highlight=False, style="dim")
     for gpus, index in groups(planned):
         console.print(_stage_table(planned, gpus, index))
-    for line in answers(planned, advice):
+    for line in details(planned, advice):
         console.print(line, highlight=False, markup=False)
 
 
@@ -46,12 +48,28 @@ def _count(number: int) -> str:
     return f"{number:,}"
 
 
-def answers(planned: Plan, advice: Advice) -> list[str]:
-    """Whether the plan fits, which stage peaks, what must leave and what to change."""
+def verdict(planned: Plan, advice: Advice) -> list[str]:
+    """Whether the plan fits, and what to change if it does not."""
+    node = planned.node
+    if planned.fits:
+        on_gpu = f"a GPU needs {gb(planned.gpu_peak.gpu_bytes)} of {gb(node.gpu_bytes)} GB, " if node.device == "cuda" else ""
+        return [f"It fits: {on_gpu}the host {gb(planned.host_peak.host_bytes)} of {gb(node.host_bytes)} GB."]
+    lines = [f"It does NOT fit: {'; '.join(planned.problems())}."]
+    for number, rung in enumerate(advice.ladder, start=1):
+        after = f"{_peak(rung.plan)}, {'fits' if rung.plan.fits else 'not enough'}"
+        lines.append(f"{'Change' if number == 1 else '  then'} {rung.setting}: {rung.old} -> {rung.new}: {after}.")
+    if not advice.solves:
+        room = "more or larger GPUs" if node.device == "cuda" else "a machine with more memory"
+        lines.append(f"No combination of changes that the planner knows makes it fit: use {room}, or a smaller model.")
+    return lines
+
+
+def details(planned: Plan, advice: Advice) -> list[str]:
+    """Which stage peaks, and what stays and leaves."""
     node, peak, host = planned.node, planned.gpu_peak, planned.host_peak
     fullest = max(peak.gpus, key=lambda parts: sum(parts.values()))
     parts = ", ".join(f"{part} {gb(size)}" for part, size in sorted(fullest.items(), key=lambda item: -item[1]))
-    lines = ["It fits." if planned.fits else f"It does NOT fit: {'; '.join(planned.problems())}."]
+    lines: list[str] = []
     if node.device == "cuda":
         lines.append(f"GPU peak: {peak.stage}, {gb(peak.gpu_bytes)} of {gb(node.gpu_bytes)} GB: {parts}.")
     lines.append(f"Host peak: {host.stage}, {gb(host.host_bytes)} of {gb(node.host_bytes)} GB.")
@@ -66,14 +84,7 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
     if node.device == "cuda":
         ratio = "none fits" if advice.max_kv_ratio is None else f"{advice.max_kv_ratio:g}"
         lines.append(f"Largest KV ratio: {ratio} (now {node.config.rollout.kv_ratio:g}).")
-    lines += residency(planned)
-    for number, rung in enumerate(advice.ladder, start=1):
-        after = f"{_peak(rung.plan)}, {'fits' if rung.plan.fits else 'not enough'}"
-        lines.append(f"{'Change' if number == 1 else '  then'} {rung.setting}: {rung.old} -> {rung.new}: {after}.")
-    if not planned.fits and not advice.solves:
-        room = "more or larger GPUs" if node.device == "cuda" else "fewer ranks, a machine with more memory"
-        lines.append(f"No change known to the planner makes it fit: use {room}, or a smaller model.")
-    return lines
+    return lines + residency(planned)
 
 
 def _peak(planned: Plan) -> str:

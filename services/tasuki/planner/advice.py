@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
+from itertools import combinations, product
 
 from tasuki.config.load import changed, value_at
-from tasuki.planner.choose import MIN_TOKENS, choose
-from tasuki.planner.kv_tokens import running_requests
+from tasuki.config.trainer_schema import LoraConfig
+from tasuki.planner.choose import MIN_TOKENS, choose, may_fit
+from tasuki.planner.kv_tokens import longest_sample, running_requests, samples_at_once
 from tasuki.planner.node import Checkpointing, Node, Strategy, node_of
 from tasuki.planner.plan import Plan, plan
 from tasuki.planner.residency import decide
@@ -18,6 +22,7 @@ from tasuki.wire.stages import Phase
 
 _RATIO_STEPS = 100
 _FEW_REQUESTS = 64
+_KV_RATIO, _BUDGET, _LORA = "rollout.kv_ratio", "memory.host_budget_bytes", "trainer.lora.rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class Advice:
     max_kv_ratio: float | None
     """Largest ratio, in hundredths, at which everything fits; None if none."""
     ladder: tuple[Rung, ...]
-    """Changes that help, in the order to try them, up to the one that makes it fit; empty if it already fits."""
+    """Changes that together make it fit; empty if it already fits, or if none do."""
 
     @property
     def solves(self) -> bool:
@@ -57,93 +62,188 @@ def changeovers_ms(planned: Plan) -> tuple[str, str]:
 
 
 def climb(planned: Plan) -> tuple[Rung, ...]:
-    """Applies changes for what is short, one on top of the other; until everything fits or none helps."""
+    """The least change that makes it fit, one rung a key; empty if no combination of choices does."""
     rungs: list[Rung] = []
-    if (
-        planned.node.strategy is not Strategy.STAGED
-        and (staged := _with(planned.node, {}, strategy=Strategy.STAGED)) is not None
-    ):
+    if planned.node.strategy is not Strategy.STAGED:
+        staged = plan(choose(replace(planned.node, strategy=Strategy.STAGED)))
         rungs.append(Rung("strategy", planned.node.strategy, Strategy.STAGED, staged))
         planned = staged
-    while not planned.fits and (rung := _next_rung(planned)) is not None:
-        rungs.append(rung)
-        planned = rung.plan
-    return tuple(rungs)
+    return tuple(rungs if planned.fits else rungs + _Search(planned).rungs())
 
 
-def _next_rung(planned: Plan) -> Rung | None:
-    """The first change that makes it fit, else the one that helps most; adapters only if nothing else helps."""
-    best: Rung | None = None
-    for key, value in (*_changes(planned), ("trainer.lora.rank", 32)):
-        if key == "trainer.lora.rank" and (best is not None or planned.node.lora is not None):
-            return best
-        tried = _with(planned.node, {key: value})
-        if tried is None or _shortage(tried) >= _shortage(planned if best is None else best.plan):
-            continue
-        best = Rung(key, _text(value_at(planned.node.config, key)), _text(value), tried)
-        if tried.fits:
-            return best
-    return best
+class Cost(IntEnum):
+    """What a change costs a run."""
+
+    NOTHING = 0
+    SPEED = 1
+    RESULTS = 2
+    """Samples are shorter, or moments rounded."""
+    METHOD = 3
+    """Adapters are trained instead of all parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A key that may change."""
+
+    cost: Cost
+    key: str
+    values: tuple[object, ...]
+    """Mildest first; None where the value follows from the other choices."""
+    saves: bool = False
+    """Whether each value never takes more memory of any kind than those before it."""
+
+
+class _Search:
+    """Looks for the least change: the one whose costliest key costs least, then the fewest keys, then the first in `choices`' order."""
+
+    def __init__(self, planned: Plan) -> None:
+        self._node, self._choices = planned.node, choices(planned)
+        self._plans: dict[frozenset[tuple[str, object]], Plan | None] = {}
+
+    def rungs(self) -> list[Rung]:
+        values = next((found for cost in Cost if (found := self._least(cost)) is not None), {})
+        fitting, tried, rungs = self._plan(values), dict[str, object](), list[Rung]()
+        needed = _needed_by_adapters(self._node) if _LORA in values else {}
+        keys = [*needed, *sorted(values, key=lambda key: key != _LORA)]  # serving adapters alone needs some
+        for key in keys:
+            assert fitting is not None
+            tried[key] = value_at(fitting.node.config, key)
+            so_far = fitting if len(tried) == len(keys) else plan(choose(self._with(tried)))
+            rungs.append(Rung(key, _text(value_at(self._node.config, key)), _text(tried[key]), so_far))
+        return rungs
+
+    def _least(self, cost: Cost) -> dict[str, object] | None:
+        """The least combination that fits, with no change above `cost`."""
+        allowed = [choice for choice in self._choices if choice.cost <= cost]
+        all_saved = {choice.key: choice.values[-1] for choice in allowed if choice.saves}
+        trades = (values for keys in _subsets([one for one in allowed if not one.saves]) for values in _products(keys))
+        if not any(self._fits(values | all_saved) for values in trades):
+            return None
+        for keys in _subsets(allowed):
+            strongest = {choice.key: choice.values[-1] for choice in keys if choice.saves}
+            for traded in _products([choice for choice in keys if not choice.saves]):
+                # What does not fit with everything saved does not fit with less.
+                if self._fits(traded | all_saved) and self._fits(traded | strongest):
+                    milder = _products([choice for choice in keys if choice.saves])
+                    fitting = next(traded | saved for saved in milder if self._fits(traded | saved))
+                    return {choice.key: fitting[choice.key] for choice in keys}
+        return None
+
+    def _fits(self, values: dict[str, object]) -> bool:
+        planned = self._plan(values)
+        return planned is not None and planned.fits
+
+    def _plan(self, values: Mapping[str, object]) -> Plan | None:
+        """The plan with other values of keys; None if they are refused or cannot fit."""
+        named = frozenset(values.items())
+        if named not in self._plans:
+            try:
+                self._plans[named] = self._planned(values)
+            except InvalidArgument:
+                self._plans[named] = None
+        return self._plans[named]
+
+    def _planned(self, values: Mapping[str, object]) -> Plan | None:
+        given = {key: value for key, value in values.items() if value is not None}
+        node = self._with(given)
+        if not may_fit(node, at_any_ratio=_KV_RATIO in values):
+            return None
+        planned = plan(choose(node))
+        if _KV_RATIO in values and not planned.fits and (ratio := largest_kv_ratio(planned.node)) is not None:
+            given[_KV_RATIO] = ratio
+            planned = plan(choose(self._with(given)))
+        if _BUDGET in values and not planned.fits_budget:
+            planned = plan(choose(self._with(given | {_BUDGET: planned.budget_peak.tag_bytes})))
+        return planned
+
+    def _with(self, values: Mapping[str, object]) -> Node:
+        node = self._node
+        config = changed(node.config, {**_needed_by_adapters(node), **values} if _LORA in values else values)
+        return node_of(config, node.model, gpu_bytes=node.gpu_bytes, host_bytes=node.host_bytes, num_gpus=node.num_gpus)
+
+
+def _needed_by_adapters(node: Node) -> dict[str, object]:
+    """Other keys that change with all parameters trained to adapters."""
+    layers = [node.model.linear_layers(index) for index in range(node.model.num_layers)]
+    targets = [name for name in layers[0] if all(name in each for each in layers)]
+    needed = {"trainer.reference_on_host": None, "trainer.param_dtype": "float32"}
+    changing: dict[str, object] = {key: value for key, value in needed.items() if value_at(node.config, key) != value}
+    return changing if set(LoraConfig().target_modules) <= set(targets) else changing | {"trainer.lora.target_modules": targets}
+
+
+def _subsets(allowed: Sequence[Choice]) -> Iterator[tuple[Choice, ...]]:
+    """Sets of choices with different keys, smallest first."""
+    for num in range(len(allowed) + 1):
+        for keys in combinations(allowed, num):
+            if len({choice.key for choice in keys}) == num:
+                yield keys
+
+
+def _products(keys: Sequence[Choice]) -> Iterator[dict[str, object]]:
+    for values in product(*(choice.values for choice in keys)):
+        yield dict(zip((choice.key for choice in keys), values, strict=True))
 
 
 def _text(value: object) -> str:
     if value is None:
         return "unset"
+    if isinstance(value, tuple | list):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _with(node: Node, values: Mapping[str, object], *, strategy: Strategy | None = None) -> Plan | None:
-    """The plan with other values of keys; None if they are refused."""
-    try:
-        again = node_of(
-            changed(node.config, values),
-            node.model,
-            gpu_bytes=node.gpu_bytes,
-            host_bytes=node.host_bytes,
-            num_gpus=node.num_gpus,
-            strategy=strategy or node.strategy,
-        )
-        return plan(choose(again))
-    except InvalidArgument:
-        return None
+def choices(planned: Plan) -> list[Choice]:
+    """Every change that the planner tries, cheapest first; those that conflict with others are refused when they are tried."""
+    node, is_gpu = planned.node, planned.node.device == "cuda"
+    config, trainer, rollout = node.config, node.trainer, node.config.rollout
+    sample, least = longest_sample(config), max(MIN_TOKENS, 0 if config.train is None else config.train.max_new_tokens + 1)
+    requests, at_once = running_requests(config), samples_at_once(config) or _FEW_REQUESTS
+    is_free = samples_at_once(config) is not None
+    known = is_free and config.train is not None and config.train.max_prompt_tokens is not None and sample is not None
+    lengths = (sample,) if known else _halves(node.longest_sequence, least=least)
+    tokens = 0 if is_gpu and trainer.micro_batch_tokens is None else node.micro_batch_tokens
+    ranks = _halves(node.num_ranks, least=1) if not is_gpu else (node.num_gpus,) if trainer.devices is None else ()
+    rungs = (
+        () if trainer.checkpointing == "auto" else tuple(rung.value for rung in Checkpointing if rung is not node.checkpointing)
+    )
+    every = [
+        Choice(Cost.NOTHING, _BUDGET, (None,) if config.memory.host_budget_bytes is not None else (), saves=True),
+        Choice(Cost.NOTHING, _KV_RATIO, (None,) if is_gpu else (), saves=True),
+        Choice(Cost.NOTHING if known else Cost.RESULTS, "rollout.context_length", lengths, saves=True),
+        Choice(Cost.NOTHING, "rollout.lora", ("adapter",) if rollout.lora == "merged" else ()),
+        Choice(Cost.SPEED, "trainer.num_ranks", ranks),
+        Choice(Cost.SPEED, "trainer.checkpointing", rungs),
+        Choice(Cost.SPEED, "trainer.reference_on_host", (True,) if node.has_reference else ()),
+        Choice(Cost.SPEED, "trainer.moments", ("host", "gpu") if is_gpu else ()),
+        Choice(
+            Cost.SPEED, "trainer.micro_batch_tokens", _halves(tokens, least=rollout.context_length or MIN_TOKENS), saves=True
+        ),
+        Choice(Cost.SPEED, "trainer.sequence_parallel", _doubles(trainer.sequence_parallel, most=node.num_ranks)),
+        Choice(Cost.SPEED, "trainer.expert_parallel", (True,) if node.model.num_experts else ()),
+        Choice(Cost.SPEED, "rollout.dp_size", _halves(rollout.dp_size or 1, least=1)),
+        Choice(Cost.SPEED, "rollout.tp_size", _doubles(node.tp_size, most=node.num_gpus) if is_gpu else ()),
+        Choice(Cost.SPEED, "rollout.engine.disable_cuda_graph", (True,) if is_gpu else (), saves=True),
+        Choice(
+            Cost.NOTHING if is_free else Cost.SPEED,
+            "rollout.max_running_requests",
+            (at_once,) * (at_once < requests),
+            saves=True,
+        ),
+        Choice(Cost.RESULTS, "trainer.moments", ("8bit",)),
+        Choice(Cost.METHOD, _LORA, (32,) if trainer.lora is None else ()),
+    ]
+    kept = [replace(one, values=tuple(v for v in one.values if v != value_at(config, one.key))) for one in every]
+    return sorted((choice for choice in kept if choice.values), key=lambda choice: choice.cost)
 
 
-def _changes(planned: Plan) -> Iterator[tuple[str, object]]:
-    """Keys and values to try, least costly first; those that conflict with others are refused when they are tried."""
-    node = planned.node
-    trainer, rollout = node.trainer, node.config.rollout
-    if not planned.fits_budget:
-        yield "memory.host_budget_bytes", planned.budget_peak.tag_bytes
-    if trainer.checkpointing != "auto":
-        yield from (("trainer.checkpointing", rung.value) for rung in Checkpointing if rung is not node.checkpointing)
-    if node.has_reference:
-        yield "trainer.reference_on_host", True
-    yield from (("trainer.moments", moments) for moments in ("host", "gpu") if trainer.moments not in ("8bit", moments))
-    tokens = node.micro_batch_tokens if node.device == "cpu" or trainer.micro_batch_tokens is not None else 0
-    while (tokens := tokens // 2) >= (rollout.context_length or MIN_TOKENS):
-        yield "trainer.micro_batch_tokens", tokens
-    if (ratio := largest_kv_ratio(node)) is not None:
-        yield "rollout.kv_ratio", ratio
-    yield "trainer.sequence_parallel", 2 * trainer.sequence_parallel
-    if not trainer.expert_parallel:
-        yield "trainer.expert_parallel", True
-    if not rollout.engine.get("disable_cuda_graph"):
-        yield "rollout.engine.disable_cuda_graph", True
-    if (requests := running_requests(node.config)) > _FEW_REQUESTS:
-        yield "rollout.max_running_requests", max(_FEW_REQUESTS, requests // 4)
-    yield "rollout.tp_size", 2 * node.tp_size
-    if planned.kv_pool.num_tokens >= MIN_TOKENS:
-        yield "rollout.context_length", min(planned.kv_pool.num_tokens, node.longest_sequence - 1)
-    if node.num_ranks < node.num_gpus:
-        yield "trainer.num_ranks", node.num_gpus
+def _halves(value: int, *, least: int) -> tuple[int, ...]:
+    """Half of it, a quarter, ..., but none below `least`."""
+    return tuple(value >> power for power in range(1, value.bit_length()) if value >> power >= least)
 
 
-def _shortage(planned: Plan) -> int:
-    """Missing bytes and tokens; 0 if it fits."""
-    node, budget = planned.node, planned.node.config.memory.host_budget_bytes
-    over_budget = 0 if budget is None else max(0, planned.budget_peak.tag_bytes - budget)
-    missing = max(0, node.longest_sequence - planned.kv_pool.num_tokens)
-    return planned.lacking(planned.gpu_peak)[0] + planned.lacking(planned.host_peak)[1] + over_budget + missing
+def _doubles(value: int, *, most: int) -> tuple[int, ...]:
+    return tuple(value << power for power in range(1, most.bit_length()) if value << power <= most)
 
 
 def largest_kv_ratio(node: Node) -> float | None:

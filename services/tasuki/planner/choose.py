@@ -58,6 +58,23 @@ def _choose(node: Node, free_host_bytes: int | None) -> Node:
     return replace(node, staying=decide(replace(start, host_bytes=free_host_bytes)))
 
 
+def may_fit(node: Node, *, at_any_ratio: bool) -> bool:
+    """Whether some choice may fit on the GPUs; False is certain. at_any_ratio: with a KV cache of one sequence, whatever `kv_ratio` is."""
+    if node.device == "cpu":
+        return True
+    if node.trainer.micro_batch_tokens is None:
+        node = replace(node, micro_batch_tokens=_token_ladder(node)[-1])
+    if at_any_ratio:
+        node = replace(node, kv_tokens=min(node.longest_sequence, node.kv_tokens or node.longest_sequence))
+    rungs = Checkpointing if node.trainer.checkpointing == "auto" else (node.checkpointing,)
+    bases = (True, False) if may_share_base(node.config, node.model) else (False,)
+    return any(
+        plan(replace(node, checkpointing=rung, shares_base=is_shared)).fits_gpu
+        for rung in reversed(list(rungs))
+        for is_shared in bases
+    )
+
+
 def chosen(node: Node, choices: Choices) -> Node:
     """The node with the choices of its start."""
     node = replace(
@@ -105,12 +122,17 @@ def most_tokens(node: Node) -> int:
 
     At least MIN_TOKENS, and at least the longest sequence if one is set, since longer samples are refused.
     """
-    ladder, least = [node.micro_batch_tokens], max(MIN_TOKENS, node.config.rollout.context_length or 0)
-    while ladder[-1] // 2 >= least:
-        ladder.append(ladder[-1] // 2)
+    ladder = _token_ladder(node)
     fewest = plan(replace(node, micro_batch_tokens=ladder[-1]))
     plans = (plan(replace(node, micro_batch_tokens=tokens)) for tokens in ladder)
     return next(tried.node.micro_batch_tokens for tried in plans if _lacks_nothing_more(tried, than=fewest))
+
+
+def _token_ladder(node: Node) -> list[int]:
+    ladder, least = [node.micro_batch_tokens], max(MIN_TOKENS, node.config.rollout.context_length or 0)
+    while ladder[-1] // 2 >= least:
+        ladder.append(ladder[-1] // 2)
+    return ladder
 
 
 def _lacks_nothing_more(tried: Plan, *, than: Plan) -> bool:

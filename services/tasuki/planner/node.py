@@ -37,6 +37,7 @@ class Part(StrEnum):
     ENGINE_STEP = "engine's batch"
     TORCH_CACHE = "torch's cache"
     CONTEXTS = "contexts, NCCL"
+    PROCESSES = "processes"
     MODEL_COPY = "model in /dev/shm"
 
 

@@ -51,7 +51,7 @@ class StagePlan:
     gpus: tuple[Mapping[Part, int], ...]
     """Bytes of each GPU."""
     host: Mapping[Part, int]
-    """Bytes by content of the copies; CONTEXTS are the processes."""
+    """Bytes by content of the copies, and PROCESSES."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -122,9 +122,9 @@ class Plan:
         """Why the plan does not fit."""
         reasons: list[str] = []
         if not self.fits_gpu:
-            reasons.append(f"a GPU lacks {gb(self.lacking(self.gpu_peak)[0])} GB in {self.gpu_peak.stage}")
+            reasons.append(f"a GPU {_needs(self.gpu_peak.gpu_bytes, self.node.gpu_bytes)} in {self.gpu_peak.stage}")
         if not self.fits_host:
-            reasons.append(f"the host lacks {gb(self.lacking(self.host_peak)[1])} GB in {self.host_peak.stage}")
+            reasons.append(f"the host {_needs(self.host_peak.host_bytes, self.node.host_bytes)} in {self.host_peak.stage}")
         if not self.fits_budget:
             peak, budget = self.budget_peak, self.node.config.memory.host_budget_bytes
             reasons.append(f"the tags take {peak.tag_bytes} bytes in {peak.stage}, and memory.host_budget_bytes is {budget}")
@@ -132,6 +132,10 @@ class Plan:
             tokens, longest = self.kv_pool.num_tokens, self.node.longest_sequence
             reasons.append(f"the KV cache holds {tokens:,} tokens and a sequence may have {longest:,}")
         return reasons
+
+
+def _needs(num_bytes: int, there: int) -> str:
+    return f"needs {gb(num_bytes + MARGIN)} of {gb(there)} GB, {gb(MARGIN)} of it to spare,"
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +289,7 @@ def _host_throughout(node: Node) -> Bytes:
     """Host memory that is pinned at the start, then kept."""
     num_ranks = node.num_ranks
     return {
-        Part.CONTEXTS: _HOST_PROCESS * (num_ranks + node.config.num_engine_ranks + 1),
+        Part.PROCESSES: _HOST_PROCESS * (num_ranks + node.config.num_engine_ranks + 1),
         Part.MODEL_COPY: node.preloaded_bytes,
         Part.TRAINER_WEIGHTS: host_reference(node) * num_ranks,
         Part.OPTIMIZER: host_moments(node) * num_ranks,

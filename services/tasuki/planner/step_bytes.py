@@ -57,7 +57,7 @@ def _cached(node: Node, *, moment: str) -> int:
     (docs/benchmarks.md); not measured for a single one since gradients are reduced in every micro-batch.
     """
     model, ranks = node.model, node.num_ranks
-    table, layer = _largest_table(model), max(_gathered_numel(node, index) for index in range(model.num_layers))
+    table, layer = _largest_table(model), max(_gathered_numels(node))
     trains_base = node.lora is None
     if ranks > 1:
         arriving = table * node.compute_bytes * (ranks + 1) // ranks
@@ -109,7 +109,8 @@ def _at_layer(node: Node) -> Bytes:
     model, compute = node.model, node.compute_bytes
     # If the last layers are kept, they are gone when the first one is recomputed.
     is_recomputed = node.checkpointing is not Checkpointing.NONE and not node.kept_layers
-    widest = max(range(model.num_layers), key=lambda index: _numel(model.layer(index)))
+    numels = _layer_numels(model, False)
+    widest = numels.index(max(numels))
     own_experts = _own_expert_matrix(node, widest)
     # A kept layer's output lives longer than what is recomputed.
     recomputed = _layer_activations(node, widest) if is_recomputed else _layer_input(node)
@@ -122,7 +123,7 @@ def _at_layer(node: Node) -> Bytes:
     return {
         # This layer's parameters; with several ranks also the next one's, as received and as copied out.
         Part.LAYERS: _gathered_layers(node, at_loss=False) + _cast_bytes(node, own_experts),
-        Part.WHOLE_GRADIENTS: _whole_gradients(node, _gathered_numel(node, widest) + own_experts) + _held_before_layers(node),
+        Part.WHOLE_GRADIENTS: _whole_gradients(node, _gathered_numels(node)[widest] + own_experts) + _held_before_layers(node),
         Part.ACTIVATIONS: _kept(node) + recomputed + flowing,
     }
 
@@ -186,8 +187,9 @@ def _gathered(node: Node, *, layers: int) -> int:
     """Parameters of the root and of this many layers, whole, in compute dtype; at most all layers."""
     model = node.model
     root = _numel(model.root()) if model.is_tied else model.hidden_size
-    units = sorted((_gathered_numel(node, index) for index in range(model.num_layers)), reverse=True)
-    return (root + sum(units[:layers]) + (_joined_columns(node) if layers else 0)) * node.compute_bytes
+    return (
+        root + sum(sorted(_gathered_numels(node), reverse=True)[:layers]) + (_joined_columns(node) if layers else 0)
+    ) * node.compute_bytes
 
 
 def _gathered_layers(node: Node, *, at_loss: bool) -> int:
@@ -199,15 +201,17 @@ def _gathered_layers(node: Node, *, at_loss: bool) -> int:
     return _gathered(node, layers=(0 if is_alone else 1) if at_loss else (1 if is_alone else 3))
 
 
-def _gathered_numel(node: Node, index: int) -> int:
-    """Elements of a layer's FSDP2 group: all parameters but spread experts."""
-    return _layer_numel(node.model, node.model.is_sparse(index), node.trainer.expert_parallel)
+def _gathered_numels(node: Node) -> tuple[int, ...]:
+    """Elements of each layer's FSDP2 group: all parameters but spread experts."""
+    return _layer_numels(node.model, node.trainer.expert_parallel)
 
 
-@functools.lru_cache(maxsize=32)
-def _layer_numel(model: ModelShape, is_sparse: bool, is_spread: bool) -> int:
-    index = next(index for index in range(model.num_layers) if model.is_sparse(index) is is_sparse)
-    return _numel({name: shape for name, shape in model.layer(index).items() if not (is_spread and name in EXPERTS)})
+@functools.lru_cache(maxsize=32)  # a search sums the same layers a hundred times
+def _layer_numels(model: ModelShape, is_spread: bool) -> tuple[int, ...]:
+    layers = map(model.layer, range(model.num_layers))
+    return tuple(
+        sum(math.prod(shape) for name, shape in layer.items() if not (is_spread and name in EXPERTS)) for layer in layers
+    )
 
 
 def _own_expert_matrix(node: Node, index: int) -> int:

@@ -58,33 +58,32 @@ def host_reference(node: Node) -> int:
 
 def _moments(node: Node) -> list[int]:
     """Sizes of AdamW's state tensors, of all trained networks."""
-    element_bytes, is_8bit = node.param_bytes, node.trainer.optimizer_8bit
-    return [
-        size
-        for network in node.networks()
-        for shape in trained_shards(network)
-        for size in moment_bytes(shape, element_bytes=element_bytes, is_8bit=is_8bit)
-    ]
+    shapes = [trained_shards(network) for network in node.networks()]
+    return list(chain.from_iterable(_moment_sizes(each, node.param_bytes, node.trainer.optimizer_8bit) for each in shapes))
 
 
-def _kept_tensors(node: Node) -> tuple[list[int], list[int]]:
+@lru_cache
+def _moment_sizes(shapes: _Shapes, element_bytes: int, is_8bit: bool) -> tuple[int, ...]:
+    return tuple(size for shape in shapes for size in moment_bytes(shape, element_bytes=element_bytes, is_8bit=is_8bit))
+
+
+def _kept_tensors(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes of a network's shards, and of those that are trained."""
     trained = _sizes(trained_shards(node), node.param_bytes)
     if node.lora is not None:
-        return ([] if node.shares_base else _frozen_shards(node)) + trained, trained
-    weights = list(trained)
-    if node.model.is_tied and node.device == "cuda":
-        # `to_empty` allocates a tied tensor once per name; torch keeps the first allocation in the tag's pool.
-        weights.append(weights[0])
-    return weights, trained
+        return (() if node.shares_base else _frozen_shards(node)) + trained, trained
+    # `to_empty` allocates a tied tensor once per name; torch keeps the first allocation in the tag's pool.
+    twice = trained[:1] if node.model.is_tied and node.device == "cuda" else ()
+    return trained + twice, trained
 
 
-def _frozen_shards(node: Node) -> list[int]:
+def _frozen_shards(node: Node) -> tuple[int, ...]:
     return _sizes(shards(node), node.compute_bytes)
 
 
-def _sizes(shapes: _Shapes, element_bytes: int) -> list[int]:
-    return [math.prod(shape) * element_bytes for shape in shapes]
+@lru_cache  # a search sums the same shards a hundred times
+def _sizes(shapes: _Shapes, element_bytes: int) -> tuple[int, ...]:
+    return tuple(math.prod(shape) * element_bytes for shape in shapes)
 
 
 def export_arena(node: Node) -> int:
