@@ -15,12 +15,12 @@ from tests.integration.dashboard_pages import browser, open_tab, page, recorded
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; `apt-get install chromium` brings it")
 __all__ = ["browser", "page", "recorded"]
-TABS = ["node", "memory", "run", "samples", "changeovers"]
+TABS = ["run", "samples", "evaluations", "settings", "log", "node", "memory", "changeovers"]
 MARKUP = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 
 def test_every_view_of_a_recorded_run_has_its_figures(page: Browser, recorded) -> None:
-    open_tab(page, recorded.url, "run", "Held-out score")
+    open_tab(page, recorded.url, "run", "Held-out reward")
     assert "0.988" in page.text("#view-run") and "from 0.277" in page.text("#view-run")
     assert page.evaluate("document.querySelectorAll('#view-run svg .curve').length") > 8
     assert page.evaluate("document.querySelectorAll('#view-run svg .area').length") == 16  # parts of a step, and stages
@@ -57,15 +57,15 @@ def test_without_the_token_the_page_asks_for_it(browser: Browser, recorded) -> N
 
 
 def test_tabs_and_charts_are_for_the_keyboard(page: Browser, recorded) -> None:
-    open_tab(page, recorded.url, "node", "RESUME_KV")
-    page.evaluate("document.querySelector('#tab-node').focus()")
+    open_tab(page, recorded.url, "run", "Reward")
+    page.evaluate("document.querySelector('#tab-run').focus()")
     for tab in [*TABS[1:], TABS[0]]:
         page.press("ArrowRight")
         assert page.evaluate("document.activeElement.id") == f"tab-{tab}"
         assert page.evaluate(
             "[...document.querySelectorAll('[role=tabpanel]')].filter((one) => !one.hidden).map((one) => one.id)"
         ) == [f"view-{tab}"]
-    page.press("End", "ArrowLeft", "ArrowLeft")
+    page.press("End", "ArrowRight")
     page.until("document.querySelector('#view-run svg')")
     page.evaluate("document.querySelector('#view-run svg').focus()")
     page.press("Home")
@@ -111,7 +111,7 @@ def test_what_a_run_says_is_text_and_never_markup(page: Browser, tmp_path: Path)
             "[...document.querySelectorAll('#view-run figure')].filter((one) => one.innerText.match(/^(small|large)/)).length === 2"
         )
         assert page.evaluate("document.querySelector('#problem').hidden")
-        open_tab(page, server.url, "node", "onerror")
+        open_tab(page, server.url, "settings", "onerror")
         assert page.evaluate("document.title") == "run · tasuki"
         assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
         page.open("about:blank#left")

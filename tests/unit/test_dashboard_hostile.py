@@ -46,8 +46,15 @@ def look(feed: Feed) -> None:
 
 def ask_all(feed: Feed) -> None:
     """Makes every request of the pages."""
-    told = [feed.node(), feed.curves(first=0, last=9, points=10), feed.memory(changeovers=10), feed.changeover_chart(points=10)]
-    step = feed.sample_steps()[0]
+    told = [
+        feed.settings(),
+        feed.log(only_warnings=False),
+        feed.run(),
+        feed.node(),
+        feed.curves(first=0, last=9, points=10),
+        feed.memory(changeovers=10),
+    ]
+    step = feed.sample_steps()["steps"][0]
     assert json.dumps([*told, feed.samples(step), feed.sample(step, 0)], allow_nan=False)
 
 
@@ -63,7 +70,7 @@ def test_what_is_no_file_is_named_and_the_rest_is_shown(tmp_path: Path, kind: st
     ask_all(feed)
     look(feed)
     assert feed.run()["problems"] == [f"{folder / name} cannot be read: is not a regular file" for name in names]
-    assert feed.run()["steps"] == (0, 30) and feed.sample_steps() == [0, 2, 4, 8, 16, 29]
+    assert feed.run()["steps"] == (0, 30) and feed.sample_steps()["steps"] == [0, 2, 4, 8, 16, 29]
     replace(folder / "metrics.jsonl", kind)
     replace(folder / "samples/step-000000.jsonl", kind)
     look(feed)
@@ -90,6 +97,11 @@ def tags(*devices: str, mapped_bytes: int = 1) -> str:
         ("metrics.jsonl", b'{"step": 1, "metrics": {"\\ud800": -1e308, "%s": 1, "<b>": 1e308}}\n' % (b"n" * 1000), None),
         ("logs/supervisor.log", b"9999-99-99 99:99:99,000 INFO x event=restart service=coordinator\n", None),
         ("logs/supervisor.log", b"2026-11-23 09:00:00,000 INFO x event=restart " + b"a" * 1_900_000, None),
+        ("progress.json", b'{"activity": "a", "eta_s": NaN}', None),
+        ("progress.json", b"[" * 100_000, None),
+        ("run.json", b'{"id": 1, "policy_version": 1e400, "recipe": {"a": "sha256:"}, "provenance": {"a": [Infinity]}}', None),
+        ("run.json", b"[" * 100_000, None),
+        ("logs/trainer.log", b"9999-99-99 99:99:99,000 ERROR \xff" + b"a" * 1_900_000 + b"\nx", None),
         ("logs/node.toml", b"a = " + b"[" * 100_000, None),
         ("logs/node.toml", b" " * 5_000_000, None),
         ("memory.jsonl", tags("cuda:0", mapped_bytes=10**400).encode(), None),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.dashboard.samples import TokenTexts, list_steps, read_sample, read_step
+from tasuki.dashboard.samples import TokenTexts, compare, list_steps, read_sample, read_step
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 RECORDED = Path(__file__).parents[1] / "recorded_run"
@@ -33,7 +33,7 @@ def test_lines_and_fields_of_the_wrong_kind_are_passed_over(tmp_path: Path) -> N
     lines = ["not json", "[]", "[" * 200_000, json.dumps(strange), '{"torn": ']
     (tmp_path / "step-000007.jsonl").write_text("\n".join(lines))
     step = read_step(tmp_path, 7)
-    assert (len(step["samples"]), step["num_bad_lines"]) == (1, 3)
+    assert (len(step["samples"]), len(step["rewards"]), step["num_bad_lines"]) == (1, 1, 3)
     assert json.dumps(step).encode()
     sample = read_sample(tmp_path, 7, 3, token_text=TokenTexts(None))
     assert (sample["group"], sample["sample"], sample["reward"], sample["advantage"], sample["rewards"]) == (
@@ -44,9 +44,52 @@ def test_lines_and_fields_of_the_wrong_kind_are_passed_over(tmp_path: Path) -> N
         {},
     )
     assert (sample["token_ids"], sample["tokens"], sample["rollout_log_probs"]) == ([1, 3], [None, None], [None, None])
-    assert sample["prompt"] == '[{"role": "user", "content": "?hi"}]'
+    assert sample["prompt"] == "user: ?hi"
+    assert sample["messages"] == [{"role": "user", "content": "?hi", "others": ""}]
     with pytest.raises(InvalidArgument, match="is not a sample"):
         read_sample(tmp_path, 7, 0, token_text=TokenTexts(None))
+
+
+def written(folder: Path, step: int, *samples: dict) -> None:
+    (folder / f"step-{step:06d}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+
+
+def test_a_search_looks_at_whole_texts_and_every_reward_is_told(tmp_path: Path) -> None:
+    long = {"group": 0, "prompt": "p" * 900 + " Needle", "completion": "", "reward": 1, "rewards": {"a": 2, "b": -1}}
+    written(tmp_path, 0, long, {"group": 0, "prompt": "q", "completion": "needle", "reward": 0}, {"group": 1, "reward": None})
+    for contains, found in (("", [0, 1]), ("NEEDLE", [0, 1]), ("q", [1]), ("nothing", [])):
+        step = read_step(tmp_path, 0, contains=contains)
+        assert [sample["index"] for sample in step["samples"]] == found
+        assert step["rewards"] == [{"": 1.0, "a": 2.0, "b": -1.0}, {"": 0.0}, {"": None}]
+
+
+def test_rows_that_changed_between_two_evaluations_come_first(tmp_path: Path) -> None:
+    def row(group: int, reward: float | None, **texts: str) -> dict:
+        return {"group": group, "reward": reward, "rewards": {"a": reward}, **texts}
+
+    text = {"prompt": "p", "completion": "c"}
+    written(tmp_path, 0, row(0, 1.0, **text), row(1, 0.0, **text), row(2, 1.0), row(3, 0.0), row(3, 1.0), row(4, None))
+    written(
+        tmp_path, 5, row(0, 1.0, **text), row(1, 1.0, **text), row(2, 0.5), row(3, 0.5), row(3, 0.5), row(4, 0.25), row(9, 1.0)
+    )
+    found = compare(tmp_path, 0, 5)
+    assert (found["counts"], found["num_rows"], found["is_cut"]) == ({"better": 2, "worse": 1, "same": 2}, 6, False)
+    assert [(one["row"], one["change"]) for one in found["rows"]] == [(1, 1.0), (2, -0.5), (4, 0.25), (0, 0.0)]
+    assert found["rows"][0]["was"] == {
+        "prompt": "p",
+        "completion": "c",
+        "finish_reason": "",
+        "rewards": {"a": 0.0},
+        "reward": 0.0,
+    }
+
+
+def test_a_character_of_several_tokens_is_whole_in_a_joined_text(tmp_path: Path) -> None:
+    vocab = {"Ã": 0, "©": 1, "Ġhi": 2}
+    tokenizer = {"model": {"vocab": vocab}, "added_tokens": [{"id": 3, "content": "<é>"}], "decoder": {"type": "ByteLevel"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert TokenTexts(tmp_path).joined([3, 0, 1, 2, 9, "x"]) == "<é>é hi⟨9⟩"
+    assert TokenTexts(None).joined([1]) == "⟨1⟩"
 
 
 def test_a_step_without_a_regular_file_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import time
 from pathlib import Path
 
+from tasuki.dashboard import steps
 from tasuki.dashboard.steps import StepColumns, draw
 from tests.limits import limit_s
 
@@ -23,8 +24,8 @@ def read_all(columns: StepColumns) -> StepColumns:
     return columns
 
 
-def thinned(columns: StepColumns, points: int = 100, first: int = 0, last: int = 10**9) -> dict:
-    return columns.thinned(first=first, last=last, points=points)
+def thinned(*runs: StepColumns, points: int = 100, first: int = 0, last: int = 10**9) -> dict:
+    return steps.thinned(runs, first=first, last=last, points=points)
 
 
 def test_bad_and_half_written_lines_are_passed_over(tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_bad_and_half_written_lines_are_passed_over(tmp_path: Path) -> None:
         lines.write(b'ard": 0.75}\n')
     read_all(columns)
     assert thinned(columns)["steps"] == [1, 3, 4]
-    assert thinned(columns)["series"]["mean_reward"]["mean"] == [0.5, None, 0.75]
+    assert thinned(columns)["series"]["mean_reward"][0]["mean"] == [0.5, None, 0.75]
     assert columns.last()["mean_reward"] == 0.75
 
 
@@ -64,7 +65,7 @@ def test_a_hundred_thousand_steps_are_a_few_points_that_keep_the_extremes(tmp_pa
     started = time.process_time()
     found = thinned(columns, points=400)
     assert time.process_time() - started < limit_s(1.0)
-    loss = found["series"]["loss"]
+    loss = found["series"]["loss"][0]
     assert (len(found["steps"]), found["bucket"], found["steps"][-1]) == (400, 250, 99_999)
     assert max(loss["high"]) > 49 and max(loss["mean"]) < 2
     assert loss["mean"][0] == float(f"{sum(values[:250]) / 250:.6g}")
@@ -77,10 +78,45 @@ def test_charts_of_a_recorded_run_have_each_figure_once() -> None:
     charts = draw(thinned(columns))
     titles = [chart["title"] for chart in charts]
     assert titles[:7] == [
-        "Reward", "Held-out score", "Log-prob gap, trainer - rollout", "Entropy", "KL divergence", "Seconds of a step by part",
-        "Seconds of the changeovers by stage",
+        "Reward, weighted sum", "Held-out reward, weighted sum", "Loss", "Log-prob gap, trainer - rollout", "Entropy",
+        "Tokens of a completion", "Seconds of a step by part",
     ]  # fmt: skip
     parts = next(chart for chart in charts if chart["is_stacked"])
     assert [one["name"] for one in parts["series"]][:3] == ["to_rollout", "evaluate", "generate"]
+    constants = thinned(columns)["constants"]
+    assert (constants["clip_fraction"], constants["rollout_kl"], "log_prob_gap" in constants) == (0.0, None, False)
     num_drawn = sum(len(chart["series"]) for chart in charts)
-    assert num_drawn == len(columns.columns) - 3  # versions and step counts are shown as numbers
+    assert num_drawn + len(constants) == len(columns.columns) - 4  # counters are shown as numbers
+
+
+def test_another_run_is_drawn_at_the_same_steps_and_a_reward_that_never_varies_is_still_a_chart(tmp_path: Path) -> None:
+    runs = []
+    for name, numbers in (("a", range(10, 20)), ("b", range(12, 30, 3))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(line(step, mean_reward=0.0, loss=step / 2) for step in numbers))
+        runs.append(read_all(StepColumns(tmp_path / name)))
+    found = thinned(*runs)
+    assert found["steps"] == [*range(10, 20), 21, 24, 27] and found["bucket"] == 1
+    assert found["series"]["loss"][0]["mean"] == [step / 2 if step < 20 else None for step in found["steps"]]
+    assert found["series"]["loss"][1]["mean"] == [step / 2 if step % 3 == 0 and step > 11 else None for step in found["steps"]]
+    coarse = thinned(*runs, points=5)
+    assert coarse["steps"] == [13, 17, 21, 25, 27]
+    assert coarse["series"]["loss"][1]["low"] == [6.0, 7.5, 9.0, 12.0, 13.5]
+    charts = {chart["title"]: [one["run"] for one in chart["series"]] for chart in draw(found)}
+    assert charts == {"Reward, weighted sum": [0, 1], "Loss": [0, 1]}
+
+
+def test_steps_that_change_no_weights_are_counted(tmp_path: Path) -> None:
+    updates = [1, 0, 1, None, 0, 0]  # None: a step that only evaluated
+    lines = [
+        line(step, eval_score=1.0) if made is None else line(step, mean_num_tokens=5.0, num_policy_steps=made)
+        for step, made in enumerate(updates)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    columns = read_all(StepColumns(tmp_path))
+    assert columns.without_update() == {"count": 3, "newest": 2}
+    assert thinned(columns)["without_update"] == [0, 1, 0, 0, 1, 1]
+    assert columns.csv().splitlines()[:2] == [
+        "step,mean_num_tokens,num_policy_steps,seconds/generate,eval_score",
+        "0,5.0,1.0,0.5,",
+    ]

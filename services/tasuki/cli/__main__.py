@@ -229,6 +229,14 @@ def _add_run_viewers(commands: _Commands) -> None:
     shown.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="the run's output folder or a node's state folder")
     shown.add_argument("--config", type=Path, metavar="CONFIG", help="the file the node was started with")
     dashboard.add_argument(
+        "--compare",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="RUN",
+        help="another run, drawn into the same charts; repeatable",
+    )
+    dashboard.add_argument(
         "--listen",
         default="127.0.0.1:8765",
         metavar="HOST:PORT",
@@ -362,7 +370,7 @@ def _track(arguments: argparse.Namespace) -> int:
 def _dashboard(arguments: argparse.Namespace) -> int:
     from tasuki.dashboard.server import run
 
-    return run(arguments.folder, config_path=arguments.config, listen=arguments.listen)
+    return run(arguments.folder, config_path=arguments.config, others=arguments.compare, listen=arguments.listen)
 
 
 def _running_config(arguments: argparse.Namespace) -> NodeConfig:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tasuki.config.load import load_config
+from tasuki.config.paths import log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.journal import JournalTail, page
+from tasuki.dashboard.logs import PROCESSES, read_logs
 from tasuki.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.dashboard.places import RunPlace, read_summary
 from tasuki.dashboard.restarts import RestartLogs
-from tasuki.dashboard.samples import TokenTexts, list_steps, read_sample, read_step
-from tasuki.dashboard.steps import StepColumns, draw
+from tasuki.dashboard.samples import TokenTexts, compare, list_steps, read_sample, read_step
+from tasuki.dashboard.settings import read_settings
+from tasuki.dashboard.steps import StepColumns, draw, thinned
 from tasuki.node.node_snapshot import NodeReader, as_dict
+from tasuki.runs.progress import progress_path, read_progress
 from tasuki.wire.errors import TasukiError
 
 _RETRY_S = 2.0
@@ -100,17 +107,18 @@ _LOOK_S = 1.0
 _NOWHERE = Path("/nonexistent")
 
 Parts = dict[str, int]
-"""Change counters of each part: run, steps, samples, changeovers, memory, node."""
+"""Change counters of each part: run, steps, samples, changeovers, memory, node, log, progress."""
 
 
 class Feed:
     """Reads files and, if a node runs, its coordinator. Everything but `start` and `close` is thread-safe."""
 
-    def __init__(self, place: Callable[[], RunPlace]) -> None:
-        """place: returns the run's current location. Raises PathNotFound."""
+    def __init__(self, place: Callable[[], RunPlace], *, others: Sequence[Path] = ()) -> None:
+        """place: returns the run's current location. others: output folders of runs to compare with. Raises PathNotFound."""
         self._find = place
+        self._others = [StepColumns(folder) for folder in others]
         self._changing = threading.Lock()
-        self._parts: Parts = dict.fromkeys(("run", "steps", "samples", "changeovers", "memory", "node"), 0)
+        self._parts: Parts = dict.fromkeys(("run", "steps", "samples", "changeovers", "memory", "node", "log", "progress"), 0)
         self._stop = threading.Event()
         self._answering = threading.Lock()
         """Held for an answer from much data, so that many at once do not need the memory of all."""
@@ -135,7 +143,15 @@ class Feed:
         """The run's settings and latest metrics."""
         place = self.place
         summary, _ = read_summary(place.output_dir)
+        progress = asdict(found) if place.output_dir is not None and (found := read_progress(place.output_dir)) else {}
+        is_finite = all(math.isfinite(value) for value in progress.values() if isinstance(value, float))
+        run = None if self._config is None else self._config.train or self._config.sft
         return {
+            "now": time.time(),
+            "progress": progress if progress and is_finite else None,
+            "num_steps": None if run is None else run.num_steps,
+            "others": [str(other.output_dir) for other in self._others],
+            "without_update": self._steps.without_update(),
             "output_dir": None if place.output_dir is None else str(place.output_dir),
             "archive": str(place.archive),
             "summary": summary,
@@ -147,23 +163,26 @@ class Feed:
 
     def node(self) -> dict[str, Any]:
         """The node's current state, with the last duration of each stage."""
-        journal = self._journal
-        told = {"events": journal.events(), "last_seconds": journal.last_seconds(), "restarts": self.restarts()}
-        return {**self._node.read(), **told}
+        return {**self._node.read(), "last_seconds": self._journal.last_seconds(), "restarts": self.restarts()}
 
     def curves(self, *, first: int, last: int, points: int) -> dict[str, Any]:
         with self._answering:
-            thinned = self._steps.thinned(first=first, last=last, points=points)
-        return {"steps": thinned["steps"], "bucket": thinned["bucket"], "bounds": self._steps.bounds(), "charts": draw(thinned)}
+            found = thinned([self._steps, *self._others], first=first, last=last, points=points)
+        charts = draw(found)
+        return {
+            **{name: value for name, value in found.items() if name != "series"},
+            "bounds": self._steps.bounds(),
+            "charts": charts,
+        }
+
+    def metrics_csv(self) -> str:
+        with self._answering:
+            return self._steps.csv()
 
     def changeovers(self, *, before: int | None, limit: int, only_failed: bool) -> dict[str, Any]:
         """Raises InvalidArgument for an unreadable journal."""
         restarts_now = self._restarts.coordinator_restarts_now()
         return page(self.place.journal, before=before, limit=limit, only_failed=only_failed, restarts_now=restarts_now)
-
-    def changeover_chart(self, *, points: int) -> dict[str, Any]:
-        with self._answering:
-            return self._journal.seconds_by_changeover(points=points)
 
     def restarts(self) -> dict[str, Any]:
         return self._restarts.read()
@@ -173,13 +192,25 @@ class Feed:
             window = self._memory.window(self._journal.copied(), changeovers=changeovers, plan=self._plan)
         return {**window, "plan_problem": self._plan_problem}
 
-    def sample_steps(self) -> list[int]:
-        return list_steps(self.place.samples)
+    def sample_steps(self) -> dict[str, list[int]]:
+        return {"steps": list_steps(self.place.samples), "evaluations": list_steps(self.place.evaluations)}
 
-    def samples(self, step: int) -> dict[str, Any]:
+    def samples(self, step: int, *, contains: str = "") -> dict[str, Any]:
         """Raises PathNotFound, and InvalidArgument for an unreadable file."""
         with self._answering:
-            return read_step(self.place.samples, step)
+            return read_step(self.place.samples, step, contains=contains)
+
+    def compare(self, before: int, after: int) -> dict[str, Any]:
+        """Two evaluations. Raises as `samples`."""
+        with self._answering:
+            return compare(self.place.evaluations, before, after)
+
+    def settings(self) -> dict[str, Any]:
+        return read_settings(self.place.output_dir, self._config)
+
+    def log(self, *, only_warnings: bool) -> dict[str, Any]:
+        with self._answering:
+            return read_logs(self.place.archive, only_warnings=only_warnings)
 
     def sample(self, step: int, index: int) -> dict[str, Any]:
         """Raises PathNotFound and InvalidArgument."""
@@ -202,6 +233,7 @@ class Feed:
         self._plan_problem, self._planned_for = "there is no configuration of a node here", None
         self._config = _config_of(place.config)
         self._samples_time, self._has_new_samples = 0, False
+        self._stamps: dict[str, list[tuple[int, int]]] = {}
 
     def _look_on(self) -> None:
         while not self._stop.is_set():
@@ -217,12 +249,20 @@ class Feed:
 
     def _look(self) -> bool:
         """Refreshes everything. Returns whether more may be waiting in a file that is read in parts."""
-        has_steps, has_stages = self._steps.advance(), self._journal.advance()
+        advanced = [columns.advance() for columns in (self._steps, *self._others)]
+        has_steps, has_stages = any(advanced), self._journal.advance()
         told = ["run", "steps"] if has_steps else []
         told += ["changeovers", "memory", "node"] if has_stages else []
         told += ["changeovers", "node"] if self._restarts.advance() else []
         if self._see_samples():
             told.append("samples")
+        output_dir = self.place.output_dir or _NOWHERE
+        watched = {
+            "run": [output_dir / "summary.json"],
+            "progress": [progress_path(output_dir)],
+            "log": [log_path(self.place.archive, process) for process in PROCESSES],
+        }
+        told += [part for part, paths in watched.items() if self._is_changed(part, paths)]
         if self._make_plan():
             told.append("memory")
         if self._see_problems():
@@ -232,19 +272,28 @@ class Feed:
 
     def _see_samples(self) -> bool:
         """Returns whether the folder has changed, and once more after that: another file may come within a tick of its clock."""
-        folder = self.place.samples
-        try:
-            time_ns = 0 if folder is None else folder.stat().st_mtime_ns
-        except OSError:
-            time_ns = 0
+        time_ns = 0
+        for folder in (self.place.samples, self.place.evaluations):
+            with suppress(OSError):
+                time_ns += 0 if folder is None else folder.stat().st_mtime_ns
         had_new, self._has_new_samples = self._has_new_samples, time_ns != self._samples_time
         self._samples_time = time_ns
         return had_new or self._has_new_samples
 
+    def _is_changed(self, part: str, paths: Sequence[Path]) -> bool:
+        """Whether one of a part's files has another time or size than at the last call."""
+        stamps: list[tuple[int, int]] = []
+        for path in paths:
+            with suppress(OSError):
+                status = path.stat()
+                stamps.append((status.st_mtime_ns, status.st_size))
+        before, self._stamps[part] = self._stamps.get(part), stamps
+        return stamps != before
+
     def _see_problems(self) -> bool:
         """Notes which files cannot be read. Returns whether that has changed."""
         _, of_summary = read_summary(self.place.output_dir)
-        readers = (self.place, self._journal, self._steps, self._restarts, self._memory, self._tokens)
+        readers = (self.place, self._journal, self._steps, *self._others, self._restarts, self._memory, self._tokens)
         found = [reader.problem for reader in readers if reader is not None and reader.problem]
         found += [of_summary] if of_summary else []
         is_new, self._problems = found != self._problems, found

@@ -6,13 +6,10 @@ import json
 import sqlite3
 import threading
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from tasuki.coordinator.journal_file import id_text, open_journal
 from tasuki.wire.errors import InvalidArgument
@@ -21,7 +18,6 @@ from tasuki.wire.stages import RING, Stage, StageStatus
 
 _ROWS = 20_000
 _BUSY_S = 0.2
-_NUM_EVENTS = 100
 _MAX_STAGES = 4_000_000
 """Half of which are forgotten at a time, the oldest first."""
 _MAX_CHARS = 4_000
@@ -31,7 +27,6 @@ _MAX_SECONDS = 1e11
 _MAX_PAGE = 200
 QUERY_S = 10.0
 """Time limit for the queries of one look at a journal."""
-_MIB = 1 << 20
 STAGES = [rule.stage for rule in RING]
 _STAGE_NUMBERS = {str(stage): number for number, stage in enumerate(STAGES)}
 
@@ -68,7 +63,6 @@ class JournalTail:
     def __post_init__(self) -> None:
         self.columns = StageColumns()
         self._lock = threading.Lock()
-        self._events: deque[str] = deque(maxlen=_NUM_EVENTS)
         self._file: tuple[int, int] | None = None
         self._last_id, self._last_epoch, self._last_ended, self._bad_rows = 0, 0, -1, ""
 
@@ -92,36 +86,10 @@ class JournalTail:
             is_busy = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
             return False if is_busy else self._note_problem(f"{self.path} cannot be read: {error}")
 
-    def events(self) -> list[str]:
-        """The last finished stages, newest first, one line each."""
-        with self._lock:
-            return list(self._events)
-
     def copied(self) -> StageColumns:
         """A copy of the current columns."""
         with self._lock:
             return self.columns.copied()
-
-    def seconds_by_changeover(self, *, points: int) -> dict[str, Any]:
-        """Seconds of each stage, averaged over at most `points` buckets of equally many changeovers."""
-        columns = self.copied()
-        numbers = np.array(columns.numbers, dtype=np.int64)
-        if not len(numbers):
-            return {"numbers": [], "series": {stage: [] for stage in STAGES}, "bucket": 1}
-        ids, places = np.unique(numbers, return_inverse=True)
-        size = max(1, -(-len(ids) // points))
-        buckets = places // size
-        num_buckets = int(buckets[-1]) + 1 if size == 1 else -(-len(ids) // size)
-        sums = np.zeros((num_buckets, len(STAGES)))
-        np.add.at(sums, (buckets, np.array(columns.stages, dtype=np.int64)), np.array(columns.seconds))
-        counts = np.bincount(np.arange(len(ids)) // size, minlength=num_buckets)
-        means = sums / counts[:, None]
-        last = ids[np.minimum(np.arange(num_buckets) * size + size, len(ids)) - 1]
-        return {
-            "numbers": last.tolist(),
-            "bucket": size,
-            "series": {stage: [round(value, 6) for value in means[:, index].tolist()] for index, stage in enumerate(STAGES)},
-        }
 
     def last_seconds(self) -> dict[str, float]:
         """Seconds of each stage when it last succeeded."""
@@ -139,7 +107,6 @@ class JournalTail:
     def _begin_again(self) -> None:
         with self._lock:
             self.columns = StageColumns()
-            self._events.clear()
         self._last_id, self._last_epoch, self._last_ended, self._bad_rows = 0, 0, -1, ""
 
     def _note_problem(self, text: str) -> bool:
@@ -149,8 +116,7 @@ class JournalTail:
     def _read(self, db: sqlite3.Connection) -> bool:
         first_id = self._last_id
         rows = db.execute(
-            "SELECT id, number, stage, is_undo, status, results.time AS time, seconds, bytes,"
-            " error_reason, error_message"
+            "SELECT id, number, stage, is_undo, status, results.time AS time, seconds"
             " FROM results JOIN stages USING (id) WHERE id > ? ORDER BY id LIMIT ?",
             (self._last_id, _ROWS),
         )
@@ -170,7 +136,7 @@ class JournalTail:
         if stage is None:
             return
         try:
-            time, seconds, number, line = float(row["time"]), float(row["seconds"]), int(row["number"]), _event_line(row)
+            time, seconds, number = float(row["time"]), float(row["seconds"]), int(row["number"])
             if not (0 <= seconds < _MAX_SECONDS and 0 <= number < _MAX_NUMBER):
                 raise ValueError("a number is out of range")
         except (TypeError, ValueError, OverflowError, OSError) as error:
@@ -186,17 +152,6 @@ class JournalTail:
             columns.seconds.append(seconds)
             columns.is_done.append(row["status"] == StageStatus.DONE)
             columns.is_undo.append(bool(row["is_undo"]))
-            self._events.appendleft(line)
-
-
-def _event_line(row: sqlite3.Row) -> str:
-    """Time, changeover, stage, status, and result."""
-    moment = datetime.fromtimestamp(float(row["time"]), tz=UTC).astimezone().strftime("%H:%M:%S")
-    name = f"undo {row['stage']}" if row["is_undo"] else str(row["stage"])
-    figures = f"{float(row['seconds']):.3f} s, {int(row['bytes']) / _MIB:.1f} MiB"
-    error = f"{row['error_reason']}: {row['error_message']}" if row["error_reason"] else ""
-    parts = (moment, id_text(int(row["number"])), f"{name:<14}", str(row["status"]), figures, error)
-    return "  ".join(part for part in parts if part)
 
 
 def stage_number(stage: Stage) -> int:

@@ -18,7 +18,7 @@ from tasuki.config.paths import (
     training_output_path,
 )
 from tasuki.runs.archive import NODE_FILE, archive_folder
-from tasuki.runs.folder import SAMPLES
+from tasuki.runs.folder import EVALUATIONS, SAMPLES
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import PathNotFound
 from tasuki.wire.regular_file import read_path, read_regular, unreadable
@@ -56,6 +56,10 @@ class RunPlace:
     @property
     def samples(self) -> Path | None:
         return None if self.output_dir is None else self.output_dir / SAMPLES
+
+    @property
+    def evaluations(self) -> Path | None:
+        return None if self.output_dir is None else self.output_dir / EVALUATIONS
 
 
 def place_of(folder: Path) -> RunPlace:

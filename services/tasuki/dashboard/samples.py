@@ -1,11 +1,11 @@
-"""A run's sample dump: its steps, the completions of one step, and one completion by token."""
+"""A run's sample dump: its steps, the completions of one step, one completion by token, and two evaluations side by side."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import nlargest
 from itertools import islice
 from pathlib import Path
@@ -21,7 +21,8 @@ _MAX_STEPS = 100_000
 _MAX_BYTES, _MAX_LINES = 64_000_000, 10_000
 _MAX_NAMES, _NAME_CHARS = 50, 200
 """Limits on names of a completion's rewards and fields."""
-_SHOWN_CHARS = 600
+_SHOWN_CHARS, _ROW_CHARS = 600, 2_000
+_MAX_ROWS, _MAX_MESSAGES = 1_000, 200
 _MAX_CHARS = 200_000
 _MAX_TOKENS = 20_000
 _NUMBERS = ("reward", "advantage", "log_prob_gap", "log_prob_gap_max", "temperature")
@@ -41,21 +42,65 @@ def list_steps(folder: Path | None) -> list[int]:
         raise InvalidArgument("samples", f"{folder} cannot be read: {error.strerror}") from error
 
 
-def read_step(folder: Path | None, step: int) -> dict[str, Any]:
-    """The step's completions with shortened texts. Raises PathNotFound for a step without samples."""
+def read_step(folder: Path | None, step: int, *, contains: str = "") -> dict[str, Any]:
+    """The step's completions with shortened texts, and the rewards of all. Raises PathNotFound for a step without samples.
+
+    contains: what prompt or completion must contain, in any case.
+    """
     samples: list[dict[str, Any]] = []
+    rewards: list[dict[str, float | None]] = []
     num_lines, is_cut = 0, False
     for line in _lines(folder, step):
         if line is None:
             is_cut = True
             break
         if (sample := _sample(line)) is not None:
-            samples.append(_head(num_lines, sample))
+            head = _head(num_lines, sample)
+            rewards.append({"": head["reward"], **head["rewards"]})
+            texts = (_text(sample.get("prompt"), _MAX_CHARS), _text(sample.get("completion"), _MAX_CHARS))
+            if "completion" in sample and contains.lower() in "\n".join(texts).lower():
+                samples.append(head)
         num_lines += 1
-    return {"step": step, "samples": samples, "is_cut": is_cut, "num_bad_lines": num_lines - len(samples)}
+    num_bad_lines = num_lines - len(rewards)
+    return {"step": step, "samples": samples, "rewards": rewards, "is_cut": is_cut, "num_bad_lines": num_bad_lines}
 
 
-def read_sample(folder: Path | None, step: int, index: int, *, token_text: Callable[[int], str | None]) -> dict[str, Any]:
+def compare(folder: Path | None, before: int, after: int) -> dict[str, Any]:
+    """Held-out rows of two evaluations: mean reward and first completion in both. Raises as read_step.
+
+    Rows whose reward changed come first, the largest change before. counts: rows that got better, worse or neither.
+    """
+    (old, _), (new, is_cut) = _rows(folder, before), _rows(folder, after)
+    both = [(row, old[row], new[row]) for row in new if row in old]
+    changes = {row: (is_["reward"] or 0.0) - (was["reward"] or 0.0) for row, was, is_ in both}
+    counts = {"better": sum(one > 0 for one in changes.values()), "worse": sum(one < 0 for one in changes.values())}
+    both.sort(key=lambda one: -abs(changes[one[0]]))
+    shown = [
+        {"row": row, "change": changes[row], "was": was, "is": is_}
+        for row, was, is_ in both
+        if changes[row] or is_["completion"]
+    ]
+    counts["same"] = len(both) - counts["better"] - counts["worse"]
+    return {"counts": counts, "rows": shown[:_MAX_ROWS], "num_rows": len(new), "is_cut": is_cut or len(shown) > _MAX_ROWS}
+
+
+def _rows(folder: Path | None, step: int) -> tuple[dict[int, dict[str, Any]], bool]:
+    """The rows of an evaluation by number, and whether there are more."""
+    rows: dict[int, dict[str, Any]] = {}
+    rewards: dict[int, list[float]] = {}
+    for line in _lines(folder, step):
+        if line is None:
+            return rows, True
+        if (sample := _sample(line)) is None or (row := _whole(sample.get("group"))) is None:
+            continue
+        head = _head(0, sample, max_chars=_ROW_CHARS)
+        rewards.setdefault(row, []).extend([] if head["reward"] is None else [head["reward"]])
+        rows.setdefault(row, {name: head[name] for name in ("prompt", "completion", "finish_reason", "rewards")})
+        rows[row]["reward"] = sum(rewards[row]) / len(rewards[row]) if rewards[row] else None
+    return rows, False
+
+
+def read_sample(folder: Path | None, step: int, index: int, *, token_text: TokenTexts) -> dict[str, Any]:
     """One completion, up to 20,000 tokens. Raises PathNotFound, and InvalidArgument for an invalid line."""
     line = next(islice(_lines(folder, step), index, None), None)
     if line is None:
@@ -66,6 +111,8 @@ def read_sample(folder: Path | None, step: int, index: int, *, token_text: Calla
     token_ids = [one for one in _list(sample, "token_ids") if isinstance(one, int)][:_MAX_TOKENS]
     return {
         **_head(index, sample, max_chars=_MAX_CHARS),
+        "messages": _messages(sample.get("prompt")),
+        "templated": token_text.joined(_list(sample, "prompt_token_ids")[:_MAX_TOKENS]),
         "fields": {name: _text(value, _MAX_CHARS) for name, value in _table(sample, "fields").items()},
         "num_tokens": len(_list(sample, "token_ids")),
         "token_ids": token_ids,
@@ -117,8 +164,31 @@ def _head(index: int, sample: dict[str, Any], *, max_chars: int = _SHOWN_CHARS) 
     }
 
 
+def _messages(prompt: object) -> list[dict[str, str]] | None:
+    """The role and content of a chat's messages; None for another prompt."""
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(one, dict) and "role" in one for one in prompt):
+        return None
+    return [
+        {
+            "role": _plain(one["role"], _NAME_CHARS),
+            # Besides the text, a message may call tools or name them.
+            "content": _plain(one.get("content"), _MAX_CHARS),
+            "others": _plain(
+                {name: value for name, value in one.items() if name not in ("role", "content")} or None, _MAX_CHARS
+            ),
+        }
+        for one in prompt[:_MAX_MESSAGES]
+    ]
+
+
 def _text(value: object, max_chars: int) -> str:
-    """Converts a chat's messages, and anything else that is not text, to JSON."""
+    """Converts a chat to lines of its messages, and anything else that is not text to JSON."""
+    if messages := _messages(value):
+        return _plain("\n".join(f"{one['role']}: {one['content']}{one['others']}" for one in messages), max_chars)
+    return _plain(value, max_chars)
+
+
+def _plain(value: object, max_chars: int) -> str:
     text = value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
     # Half of a surrogate pair cannot be encoded.
     text = text.encode(errors="replace").decode()
@@ -170,9 +240,20 @@ class TokenTexts:
         if piece is None or token_id in self._special:
             return piece
         if self._is_byte_level:
-            return bytes(_BYTES[char] for char in piece if char in _BYTES).decode(errors="replace")
+            return _bytes_of(piece).decode(errors="replace")
         found = _BYTE.fullmatch(piece)
         return bytes([int(found[1], 16)]).decode(errors="replace") if found else piece.replace("\u2581", " ")
+
+    def joined(self, token_ids: Sequence[object]) -> str:
+        """Text of tokens in a row; characters may span tokens."""
+        pieces = [(one, self._pieces.get(one, f"\u27e8{one}\u27e9")) for one in token_ids if isinstance(one, int)]
+        if not self._is_byte_level:
+            return "".join(self(one) or piece for one, piece in pieces)
+        parts = (
+            piece.encode(errors="replace") if one in self._special or one not in self._pieces else _bytes_of(piece)
+            for one, piece in pieces
+        )
+        return b"".join(parts).decode(errors="replace")
 
     def _read(self, path: Path) -> None:
         try:
@@ -195,6 +276,10 @@ def _names_byte_level(decoder: Any) -> bool:
     if not isinstance(decoder, dict):
         return False
     return decoder.get("type") == "ByteLevel" or any(map(_names_byte_level, decoder.get("decoders", ())))
+
+
+def _bytes_of(piece: str) -> bytes:
+    return bytes(_BYTES[char] for char in piece if char in _BYTES)
 
 
 def _byte_of_char() -> dict[str, int]:

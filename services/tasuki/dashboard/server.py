@@ -10,7 +10,7 @@ import secrets
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
@@ -103,7 +103,11 @@ class _Handler(HttpHandler):
     def _answer_figures(self, server: DashboardServer, path: str, query: Query) -> None:
         try:
             server.guard.check(self)
-            self._answer_json(HTTPStatus.OK, _figures(server.feed, path, query))
+            found = _figures(server.feed, path, query)
+            if isinstance(found, str):
+                self._answer(HTTPStatus.OK, "text/csv; charset=utf-8", found.encode())
+            else:
+                self._answer_json(HTTPStatus.OK, found)
         except TasukiError as error:
             status = next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), HTTPStatus.INTERNAL_SERVER_ERROR)
             self._answer_json(status, {"error": error.message, "reason": error.reason})
@@ -141,15 +145,18 @@ def _figures(feed: Feed, path: str, query: Query) -> object:
             last=_number(query, "last", _MAX_NUMBER),
             points=_number(query, "points", 200, least=10, most=2000),
         ),
+        "/api/metrics.csv": feed.metrics_csv,
+        "/api/settings": feed.settings,
+        "/api/log": lambda: feed.log(only_warnings=query.get("warnings") == "1"),
         "/api/memory": lambda: feed.memory(changeovers=_number(query, "changeovers", 10, least=1)),
         "/api/changeovers": lambda: feed.changeovers(
             before=_number(query, "before", 0) if "before" in query else None,
             limit=_number(query, "limit", 50, least=1, most=200),
             only_failed=query.get("failed") == "1",
         ),
-        "/api/changeovers/chart": lambda: feed.changeover_chart(points=_number(query, "points", 200, least=10, most=2000)),
-        "/api/samples": lambda: {"steps": feed.sample_steps()},
-        "/api/samples/step": lambda: feed.samples(_number(query, "step")),
+        "/api/samples": feed.sample_steps,
+        "/api/samples/step": lambda: feed.samples(_number(query, "step"), contains=query.get("contains", "")),
+        "/api/evaluations": lambda: feed.compare(_number(query, "before"), _number(query, "after")),
         "/api/samples/one": lambda: feed.sample(_number(query, "step"), _number(query, "index")),
     }
     if path not in routes:
@@ -213,15 +220,15 @@ _NICE = 10
 """Lower priority than the services, which may need the processors."""
 
 
-def run(folder: Path | None, *, config_path: Path | None, listen: str) -> int:
-    """Serves the run of `folder`, or the node of `config_path`. Raises PathNotFound, InvalidArgument."""
+def run(folder: Path | None, *, config_path: Path | None, others: Sequence[Path], listen: str) -> int:
+    """Serves the run of `folder`, or the node of `config_path`. others: runs to compare with. Raises PathNotFound, InvalidArgument."""
     try:
         split_host_port(listen)
     except ValueError as error:
         raise InvalidArgument("listen", str(error)) from error
     config = None if config_path is None else load_config(config_path)
     check_listen(listen, config)
-    server = make_server(folder, config=config, listen=listen)
+    server = make_server(folder, config=config, others=others, listen=listen)
     os.nice(_NICE)
     server.feed.start()
     try:
@@ -234,7 +241,7 @@ def run(folder: Path | None, *, config_path: Path | None, listen: str) -> int:
     return 0
 
 
-def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str) -> DashboardServer:
+def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str, others: Sequence[Path] = ()) -> DashboardServer:
     """A server for a run's folder or a node, not yet started. Raises as `run`."""
 
     def place() -> RunPlace:
@@ -246,7 +253,7 @@ def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str) 
     is_beyond = is_beyond_loopback(listen)
     is_open = is_beyond or (config is not None and config.security.insecure)
     token = None if is_open else make_token()
-    feed = Feed(place)
+    feed = Feed(place, others=[_output_dir(other) for other in others])
     try:
         server = DashboardServer(feed, listen, token=token, guard_config=config if is_beyond else None)
     except OSError as error:
@@ -254,6 +261,13 @@ def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str) 
     # The fragment after # is never sent or logged.
     server.url = f"{_origin(listen, config if is_beyond else None)}/{'' if token is None else f'#token={token}'}"
     return server
+
+
+def _output_dir(folder: Path) -> Path:
+    """Raises PathNotFound."""
+    if (output_dir := place_of(folder).output_dir) is None:
+        raise PathNotFound(f"{folder} has no run to compare with; give the output folder of a run", path=folder)
+    return output_dir
 
 
 def _origin(listen: str, guard_config: NodeConfig | None) -> str:

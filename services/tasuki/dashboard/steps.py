@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import threading
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,10 @@ _MAX_NAMES = 400
 _MAX_STEP = 2**53
 _MAX_VALUES = 20_000_000
 """Limit on steps times names, about 160 MB: a line without a metric costs as much as one with all."""
+
+_LEAST_CONSTANT = 3
+"""Steps after which a metric that did not vary is called constant."""
+_ROUNDING = 1e-8
 
 _Floats = NDArray[np.float64]
 
@@ -68,23 +74,33 @@ class StepColumns:
             newest = {name: _newest(column) for name, column in self.columns.items()}
         return {name: value for name, value in newest.items() if value is not None}
 
-    def thinned(self, *, first: int, last: int, points: int) -> dict[str, Any]:
-        """Steps `first` to `last` in at most `points` buckets of equally many steps.
-
-        Each series has the mean of each bucket, plus its extremes `low` and `high` if it has several steps. None: no value.
-        """
+    def between(self, first: int, last: int) -> tuple[NDArray[np.int64], dict[str, _Floats]]:
+        """The steps from `first` to `last`, and their metrics."""
         with self._lock:
             start, stop = bisect_left(self.steps, first), bisect_left(self.steps, last + 1)
-            steps = np.array(self.steps[start:stop], dtype=np.int64)
             columns = {name: np.array(column[start:stop]) for name, column in self.columns.items()}
-        size = max(1, math.ceil(len(steps) / points))
-        ends = [min(index + size, len(steps)) - 1 for index in range(0, len(steps), size)]
-        reduced = {name: _buckets(values, size) for name, values in columns.items()}
-        series = {
-            name: {kind: [_shown(value) for value in row.tolist()] for kind, row in kinds.items()}
-            for name, kinds in reduced.items()
-        }
-        return {"steps": [int(steps[end]) for end in ends], "bucket": size, "series": series}
+            return np.array(self.steps[start:stop], dtype=np.int64), columns
+
+    def csv(self) -> str:
+        """Every step and metric, as text; empty where a step has no value."""
+        steps, columns = self.between(0, _MAX_STEP)
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(["step", *columns])
+        rows = zip(*(values.tolist() for values in columns.values()), strict=True) if columns else ((),) * len(steps)
+        writer.writerows(
+            [step, *("" if math.isnan(value) else value for value in row)]
+            for step, row in zip(steps.tolist(), rows, strict=True)
+        )
+        return text.getvalue()
+
+    def without_update(self) -> dict[str, int]:
+        """Number of steps that generated but changed no weights, and how many of them are the newest steps in a row."""
+        steps, columns = self.between(0, _MAX_STEP)
+        is_idle = _is_idle(columns, len(steps))
+        updated = np.flatnonzero(~is_idle & ~np.isnan(columns.get("mean_num_tokens", np.full(len(steps), np.nan))))
+        newest = is_idle[updated[-1] + 1 :] if len(updated) else is_idle
+        return {"count": int(is_idle.sum()), "newest": int(newest.sum())}
 
     def _is_full(self) -> bool:
         return len(self.steps) * max(1, len(self.columns)) >= _MAX_VALUES
@@ -109,22 +125,82 @@ def _newest(column: array[float]) -> float | None:
     return next((value for value in reversed(column) if not math.isnan(value)), None)
 
 
-def _buckets(values: _Floats, size: int) -> dict[str, _Floats]:
-    """The mean of each bucket of `size` steps, and its extremes if it has several. NaN or infinite: no value."""
-    if size == 1:
-        return {"mean": values}
-    padded = np.full(math.ceil(len(values) / size) * size, np.nan)
-    padded[: len(values)] = values
-    buckets = padded.reshape(-1, size)
-    is_known = ~np.isnan(buckets)
-    num_known = is_known.sum(axis=1)
-    # Computed in parts, since the sum of values near the largest float would overflow.
-    parts = np.where(is_known, buckets, 0.0) / np.maximum(num_known, 1)[:, None]
+def thinned(runs: Sequence[StepColumns], *, first: int, last: int, points: int) -> dict[str, Any]:
+    """Metrics of several runs in the same buckets, at most `points`, of equally many step numbers; `steps` are the buckets' ends.
+
+    Each of a metric's series, by run, has the mean of each bucket, plus its extremes `low` and `high` if it has several steps. None: no
+    value. constants: metrics that vary over no run, with the first run's value.
+    """
+    parts = [run.between(first, last) for run in runs]
+    known = np.concatenate([steps for steps, _ in parts])
+    if not len(known):
+        return {"steps": [], "bucket": 1, "series": {}, "without_update": [], "constants": {}}
+    low, high = int(known.min()), int(known.max())
+    size = (high - low) // points + 1
+    buckets = np.unique((known - low) // size)
+    series: dict[str, dict[int, dict[str, list[float | None]]]] = {}
+    for run, (steps, columns) in enumerate(parts):
+        places, starts = np.unique(np.searchsorted(buckets, (steps - low) // size), return_index=True)
+        for name, values in columns.items() if len(steps) else ():
+            rows = _reduced(values, starts) if size > 1 else {"mean": values}
+            series.setdefault(name, {})[run] = {kind: _spread(row, places, len(buckets)) for kind, row in rows.items()}
+    constants = [_constants(run.between(0, _MAX_STEP)[1]) for run in runs]
+    steps, columns = parts[0]
+    idle = np.bincount(
+        np.searchsorted(buckets, (steps - low) // size), weights=_is_idle(columns, len(steps)), minlength=len(buckets)
+    )
     return {
-        "mean": np.where(num_known > 0, parts.sum(axis=1), np.nan),
-        "low": np.where(is_known, buckets, np.inf).min(axis=1),
-        "high": np.where(is_known, buckets, -np.inf).max(axis=1),
+        "steps": np.minimum(high, low + (buckets + 1) * size - 1).tolist(),
+        "bucket": size,
+        "series": series,
+        "without_update": idle.astype(int).tolist(),
+        "constants": {name: value for name, value in constants[0].items() if all(name in one for one in constants)},
     }
+
+
+def _is_idle(columns: Mapping[str, _Floats], count: int) -> NDArray[np.bool_]:
+    """Whether each step generated but made no update."""
+    none = np.full(count, np.nan)
+    updates = sum(
+        np.nan_to_num(columns.get(name, none)) for name in ("num_policy_steps", "num_critic_steps", "num_skipped_updates")
+    )
+    return ~np.isnan(columns.get("mean_num_tokens", none)) & (updates == 0)
+
+
+def _constants(columns: Mapping[str, _Floats]) -> dict[str, float | None]:
+    """Metrics whose values are equal, or are 0 but for rounding: None."""
+    found: dict[str, float | None] = {}
+    for name, values in columns.items():
+        known = values[~np.isnan(values)]
+        is_shown = (
+            name in _SKIPPED or name.startswith("log_prob_gap") or any(chart.is_kept and chart.takes(name) for chart in CHARTS)
+        )
+        if is_shown or len(known) < _LEAST_CONSTANT:
+            continue
+        if known.min() == known.max():
+            found[name] = _shown(known[0])
+        elif np.abs(known).max() < _ROUNDING:
+            found[name] = None
+    return found
+
+
+def _reduced(values: _Floats, starts: NDArray[np.int64]) -> dict[str, _Floats]:
+    """The mean of each bucket, which begin at `starts`, and its extremes. NaN: no value."""
+    counts = np.add.reduceat((~np.isnan(values)).astype(np.int64), starts)
+    # Computed in parts, since the sum of values near the largest float would overflow.
+    parts = np.nan_to_num(values) / np.maximum(np.repeat(counts, np.diff([*starts, len(values)])), 1)
+    return {
+        "mean": np.where(counts > 0, np.add.reduceat(parts, starts), np.nan),
+        "low": np.fmin.reduceat(values, starts),
+        "high": np.fmax.reduceat(values, starts),
+    }
+
+
+def _spread(row: _Floats, places: NDArray[np.int64], count: int) -> list[float | None]:
+    """The values at their places among `count`; None elsewhere."""
+    spread = np.full(count, np.nan)
+    spread[places] = row
+    return [_shown(value) for value in spread.tolist()]
 
 
 def _shown(value: float) -> float | None:
@@ -134,13 +210,14 @@ def _shown(value: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """takes: whether the chart includes a metric. is_stacked: whether its series add up."""
+    """takes: whether the chart includes a metric. is_stacked: whether its series add up. is_kept: also if it is constant."""
 
     title: str
     unit: str
     takes: Callable[[str], bool]
     is_stacked: bool = False
     is_log: bool = False
+    is_kept: bool = False
 
 
 def _named(*names: str) -> Callable[[str], bool]:
@@ -148,40 +225,50 @@ def _named(*names: str) -> Callable[[str], bool]:
 
 
 CHARTS: Sequence[Chart] = (
-    Chart("Reward", "reward", lambda name: name == "mean_reward" or name.startswith("reward/")),
-    Chart("Groups whose rewards differ", "share", _named("signal_fraction")),
-    Chart("Held-out score", "score", lambda name: name == "eval_score" or name.startswith(("eval/", "eval_pass"))),
+    Chart("Reward, weighted sum", "reward", _named("mean_reward"), is_kept=True),
+    Chart("Signal", "share of groups whose rewards differ; deviation", _named("signal_fraction", "reward_std"), is_kept=True),
+    Chart("Held-out reward, weighted sum", "reward", _named("eval_score"), is_kept=True),
+    Chart("Rewards by function, unweighted", "reward", lambda name: name.startswith("reward/")),
+    Chart("Held-out figures", "mean reward, unweighted; share", lambda name: name.startswith("eval/") and name != "eval/loss"),
+    Chart("Loss", "loss", lambda name: name in ("loss", "eval/loss") or name.endswith("_loss")),
     Chart("Log-prob gap, trainer - rollout", "nat", _named("log_prob_gap", "log_prob_gap_max"), is_log=True),
     Chart("Entropy", "nat", lambda name: "entropy" in name),
     Chart("KL divergence", "nat", lambda name: name == "kl" or name.endswith("_kl") or name.startswith("kl_")),
+    Chart("Tokens of a completion", "tokens", _named("mean_num_tokens")),
     Chart("Seconds of a step by part", "s", lambda name: name.startswith("seconds/"), is_stacked=True),
     Chart("Seconds of the changeovers by stage", "s", lambda name: name.startswith("stage_seconds/"), is_stacked=True),
-    Chart("Tokens of a completion", "tokens", _named("mean_num_tokens")),
-    Chart("Loss", "loss", lambda name: name == "loss" or name.endswith("_loss")),
     Chart("Gradient norm", "norm", _named("grad_norm")),
     Chart("Learning rate", "rate", _named("learning_rate")),
     Chart("Shares of samples and tokens", "share", lambda name: name.endswith("_fraction") or "clip_fraction" in name),
 )
-_SKIPPED = {"policy_version", "critic_version", "num_policy_steps", "num_critic_steps"}
-"""Counters, shown as numbers."""
+_SKIPPED = {"policy_version", "critic_version", "num_policy_steps", "num_critic_steps", "num_equal_groups"}
+"""Counters, shown as numbers or as a share."""
 _REST = "Others"
 
 
 def draw(thinned: dict[str, Any]) -> list[dict[str, Any]]:
-    """Charts with data, with their series. Metrics without a chart get their own below `Others`."""
-    left = {name: series for name, series in thinned["series"].items() if name not in _SKIPPED and _has_any(series)}
+    """Charts with data, with their series. Metrics without a chart get their own below `Others`; constant ones get none."""
+    left = {
+        name: runs for name, runs in thinned["series"].items() if name not in _SKIPPED and any(map(_has_any, runs.values()))
+    }
     charts: list[dict[str, Any]] = []
     for chart in CHARTS:
-        taken = {name: left.pop(name) for name in list(left) if chart.takes(name)}  # in the order of the file, as in a step
+        names = [name for name in left if chart.takes(name) and (chart.is_kept or name not in thinned["constants"])]
+        taken = {name: left.pop(name) for name in names}  # in the order of the file, as in a step
         if taken:
             charts.append(_drawn(chart.title, chart.unit, taken, is_stacked=chart.is_stacked, is_log=chart.is_log))
-    charts += [{**_drawn(name, "", {name: left[name]}), "section": _REST} for name in sorted(left)]
-    return charts
+    rest = sorted(left.keys() - thinned["constants"].keys())
+    return [*charts, *({**_drawn(name, "", {name: left[name]}), "section": _REST} for name in rest)]
 
 
-def _drawn(title: str, unit: str, series: dict[str, Any], *, is_stacked: bool = False, is_log: bool = False) -> dict[str, Any]:
-    named = [{"name": name.partition("/")[2] or name, **values} for name, values in series.items()]
-    return {"title": title, "unit": unit, "is_stacked": is_stacked, "is_log": is_log, "series": named}
+def _drawn(title: str, unit: str, taken: dict[str, Any], *, is_stacked: bool = False, is_log: bool = False) -> dict[str, Any]:
+    series = [
+        {"name": name.partition("/")[2] or name, "run": run, **values}
+        for name, runs in taken.items()
+        for run, values in runs.items()
+        if not (is_stacked and run) and _has_any(values)
+    ]
+    return {"title": title, "unit": unit, "is_stacked": is_stacked, "is_log": is_log, "series": series}
 
 
 def _has_any(series: dict[str, Any]) -> bool:

@@ -1,16 +1,19 @@
 // Tabs, the token, and questions for changes. Each view loads its data when it becomes visible.
 
 import { makeChangeovers } from "./changeovers.js";
-import { h, prose, put } from "./dom.js";
+import { h, number, prose, put, seconds } from "./dom.js";
+import { makeEvaluations } from "./evaluations.js";
 import { makeMemory } from "./memory.js";
 import { makeNode } from "./node.js";
 import { makeRun } from "./run.js";
 import { makeSamples } from "./samples.js";
+import { makeLog, makeSettings } from "./settings.js";
 
 const LEAST_MS = 2000; // between refreshes of a view, unless it has its own leastMs
 const CHANGES_MS = 1000; // between questions for changes
 const RETRY_MS = 2000;
-const TABS = ["node", "memory", "run", "samples", "changeovers"];
+const TABS = ["run", "samples", "evaluations", "settings", "log", "node", "memory", "changeovers"];
+const STALE_S = 15; // of a record that is renewed every second
 const KEY = "tasuki-token";
 
 const byId = (id) => document.getElementById(id);
@@ -29,7 +32,7 @@ async function api(path) {
   const answer = await fetch(path, { headers: token ? { Authorization: `Bearer ${token}` } : {}, cache: "no-store" });
   if (answer.status === 401 || answer.status === 403) throw new Refused((await answer.json()).error);
   if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).error ?? `the server answered ${answer.status}`);
-  return answer.json();
+  return path.endsWith(".csv") ? answer.text() : answer.json();
 }
 
 function readPlace() {
@@ -122,16 +125,26 @@ async function showHead() {
   byId("where").textContent = run.output_dir ?? run.archive;
   document.title = `${(run.output_dir ?? run.archive).split("/").pop()} · tasuki`;
   put(byId("unreadable"), run.problems.map((line) => h("p", { class: "cause" }, line)));
+  put(byId("progress"), progress(run));
   const phase = node.is_live ? String(node.node.phase).replace("PHASE_", "").replace("UNSPECIFIED", "changeover") : "";
   badge(node.is_live ? `live · ${phase}` : node.is_silent ? "no answer" : run.summary ? "run ended" : "no node runs", node.is_live ? "is-live" : "");
   return { run, node };
+}
+
+/** What the run does now, and how long it still takes. */
+function progress({ progress: now, now: time }) {
+  if (!now) return [];
+  if (time - now.updated_at > STALE_S) return h("p", { class: "note" }, `The run's command wrote its last line ${seconds(time - now.updated_at)} ago: it has been stopped or killed. `, h("code", {}, "tasuki train --resume"), " continues the run.");
+  const part = now.total ? `${number(now.done)} of ${number(now.total)}` : `for ${seconds(now.activity_s)}`;
+  const shown = [`${String(now.activity).replaceAll("_", " ")}: ${part}`, now.tokens_per_second ? `${number(now.tokens_per_second, 3)} tokens/s` : "", now.steps ? `step ${number(now.step)} of ${number(now.steps)}` : "", `${seconds(now.elapsed_s)} elapsed`, now.eta_s ? `about ${seconds(now.eta_s)} left` : "", now.waits_for];
+  return [now.steps ? h("progress", { max: now.steps, value: now.step, "aria-label": "Steps of the run" }) : null, h("span", {}, shown.filter(Boolean).join(" · "))];
 }
 
 function take(parts) {
   const changed = Object.keys(parts).filter((part) => parts[part] !== known[part]);
   known = parts;
   for (const tab of TABS) if (views[tab].parts.some((part) => changed.includes(part))) stale.add(tab);
-  if (changed.includes("run") || changed.includes("node")) refreshHead();
+  if (["run", "node", "progress"].some((part) => changed.includes(part))) refreshHead();
   void refresh();
 }
 
@@ -163,7 +176,7 @@ function moveTab(event) {
 
 async function begin() {
   const wanted = readPlace();
-  const makers = { node: makeNode, memory: makeMemory, run: makeRun, samples: makeSamples, changeovers: makeChangeovers };
+  const makers = { evaluations: makeEvaluations, settings: makeSettings, log: makeLog, node: makeNode, memory: makeMemory, run: makeRun, samples: makeSamples, changeovers: makeChangeovers };
   for (const tab of TABS) {
     views[tab] = makers[tab](byId(`view-${tab}`), api, fail);
     byId(`tab-${tab}`).addEventListener("click", () => show(tab));
@@ -177,8 +190,8 @@ async function begin() {
   byId("token").addEventListener("keydown", (event) => event.key === "Enter" && byId("token-use").click());
   for (;;) {
     try {
-      const { node } = await showHead();
-      show(wanted || (node.is_live ? "node" : "run"));
+      const { run } = await showHead();
+      show(wanted || (run.output_dir ? "run" : "node"));
       break;
     } catch (error) {
       fail(error);

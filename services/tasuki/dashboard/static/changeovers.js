@@ -1,6 +1,6 @@
 // Changeovers with the seconds of their stages, failures and causes; restarts of services.
 
-import { color, drawChart } from "./chart.js";
+import { color } from "./chart.js";
 import { bytes, clock, facts, h, number, prose, put, seconds, status } from "./dom.js";
 import { restarts, sinceLast, TO_ROLLOUT, TO_TRAIN } from "./node.js";
 
@@ -13,12 +13,11 @@ export function makeChangeovers(host, api, fail) {
   const open = new Set();
   const failed = h("input", { type: "checkbox", on: { change: () => reload() } });
   const head = h("div", {});
-  const chart = h("figure", { class: "card" });
   const body = h("tbody", {});
   const restarted = h("div", { class: "card" });
   const more = h("button", { type: "button", class: "more", on: { click: () => load().catch(fail) } }, "Show older ones");
   const columns = ["changeover", "begun", "leads to", "status", "seconds", "stages", "cause"];
-  host.append(head, chart, h("div", { class: "card" },
+  host.append(head, h("div", { class: "card" },
     h("div", { class: "tools" }, h("h2", {}, "Changeovers"), h("label", {}, failed, "only with failures")),
     h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "hidden" }, "Changeovers, newest first"),
       h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col", class: name === "seconds" ? "number" : name === "stages" || name === "begun" ? "optional" : null }, name)))), body)),
@@ -39,12 +38,11 @@ export function makeChangeovers(host, api, fail) {
     parts: ["changeovers"],
     leastMs: 5000,
     async refresh() {
-      const [page, drawn, logged] = await Promise.all([api(path(null)), api("/api/changeovers/chart"), api("/api/restarts")]);
+      const [page, logged] = await Promise.all([api(path(null)), api("/api/restarts")]);
       if (!older.length) hasMore = page.next;
       const known = new Map([...older, ...page.changeovers].map((one) => [one.number, one]));
       const all = [...known.values()].sort((one, other) => other.number - one.number);
       put(head, headline(page, logged), h("p", { class: "note spaced" }, covered(page, logged)), page.problem ? h("p", { class: "cause" }, page.problem) : null);
-      draw(chart, drawn);
       put(body, all.length ? all.flatMap((one) => rows(one, open, () => view.refresh().catch(fail))) : h("tr", {}, h("td", { colspan: 7 }, failed.checked ? "No failure." : "None yet.")));
       more.hidden = hasMore === null;
       put(restarted, restartTable(logged));
@@ -69,13 +67,6 @@ function covered(page, logged) {
   const isFirst = page.counts_now === null && logged.num_starts === 1;
   const logs = logged.num_starts > 1 ? ` Restarts are those of its last ${logged.num_starts} starts, from the supervisor's logs.` : "";
   return `Changeovers since the node's ${isFirst ? "start" : "first start"}, ${clock(page.since, { withDate: true })}, whichever run they were for.${logs}`;
-}
-
-function draw(host, drawn) {
-  drawChart(host, {
-    title: "Seconds of a changeover by stage", unit: drawn.bucket > 1 ? `seconds, means of ${drawn.bucket} changeovers` : "seconds", x: drawn.numbers, xName: "changeover",
-    series: STAGES.map((stage, place) => ({ name: stage, mean: drawn.series[stage].map((one) => one || null), color: color(place) })), isStacked: true, isBars: true, format: seconds, isWide: true,
-  });
 }
 
 function rows(one, open, redraw) {

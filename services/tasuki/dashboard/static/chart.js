@@ -1,6 +1,6 @@
 // Charts in SVG: lines with bands, stacked areas, steps. A pointer or the arrow keys move a cursor, whose values the legend shows.
 
-import { h, number, s } from "./dom.js";
+import { h, help, number, s, save } from "./dom.js";
 
 const HEIGHT = 190;
 const TOP = 8;
@@ -9,6 +9,8 @@ const MARKERS = 45;
 const CHAR = 6.4;
 const LEAST_ZOOM = 6;
 const FAR = 4;
+const MANY_BARS = 12;
+const SCALE = 2; // pixels of a PNG per pixel of the page
 const LARGEST = 1e300; // a difference of two such values is finite
 const observers = new WeakMap();
 
@@ -16,8 +18,8 @@ const observers = new WeakMap();
  * Draws into `host`, again whenever its width changes.
  *
  * spec: title, unit, x (numbers, ascending), xName, series: [{name, mean, low?, high?, color, dashed?}], limits: dashed lines as series;
- * isStacked, isLog, isStepped, isBars (of one width each), isBinary (ticks in powers of two), format(value), formatX(x), height,
- * onZoom(first, last). A few values far above all others leave the chart at its top.
+ * isStacked, isLog, isStepped, isBars (of one width each), isWhole (no value leaves the chart), isBinary (ticks in powers of two), format(value), formatX(x), height,
+ * onZoom(first, last), marks: {counts, name} to point at below the curves. A series with `faint` has these values behind its own. A few values far above all others leave the chart at its top.
  */
 export function drawChart(host, spec) {
   observers.get(host)?.disconnect();
@@ -34,10 +36,11 @@ function frame(host, spec) {
     "aria-valuemin": 0, "aria-valuemax": Math.max(0, spec.x.length - 1), "data-key": `chart ${spec.title}`,
   });
   const keys = [...spec.series, ...(spec.limits ?? [])].map((one) => ({ one, value: h("b", {}, "") }));
-  const legend = h("ul", { class: "legend" }, keys.map(({ one, value }) => h("li", {}, key(one, spec), one.name, value)));
+  const marked = spec.marks?.counts.reduce((sum, one) => sum + one, 0);
+  const legend = h("ul", { class: "legend" }, keys.map(({ one, value }) => h("li", {}, key(one, spec), one.name, value)), marked ? h("li", { class: "marked" }, `▲ ${spec.marks.name}: ${number(marked)}`) : null);
   const focused = host.contains(document.activeElement);
   host.className = `card chart ${spec.isWide ? "wide" : ""}`;
-  host.replaceChildren(h("header", {}, h("h2", {}, spec.title), h("span", { class: "unit" }, spec.unit)), h("div", {}, svg), legend);
+  host.replaceChildren(h("header", {}, h("h2", {}, spec.title, help(spec.title)), h("span", { class: "unit" }, spec.unit), h("button", { type: "button", class: "png", title: "Save as PNG", "aria-label": `Save ${spec.title} as PNG`, on: { click: () => savePng(svg, spec) } }, "⤓")), h("div", {}, svg), legend);
   const parts = { svg, keys, at: null, drawing: null };
   listen(parts, spec);
   if (focused) svg.focus({ preventScroll: true });
@@ -61,7 +64,7 @@ function paint(parts, spec) {
   const layers = spec.isStacked ? stacked(spec) : spec.series;
   const { low, high, isCut } = range(layers, spec);
   const ticks = spec.isLog ? logTicks(low, high) : niceTicks(low, high, spec.isBinary);
-  const labels = ticks.map((tick) => spec.format(tick));
+  const labels = distinct(ticks, spec.format);
   const left = 10 + CHAR * Math.max(...labels.map((label) => label.length));
   const right = width - 10;
   const drawing = {
@@ -78,6 +81,8 @@ function paint(parts, spec) {
     ...layers.flatMap((layer) => (spec.isStacked ? [area(layer, spec, drawing)] : curve(layer, spec, drawing))),
     ...(spec.limits ?? []).map((limit) => s("path", { class: "limit", d: path(limit.mean, spec, drawing) })),
   );
+  const marks = (spec.marks?.counts ?? []).map((count, index) => (count ? [drawing.x(index).toFixed(1), height - BOTTOM] : null)).filter(Boolean);
+  if (marks.length) parts.svg.append(s("path", { class: "marks", d: marks.map(([x, y]) => `M${x},${y - 7}l4,7h-8Z`).join("") }));
   if (isCut) parts.svg.append(...summits(layers.at(-1), spec, drawing, high));
   parts.cursor = s("line", { class: "cursor", y1: TOP, y2: height - BOTTOM, visibility: "hidden" });
   parts.zoom = s("rect", { class: "zoom", y: TOP, height: height - BOTTOM - TOP, visibility: "hidden" });
@@ -97,14 +102,14 @@ function stacked(spec) {
 
 /** Low and high end of the axis; isCut: whether values are above it. */
 function range(layers, spec) {
-  const values = layers.flatMap((one) => (one.top ? one.top : [...one.mean, ...(one.low ?? []), ...(one.high ?? [])]));
+  const values = layers.flatMap((one) => (one.top ? one.top : [...one.mean, ...(one.low ?? []), ...(one.high ?? []), ...(one.faint ?? [])]));
   for (const limit of spec.limits ?? []) values.push(...limit.mean);
   const known = values.filter((value) => value !== null && Number.isFinite(value) && (!spec.isLog || value > 0)).sort((one, other) => one - other);
   if (!known.length) return spec.isLog ? { low: 0.1, high: 1 } : { low: 0, high: 1 };
   let [low, high] = [known[0], known.at(-1)].map((value) => Math.max(-LARGEST, Math.min(LARGEST, value)));
   if (spec.isLog) return { low: 10 ** Math.floor(Math.log10(low)), high: 10 ** Math.max(Math.ceil(Math.log10(high)), Math.floor(Math.log10(low)) + 1) };
   const usual = [...(layers.at(-1).top ?? [])].sort((one, other) => one - other)[Math.floor(0.94 * (spec.x.length - 1))] ?? 0;
-  const isCut = Boolean(spec.isStacked && !spec.limits?.length && usual > 0 && high > FAR * usual);
+  const isCut = Boolean(spec.isStacked && !spec.isWhole && !spec.limits?.length && usual > 0 && high > FAR * usual);
   if (isCut) high = 1.5 * usual;
   if (spec.isStacked || (low >= 0 && low < 0.6 * high)) low = 0;
   if (low === high) [low, high] = [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1];
@@ -122,6 +127,14 @@ function summits(layer, spec, drawing, high) {
     before = x;
     return s("g", {}, s("rect", { class: "summit", x: x - 26, y: drawing.top + 2, width: 52, height: 16, rx: 4 }), s("text", { x, y: drawing.top + 14, "text-anchor": "middle" }, `▲ ${spec.format(value)}`));
   });
+}
+
+/** Labels with as many digits as tell the ticks apart. */
+function distinct(ticks, format) {
+  for (let digits = 3; ; digits += 1) {
+    const labels = ticks.map((tick) => format(tick, digits));
+    if (digits > 9 || new Set(labels).size === labels.length) return labels;
+  }
 }
 
 function niceTicks(low, high, isBinary) {
@@ -151,6 +164,7 @@ function axes(spec, drawing, ticks, labels) {
     s("text", { x: drawing.left - 6, y: drawing.y(tick) + 4, "text-anchor": "end" }, labels[index]),
   ]);
   const y = drawing.bottom + 16;
+  if (!spec.formatX && (!spec.isBars || spec.x.length <= MANY_BARS)) return [...rows, ...stepLabels(spec, drawing, y)];
   const format = spec.formatX ?? ((value) => number(value));
   const first = `${spec.xName} ${format(spec.x[0])}`.trim();
   const row = [s("text", { x: drawing.left, y }, first)];
@@ -163,9 +177,27 @@ function axes(spec, drawing, ticks, labels) {
   return [...rows, ...row];
 }
 
+/** Whole numbers where they are, or the value of each bar. */
+function stepLabels(spec, drawing, y) {
+  const [first, last] = [spec.x[0], spec.x.at(-1)];
+  const ticks = spec.isBars ? spec.x : [...new Set([first, ...niceTicks(first, last).filter(Number.isInteger), last])].sort((one, other) => one - other);
+  const place = (tick, index) => (spec.isBars ? drawing.x(index) : last === first ? drawing.left : drawing.left + ((tick - first) / (last - first)) * (drawing.right - drawing.left));
+  let end = -Infinity;
+  return ticks.map((tick, index) => {
+    const text = index || spec.isBars ? number(tick, 3) : `${spec.xName} ${number(tick)}`.trim();
+    const [x, half] = [place(tick, index), (CHAR * text.length) / 2];
+    const at = Math.max(drawing.left + half, Math.min(drawing.right - half, x));
+    const next = index < ticks.length - 1 && !spec.isBars ? drawing.right - CHAR * number(last).length : Infinity;
+    if (at - half < end + CHAR || at + half + CHAR > next) return null;
+    end = at + half;
+    return s("text", { x: at, y, "text-anchor": "middle" }, text);
+  }).filter(Boolean);
+}
+
 function curve(one, spec, drawing) {
   const shown = [];
   if (one.low) shown.push(s("path", { class: "band", style: { fill: one.color }, d: band(one.low, one.high, drawing) }));
+  if (one.faint) shown.push(s("path", { class: "curve faint", style: { stroke: one.color }, d: path(one.faint, spec, drawing) }));
   shown.push(s("path", { class: "curve", style: { stroke: one.color }, "stroke-dasharray": one.dashed ? "6 4" : null, d: path(one.mean, spec, drawing) }));
   const known = one.mean.map((value, index) => [index, value]).filter(([, value]) => value !== null);
   if (known.length <= MARKERS && known.length < spec.x.length * 0.8 || known.length === 1)
@@ -291,6 +323,58 @@ function mark(parts, from, to) {
   parts.zoom.setAttribute("x", left);
   parts.zoom.setAttribute("width", right - left);
   parts.zoom.setAttribute("visibility", "visible");
+}
+
+/** The chart as it is on the page, on a canvas: an image of the SVG would be one from elsewhere to the page's policy. */
+function savePng(svg, spec) {
+  const { width, height } = svg.viewBox.baseVal;
+  const canvas = h("canvas", { width: SCALE * width, height: SCALE * (height + 52) });
+  const ink = canvas.getContext("2d");
+  const page = getComputedStyle(svg.closest(".chart"));
+  const write = (text, x, y, font) => {
+    ink.font = `${font} ${page.fontFamily}`;
+    ink.fillStyle = page.color;
+    ink.fillText(text, x, y);
+    return ink.measureText(text).width;
+  };
+  ink.scale(SCALE, SCALE);
+  ink.fillStyle = page.backgroundColor;
+  ink.fillRect(0, 0, width, height + 52);
+  write(`${spec.title}${spec.unit ? ` (${spec.unit})` : ""}`, 10, 18, "600 13px");
+  let x = 10;
+  for (const one of svg.closest(".chart").querySelectorAll(".legend .key")) {
+    const { borderTopColor, backgroundColor } = getComputedStyle(one);
+    ink.fillStyle = one.classList.contains("line") ? borderTopColor : backgroundColor;
+    ink.fillRect(x, height + 36, 12, 8);
+    x += 34 + write(one.nextSibling.textContent, x + 16, height + 44, "11px");
+  }
+  ink.translate(0, 26);
+  for (const element of svg.querySelectorAll("path, line, rect, circle, text")) paintElement(ink, element);
+  canvas.toBlob((blob) => save(blob, `${spec.title}.png`));
+}
+
+function paintElement(ink, element) {
+  const style = getComputedStyle(element);
+  if (style.visibility === "hidden") return;
+  const at = (name) => Number(element.getAttribute(name));
+  ink.globalAlpha = Number(style.opacity);
+  [ink.fillStyle, ink.strokeStyle, ink.lineWidth] = [style.fill, style.stroke, parseFloat(style.strokeWidth)];
+  ink.setLineDash(style.strokeDasharray === "none" ? [] : style.strokeDasharray.split(",").map(parseFloat));
+  if (element.tagName === "text") {
+    ink.font = `${style.fontSize} ${style.fontFamily}`;
+    ink.textAlign = { middle: "center", end: "right" }[style.textAnchor] ?? "left";
+    ink.fillText(element.textContent, at("x"), at("y"));
+    return;
+  }
+  const shape = new Path2D(element.getAttribute("d") ?? "");
+  if (element.tagName === "rect") shape.rect(at("x"), at("y"), at("width"), at("height"));
+  if (element.tagName === "circle") shape.arc(at("cx"), at("cy"), at("r"), 0, 7);
+  if (element.tagName === "line") {
+    shape.moveTo(at("x1"), at("y1"));
+    shape.lineTo(at("x2"), at("y2"));
+  }
+  if (style.fill !== "none") ink.fill(shape);
+  if (style.stroke !== "none") ink.stroke(shape);
 }
 
 /** A colour for each place; colours repeat after the tenth. */

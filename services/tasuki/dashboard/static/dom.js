@@ -45,23 +45,23 @@ export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size < 1e-3 || size >= 1e7) return value.toExponential(Math.min(2, digits - 1)).replace(/\.?0*e\+?/, "e");
+  if (size < 1e-3 || size >= 1e7) return value.toExponential(digits > 4 ? digits - 3 : Math.min(2, digits - 1)).replace(/\.?0*e\+?/, "e");
   if (Number.isInteger(value)) return value.toLocaleString("en");
-  return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 6 });
+  return Number(value.toPrecision(digits)).toLocaleString("en", { maximumFractionDigits: 9 });
 }
 
-export function bytes(value) {
+export function bytes(value, digits = 4) {
   if (value === null || value === undefined) return "–";
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   const place = value < 1 ? 0 : Math.min(units.length - 1, Math.floor(Math.log2(value) / 10));
-  return `${number(Number((value / 1024 ** place).toPrecision(4)))} ${units[place]}`;
+  return `${number(Number((value / 1024 ** place).toPrecision(digits)), digits)} ${units[place]}`;
 }
 
-export function seconds(value) {
+export function seconds(value, digits = 3) {
   if (value === null || value === undefined) return "–";
-  if (value < 0.9995) return `${number(value * 1000, 3)} ms`;
-  if (value < 120) return `${number(value, 3)} s`;
-  return value < 7200 ? `${number(value / 60, 3)} min` : `${number(value / 3600, 3)} h`;
+  if (value < 0.9995) return `${number(value * 1000, digits)} ms`;
+  if (value < 120) return `${number(value, digits)} s`;
+  return value < 7200 ? `${number(value / 60, digits)} min` : `${number(value / 3600, digits)} h`;
 }
 
 /** Local time of seconds since 1970. */
@@ -74,7 +74,48 @@ export function clock(time, { withDate = false } = {}) {
 
 export function facts(pairs) {
   return h("dl", { class: "facts" }, pairs.map(([name, value, small]) =>
-    h("div", { class: "fact" }, h("dt", {}, name), h("dd", {}, value, small ? h("small", {}, ` ${small}`) : null))));
+    h("div", { class: "fact" }, h("dt", {}, name, help(name)), h("dd", {}, value, small ? h("small", {}, ` ${small}`) : null))));
+}
+
+const TERMS = [
+  ["gap", "The difference between the trainer's and rollout's log-prob of a sampled token, in nats. If it grows, the two no longer compute the same policy."],
+  ["signal", "The share of a step's groups whose rewards differ. In a group of equal rewards no completion has an advantage, so it teaches nothing. The deviation is that of the rewards within a group, mean over the groups."],
+  ["without update", "Steps that generated completions but changed no weights, mostly because all their groups have equal rewards."],
+  ["weighted sum", "The reward that is trained on: each reward function by its weight, added up. Unweighted means are in a chart of their own."],
+  ["entropy", "How evenly the policy spreads its probability over the next token, in nats. Near 0 it always says the same."],
+  ["kl", "How far the policy is from another one, in nats per token: from the reference, or from the one that sampled."],
+  ["version", "The number of optimizer steps that the policy has behind it. Rollout serves a version once it is synchronized."],
+  ["ring", "The nine stages by which trainer and rollout hand the device's memory to each other, in their fixed order: top row to generate, bottom row to train."],
+  ["tags", "A tag is one kind of a service's memory, such as weights or kv_cache. A changeover moves a tag out of the device as a whole, or it stays: then both services fit beside it."],
+  ["changeover", "One way around half the ring: from training to generating, or back."],
+];
+
+/** A button that explains a term of the name, if there is one: on hover, click or key. */
+export function help(name) {
+  const found = TERMS.find(([term]) => name.toLowerCase().includes(term));
+  return found ? h("button", { type: "button", class: "help", title: found[1], "aria-label": `What is ${name}?`, on: { click: () => explain(found[1]) } }, "?") : null;
+}
+
+function explain(text) {
+  const note = document.getElementById("explained");
+  note.textContent = text;
+  note.showPopover();
+}
+
+/** Offers a file to the user. */
+export function save(blob, name) {
+  const url = URL.createObjectURL(blob);
+  h("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+/** A region of text that scrolls by keyboard, too. */
+export function block(title, text, level = "h3") {
+  return h("div", {}, h(level, {}, title), h("div", { class: "text-block", tabindex: 0, role: "region", "aria-label": title }, text || "(empty)"));
+}
+
+export function pairs(list) {
+  return h("dl", { class: "pairs spaced" }, list.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
 }
 
 const MARKS = { DONE: "✓", FAILED: "✕", UNDONE: "↶", STARTED: "…", HELD: "=" };

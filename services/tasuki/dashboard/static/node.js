@@ -1,6 +1,6 @@
 // The ring with the current phase and stage, the services, and recent events.
 
-import { facts, h, number, put, seconds } from "./dom.js";
+import { facts, h, help, number, pairs, put, seconds } from "./dom.js";
 
 export const TO_ROLLOUT = ["LOAD_WEIGHTS", "RESUME_WEIGHTS", "SYNC", "OFFLOAD", "RESUME_KV"];
 export const TO_TRAIN = ["DRAIN", "PAUSE_KV", "PAUSE_WEIGHTS", "LOAD_TRAINER"];
@@ -60,12 +60,12 @@ function ring(node) {
   const now = { at: plain(state.stage, "STAGE_"), running, phase: plain(state.phase, "PHASE_"), seconds: node.last_seconds };
   const total = (stages) => stages.reduce((sum, stage) => (stage in node.last_seconds ? (sum ?? 0) + node.last_seconds[stage] : sum), null);
   const items = [
-    phase("TRAIN", "the trainer holds the GPUs", "train", now, 0),
+    phase("TRAIN", "the trainer holds the memory", "train", now, 0),
     ...TO_ROLLOUT.map((stage, place) => card(stage, { row: 1, column: 2 + 4 * place, span: 4, order: 1 + place }, now)),
-    phase("ROLLOUT", "the engine holds the GPUs", "rollout", now, 6),
+    phase("ROLLOUT", "the engine holds the memory", "rollout", now, 6),
     ...TO_TRAIN.map((stage, place) => card(stage, { row: 2, column: 17 - 5 * place, span: 5, order: 7 + place }, now)),
   ];
-  return h("div", { class: "card" }, h("h2", {}, "Ring"), h("ol", { class: "ring", "aria-label": "Phases and stages, in their order" }, items),
+  return h("div", { class: "card" }, h("h2", {}, "Ring", help("Ring")), h("ol", { class: "ring", "aria-label": "Phases and stages, in their order" }, items),
     h("p", { class: "arrows" }, h("span", {}, `→ top row, TRAIN to ROLLOUT: last ${seconds(total(TO_ROLLOUT))}`), h("span", {}, `← bottom row, ROLLOUT to TRAIN: last ${seconds(total(TO_TRAIN))}`)));
 }
 
@@ -98,8 +98,7 @@ function services(node) {
   return h("div", { class: "columns" },
     service("Coordinator", absent.coordinator, coordinator),
     service("Trainer", absent.trainer, [["Ranks", trainer.num_ranks], ["Parameters", number(Number(trainer.num_parameters ?? 0))], ["Version", version(trainer.policy_version)], ["Address", node.node.trainer_target]]),
-    service("Rollout", absent.rollout, [["Engines", `${rollout.dp_size} × TP ${rollout.tp_size}`], ["Health", health], ["Address", node.node.rollout_target]]),
-    h("div", { class: "card wide" }, h("h2", {}, "Events"), node.events.length ? h("ol", { class: "events", tabindex: 0, "aria-label": "Events, newest first", "data-key": "events" }, node.events.map((line) => h("li", {}, line))) : h("p", { class: "note" }, "No stage has ended yet.")));
+    service("Rollout", absent.rollout, [["Engines", `${rollout.dp_size} × TP ${rollout.tp_size}`], ["Health", health], ["Address", node.node.rollout_target]]));
 }
 
 function service(name, absent, pairs) {
@@ -108,17 +107,10 @@ function service(name, absent, pairs) {
 
 function offline(node, run) {
   const settings = Object.entries(run.settings).map(([name, value]) => [name.replaceAll("_", " "), value]);
-  const summary = Object.entries(run.summary ?? {}).map(([name, value]) => [name.replaceAll("_", " "), typeof value === "number" ? number(value) : String(value ?? "–")]);
-  return h("div", { class: "columns" },
-    h("div", { class: "card" }, h("h2", {}, "Node"), h("p", { class: "note" }, `${sentence(node.note)} The ring shows the last seconds of each stage, from the journal.`), pairs(settings)),
-    summary.length ? h("div", { class: "card" }, h("h2", {}, "Summary of the run"), pairs(summary)) : null);
+  return h("div", { class: "card" }, h("h2", {}, "Node"), h("p", { class: "note" }, `${sentence(node.note)} The ring shows the last seconds of each stage, from the journal.`), pairs(settings));
 }
 
 function sentence(text) {
   return text ? `${text[0].toUpperCase()}${text.slice(1)}.` : "";
-}
-
-function pairs(list) {
-  return h("dl", { class: "pairs spaced" }, list.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
 }
 

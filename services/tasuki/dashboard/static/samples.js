@@ -1,9 +1,11 @@
 // The sample dump by step and group, and one completion by token.
 
 import { drawChart } from "./chart.js";
-import { h, number, put } from "./dom.js";
+import { block, h, number, put } from "./dom.js";
 
 const FIRST_TOKENS = 1500;
+const FEW_VALUES = 12;
+const BINS = 20;
 const DECADES = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1];
 
 export function makeSamples(host, api, fail) {
@@ -12,9 +14,15 @@ export function makeSamples(host, api, fail) {
   const back = h("button", { type: "button", "aria-label": "Step before", on: { click: () => move(-1) } }, "◀");
   const forth = h("button", { type: "button", "aria-label": "Step after", on: { click: () => move(1) } }, "▶");
   const told = h("span", { class: "note" });
+  const reload = () => step !== null && load().catch(fail);
+  const search = h("input", { type: "search", on: { change: reload } });
+  const bound = (label) => h("input", { type: "number", step: "any", "aria-label": label, on: { change: reload } });
+  const [least, most] = [bound("Least reward"), bound("Largest reward")];
+  const charts = h("div", { class: "charts" });
+  const rewards = h("details", { open: true }, h("summary", {}, "Rewards of the step"), charts);
   const groups = h("div", { class: "groups" });
   const one = h("div", { class: "card sample" });
-  host.append(h("div", { class: "tools" }, h("label", {}, "Step", field), back, forth, told, h("span", { class: "note optional" }, h("kbd", {}, "["), " ", h("kbd", {}, "]"), " other step, ", h("kbd", {}, "↑"), " ", h("kbd", {}, "↓"), " other completion, ", h("kbd", {}, "←"), " ", h("kbd", {}, "→"), " tokens")), h("h2", { class: "hidden" }, "Groups"), h("div", { class: "samples" }, groups, one));
+  host.append(h("div", { class: "tools" }, h("label", {}, "Step", field), back, forth, h("label", {}, "Search", search), h("label", {}, "Reward", least, "to", most), told, h("span", { class: "note optional" }, h("kbd", {}, "["), " ", h("kbd", {}, "]"), " other step, ", h("kbd", {}, "↑"), " ", h("kbd", {}, "↓"), " other completion, ", h("kbd", {}, "←"), " ", h("kbd", {}, "→"), " tokens")), rewards, h("h2", { class: "hidden" }, "Groups"), h("div", { class: "samples" }, groups, one));
 
   function choose(wanted) {
     if (!steps.length) return;
@@ -31,12 +39,14 @@ export function makeSamples(host, api, fail) {
     back.disabled = step === steps[0];
     forth.disabled = step === steps.at(-1);
     const wanted = step;
-    const read = await api(`/api/samples/step?step=${step}`);
+    const read = await api(`/api/samples/step?step=${step}&contains=${encodeURIComponent(search.value)}`);
     if (wanted !== step) return;
+    read.samples = read.samples.filter((sample) => isWithin(sample.reward, least.value, most.value));
     told.textContent = described(read, steps);
+    drawRewards(charts, read.rewards);
     put(groups, byGroup(read.samples).map(([group, samples]) => groupOf(group, samples, index, (wanted) => select(wanted).catch(fail))));
     if (read.samples.length) await select(read.samples.some((sample) => sample.index === index) ? index : read.samples[0].index, { focus: false });
-    else clear(h("p", { class: "note" }, "This step has no samples that can be read."));
+    else clear(h("p", { class: "note" }, "No completion of this step matches, or none can be read."));
   }
   async function select(wanted, { focus = true } = {}) {
     index = wanted;
@@ -76,11 +86,13 @@ export function makeSamples(host, api, fail) {
       const before = step;
       steps = (await api("/api/samples")).steps;
       if (!steps.length) {
+        rewards.hidden = true;
         told.textContent = "No samples: [train.samples] groups_per_step is 0, or no step has ended yet.";
         put(groups);
         clear();
         return;
       }
+      rewards.hidden = false;
       if (step === null || follows || !steps.includes(step)) step = steps.at(-1);
       if (step !== before) index = 0;
       await load();
@@ -90,7 +102,30 @@ export function makeSamples(host, api, fail) {
 
 function described(read, steps) {
   const bad = read.num_bad_lines ? `, ${read.num_bad_lines} lines that are no sample` : "";
-  return `${number(steps.length)} steps, ${number(steps[0])} to ${number(steps.at(-1))}; ${read.samples.length} completions${bad}${read.is_cut ? ", cut" : ""}`;
+  return `${number(steps.length)} steps, ${number(steps[0])} to ${number(steps.at(-1))}; ${number(read.samples.length)} of ${number(read.rewards.length)} completions${bad}${read.is_cut ? ", cut" : ""}`;
+}
+
+function isWithin(reward, least, most) {
+  return (least === "" || (reward !== null && reward >= Number(least))) && (most === "" || (reward !== null && reward <= Number(most)));
+}
+
+/** A histogram of the weighted sum and, of several reward functions, of each. */
+function drawRewards(host, rewards) {
+  const names = [...new Set(rewards.flatMap(Object.keys))];
+  const shown = names.length > 2 ? names : names.slice(0, 1);
+  while (host.children.length > shown.length) host.lastChild.remove();
+  shown.forEach((name, place) => {
+    const values = rewards.map((one) => one[name]).filter((value) => value !== null && value !== undefined).sort((one, other) => one - other);
+    const distinct = [...new Set(values)];
+    const [low, width] = [values[0], (values.at(-1) - values[0]) / BINS];
+    const x = distinct.length <= FEW_VALUES ? distinct : Array.from({ length: BINS }, (_, bin) => low + (bin + 0.5) * width);
+    const counts = x.map(() => 0);
+    for (const value of values) counts[distinct.length <= FEW_VALUES ? distinct.indexOf(value) : Math.min(BINS - 1, Math.floor((value - low) / width))] += 1;
+    drawChart(host.children[place] ?? host.appendChild(h("figure")), {
+      title: name ? `Reward ${name}, unweighted` : "Reward, weighted sum", unit: `${number(values.length)} completions`, x, xName: "reward", series: [{ name: "completions", mean: counts, color: "var(--c0)" }],
+      isStacked: true, isBars: true, isWhole: true, format: number, height: 130,
+    });
+  });
 }
 
 function byGroup(samples) {
@@ -117,15 +152,22 @@ function show(host, sample) {
   ];
   const detail = h("dl", { class: "pairs", "aria-live": "polite" });
   const figure = h("figure", {});
-  host.replaceChildren(h("h2", {}, `Group ${sample.group ?? "–"}, completion ${sample.sample ?? "–"}`),
+  put(host, h("h2", {}, `Group ${sample.group ?? "–"}, completion ${sample.sample ?? "–"}`),
     h("dl", { class: "pairs two" }, pairs.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))])),
-    block("Prompt", sample.prompt), block("Completion", sample.completion),
-    h("div", {}, h("h3", { id: "tokens-title" }, "Tokens by log-prob gap, |trainer - rollout|"), scale()), tokensOf(sample, detail), detail, figure);
+    sample.messages ? chat(sample) : h("div", {}, block("Prompt", sample.prompt), block("Completion", sample.completion)),
+    sample.templated ? h("details", {}, h("summary", {}, "Prompt as the model got it"), block("Tokens of the prompt, as text", sample.templated)) : null);
+  if (!sample.token_ids.length) {
+    host.append(h("p", { class: "note" }, "Tokens and log-probs are kept for train.samples.groups_per_step groups of a step, which are listed first."));
+    return;
+  }
+  host.append(h("div", {}, h("h3", { id: "tokens-title" }, "Tokens by log-prob gap, |trainer - rollout|"), scale()), tokensOf(sample, detail), detail, figure);
   if (sample.token_ids.length > 1 && sample.rollout_log_probs) drawChart(figure, probsChart(sample));
 }
 
-function block(title, text) {
-  return h("div", {}, h("h3", {}, title), h("div", { class: "text-block", tabindex: 0, role: "region", "aria-label": title }, text || "(empty)"));
+/** The messages of a chat and the completion, by role. */
+function chat(sample) {
+  const turns = [...sample.messages, { role: "assistant", content: sample.completion, others: "", isCompletion: true }];
+  return h("div", { class: "chat" }, turns.map((one) => h("div", { class: `turn ${one.isCompletion ? "is-completion" : ""}` }, block(one.isCompletion ? `${one.role}, this completion` : one.role, [one.content, one.others].filter(Boolean).join("\n")))));
 }
 
 function gapOf(sample, place) {
