@@ -236,14 +236,6 @@ async def test_watch_gives_the_state_and_then_what_changes(node: ScriptedNode, c
     await stream.aclose()
 
 
-async def test_without_a_node_the_error_names_the_address(tmp_path: Path):
-    async with AsyncClient(state_dir=tmp_path) as client:
-        with pytest.raises(PeerUnavailable, match=r"coordinator\.sock; is the node up"):
-            await client.generate([[1]])
-    with pytest.raises(InvalidArgument, match="target"):
-        AsyncClient()
-
-
 async def test_the_client_without_asyncio_does_the_same(node: ScriptedNode, tmp_path: Path):
     def drive() -> None:
         with Client(state_dir=tmp_path) as client:
@@ -308,3 +300,8 @@ async def test_a_client_that_is_closed_leaves_it_to_the_node(node: ScriptedNode,
 
     await asyncio.wait_for(asyncio.to_thread(drive), timeout=60)
     node.changeover.set()
+
+
+def test_a_client_needs_a_target():
+    with pytest.raises(InvalidArgument, match="target"):
+        AsyncClient()

@@ -5,11 +5,16 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from tasuki.client import AsyncClient, Client
+from tasuki.wire.errors import PeerUnavailable
 from tests.conftest import ENVIRONMENT
+from tests.ports import free_port
 
 
 def _verbs(cls: type) -> dict[str, inspect.Signature]:
@@ -40,6 +45,21 @@ def test_every_verb_of_the_service_is_there():
         "export_model",
     }
     assert named | {"acquire", "state", "watch", "changeovers"} <= _verbs(Client).keys()
+
+
+@pytest.mark.parametrize(
+    ("target", "cause"), [("unix:{folder}/none.sock", "No such file or directory"), ("127.0.0.1:{port}", "Connection refused")]
+)
+@pytest.mark.parametrize("ask", [Client.state, lambda client: next(client.watch()), lambda client: client.generate([[1]])])
+def test_a_node_that_is_not_there_is_named_without_the_words_of_grpc(
+    ask: Callable[[Client], object], target: str, cause: str, tmp_path: Path
+) -> None:
+    place = target.format(folder=tmp_path, port=free_port())
+    with Client(place) as client, pytest.raises(PeerUnavailable) as refused:
+        ask(client)
+    assert f"no coordinator answers at {place} ({cause}): " in refused.value.message
+    shown = "".join(traceback.format_exception(refused.value))
+    assert "debug_error_string" not in shown and "last error" not in shown
 
 
 # In a separate process, since a lock that stays held blocks it forever.

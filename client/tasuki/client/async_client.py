@@ -354,12 +354,13 @@ class AsyncClient:
 
     async def watch(self) -> AsyncGenerator[Watched, None]:
         """Yields the current state, then the new state after each change, until the caller stops."""
+        await self._connection.refresh()
         call = self._connection.coordinator.WatchState(coordinator_pb2.WatchStateRequest())
         try:
             async for response in call:
                 yield response
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise from_rpc_error(error) from None
         finally:
             call.cancel()
 

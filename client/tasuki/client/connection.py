@@ -88,14 +88,15 @@ class Connection:
         try:
             response = await self.read(ask)
         except PeerUnavailable as error:
-            doubt = ", and does it accept these credentials" if _may_be_refused(self._target, error.message) else ""
-            text = f"no coordinator answers at {self._target}; is the node up{doubt}? ({error.message})"
-            raise PeerUnavailable(text, peer=self._target) from error
+            cause = error.metadata.get("cause", error.message)
+            doubt = ", and does it accept these credentials" if _may_be_refused(self._target, cause) else ""
+            text = f"no coordinator answers at {self._target} ({cause}): is the node up{doubt}? `tasuki up CONFIG` starts one"
+            raise PeerUnavailable(text, peer=self._target) from None
         except InternalError as error:
             if not error.message.startswith("UNIMPLEMENTED"):
                 raise
             text = f"{self._target} is not a coordinator's address, or that of another release: it has no GetState"
-            raise InvalidArgument("target", text) from error
+            raise InvalidArgument("target", text) from None
         self.take(response.state)
         return response.state
 
@@ -113,7 +114,7 @@ class Connection:
                 if isinstance(failure, DeadlineExceeded) and not is_late:
                     is_late = True
                 elif not await self._outlasts(failure, loss):
-                    raise failure from error
+                    raise failure from None
 
     def take(self, state: NodeState) -> None:
         """Updates the node's state from a coordinator's message. Raises NodeDown if the message comes from another node."""
@@ -172,9 +173,9 @@ class Connection:
                 elif isinstance(failure, StaleEpoch):
                     # A service that took the epoch of no coordinator is restarted.
                     if (await self.refresh()).epoch <= epoch and not await stale.wait():
-                        raise failure from error
+                        raise failure from None
                 elif not await self._outlasts(failure, loss):
-                    raise failure from error
+                    raise failure from None
 
     async def _lacks_service(self) -> bool:
         """Whether trainer or rollout does not answer because it is restarting. Raises NodeDown if the node is gone."""

@@ -347,9 +347,11 @@ def from_rpc_error(error: grpc.RpcError) -> TasukiError:
             return from_reason(info.reason, text, dict(info.metadata))
     # Cancelled by the server: a caller who cancels does not ask for the error.
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or text == _BROKEN_OFF:
-        return PeerUnavailable(f"the service is not running or ended during the call ({text}); see `tasuki state` and its log")
+        cause = _innermost(text)
+        problem = f"the service is not running or ended during the call ({cause}); see `tasuki state` and its log"
+        return PeerUnavailable(problem, cause=cause)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceeded(text)
+        return DeadlineExceeded("the call did not end within its deadline (timeout_s of a client)")
     if text == _TOO_MANY_CALLS:
         return Busy("the port serves as many calls as it may at once; try again when others have ended")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
@@ -359,6 +361,15 @@ def from_rpc_error(error: grpc.RpcError) -> TasukiError:
     if code is grpc.StatusCode.PERMISSION_DENIED:
         return PermissionDenied(text)
     return InternalError(f"{code.name}: {text}")
+
+
+def _innermost(text: str) -> str:
+    """Why a connection failed, without what gRPC's layers put before it."""
+    last = text.rpartition("last error: ")[2]
+    before = (
+        r"(?:[A-Z_]+: )?(?:(?:ipv[46]|unix):\S+: )?(?:connect failed: addr: \S+ error: |Failed to connect to remote host: )?"
+    )
+    return re.sub(rf"^{before}", "", last) or text
 
 
 def _cut(text: str, most_bytes: int) -> str:

@@ -22,8 +22,9 @@ _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 class ModelTokenizer:
     """The tokenizer of a Hugging Face model folder. `fields` are a row's: its `tools` and `chat_template_kwargs` reach the template."""
 
-    def __init__(self, model_path: Path) -> None:
+    def __init__(self, model_path: Path | str) -> None:
         """Raises as read_tokenizer."""
+        model_path = Path(model_path)
         self._tokenizer = read_tokenizer(model_path)
         self._stop_token_ids = read_stop_token_ids(model_path, vocab_size=self._tokenizer.vocab_size)
 
