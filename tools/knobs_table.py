@@ -177,7 +177,7 @@ def _signed(change: float) -> str:
 
 def trainer_page(text: str) -> str:
     """Returns docs/reference/trainer.md with its two tables updated."""
-    tables = iter((experts_table(), table()))
+    tables = iter((table(), experts_table()))
     return _TABLE.sub(lambda _: next(tables), text)
 
 
