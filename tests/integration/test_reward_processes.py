@@ -73,6 +73,14 @@ def dies(): os.kill(os.getpid(), signal.SIGKILL)
 def kills_group(): os.killpg(0, signal.SIGKILL)
 def stops(): os.kill(os.getpid(), signal.SIGSTOP)
 def stops_nest(): os.kill(os.getppid(), signal.SIGSTOP)
+def kills_nest(): os.kill(os.getppid(), signal.SIGKILL)
+def orphan_kills_nest():
+    if not os.fork():
+        middle = os.getpid()
+        if os.fork(): os._exit(0)
+        while os.getppid() == middle: time.sleep(0.01)
+        kills_nest()
+        stay()
 def raises(): raise RuntimeError("x")
 
 OWN = 0
@@ -87,6 +95,7 @@ def reward(completion):
 """
 STARTS = ("forks", "daemonizes", "chains", "runs", "returns_twice", "deafens", "stops_child", "closes", "closes_all", "opens")
 ENDS = ("", "hangs", "spins", "leaves", "dies", "kills_group", "stops", "raises", "stops_nest hangs")
+KILLS = ("daemonizes deafens kills_nest hangs", "forks orphan_kills_nest hangs")
 CLIENT = """
 import sys
 from tasuki.client.rewards import RewardPool
@@ -127,6 +136,7 @@ def begin(folder: Path, timeout_s: float, *completions: str) -> subprocess.Popen
 def test_nothing_that_a_reward_starts_outlives_the_pool_or_keeps_its_pipe(folder: Path, seed: int):
     drawn = random.Random(seed)
     completions = [" ".join((*drawn.sample(STARTS, drawn.randint(1, 3)), end)) for end in ENDS]
+    completions.extend(KILLS)
     with begin(folder, 1.5, *completions) as client:
         output, _ = client.communicate(timeout=60)  # until no process has the pipe
     assert (client.returncode, len(output.splitlines()) > 0) == (0, True), output

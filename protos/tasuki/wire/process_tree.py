@@ -81,9 +81,18 @@ def reap() -> dict[int, int]:
 def run_nested(work: Callable[[], object], *, lifeline_fd: int) -> NoReturn:
     """Runs `work` in a child. Once it has ended, or nobody holds the other end of the lifeline, kills all that it has left, and exits.
 
-    Whatever the child's processes do, they stay below this one, which adopts their orphans. The exit code is the child's, or 128 and the
-    signal that has ended it.
+    Whatever the child's processes do, they stay below this one, which adopts their orphans. So do those of a child that kills its
+    parent, as there are two such nests. The exit code is the child's, or 128 and the signal that has ended it.
     """
+
+    def innermost() -> None:
+        os.close(lifeline_fd)
+        work()
+
+    _nest(lambda: _nest(innermost, lifeline_fd=lifeline_fd), lifeline_fd=lifeline_fd)
+
+
+def _nest(work: Callable[[], object], *, lifeline_fd: int) -> NoReturn:
     parent = os.getppid()
     die_with_parent(parent, signal.SIGCONT)  # wakes a nest that its own child has stopped
     adopt_orphans()
@@ -92,7 +101,6 @@ def run_nested(work: Callable[[], object], *, lifeline_fd: int) -> NoReturn:
     nest = os.getpid()
     child = os.fork()
     if not child:
-        os.close(lifeline_fd)
         os.setsid()  # a signal to its own group reaches nobody else
         for number in _NEST_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
