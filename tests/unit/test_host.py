@@ -132,3 +132,5 @@ def test_kills_for_memory_are_those_of_the_own_group(tmp_path: Path):
     assert num_memory_kills(machine(tmp_path / "v2", files, groups="0::/pod/one\n", mounts=V2)) == 2
     old = {"memory/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"}
     assert num_memory_kills(machine(tmp_path / "v1", old, groups="4:memory:/\n", mounts=V1.format(top="/", name="memory"))) == 3
+    both = V2.replace("cgroup rw", "cgroup/unified rw") + "\n" + V1.format(top="/", name="memory")
+    assert num_memory_kills(machine(tmp_path / "hybrid", old, groups="4:memory:/\n0::/\n", mounts=both)) == 3

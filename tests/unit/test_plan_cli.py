@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tasuki.cli.__main__ import main
-from tasuki.memory.host import host_memory
+from tasuki.memory.host import HostMemory, host_memory
 from tasuki.planner.plan import PLAN_STAGES
 from tasuki.planner.presets import PRESETS
 
@@ -197,6 +197,17 @@ def test_a_node_on_a_cpu_is_planned_with_this_machines_memory(node: Path, capsys
     for device, host_bytes in (("cpu", host_memory().total_bytes), ("cuda", 2000 * 10**9)):
         main(["plan", str(node), "--gpu-gb", "80", "--set", f'device="{device}"', "--json"])
         assert json.loads(capsys.readouterr().out)["host_bytes"] == host_bytes
+
+
+def test_the_control_group_that_limits_the_host_is_named(
+    node: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    limited = HostMemory(10**9, 10**9, Path("/sys/fs/cgroup/pod/memory.max"))
+    for module in ("plan", "plan_report"):
+        monkeypatch.setattr(f"tasuki.cli.{module}.host_memory", lambda: limited)
+    for device, is_named in (("cpu", True), ("cuda", False)):
+        main(["plan", str(node), "--gpu-gb", "80", "--set", f'device="{device}"'])
+        assert ("of 1.0 GB that /sys/fs/cgroup/pod/memory.max allows" in capsys.readouterr().out) is is_named
 
 
 SEVEN_B = {

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tasuki.memory.host import host_memory
 from tasuki.planner.advice import Advice
 from tasuki.planner.node import MARGIN, Checkpointing, Node, Part, gb
 from tasuki.planner.node_traffic import Traffic
@@ -72,7 +73,9 @@ def details(planned: Plan, advice: Advice) -> list[str]:
     lines: list[str] = []
     if node.device == "cuda":
         lines.append(f"GPU peak: {peak.stage}, {gb(peak.gpu_bytes)} of {gb(node.gpu_bytes)} GB: {parts}.")
-    lines.append(f"Host peak: {host.stage}, {gb(host.host_bytes)} of {gb(node.host_bytes)} GB.")
+    own = host_memory()
+    allowed = f" that {own.limited_by} allows" if own.limited_by is not None and own.total_bytes == node.host_bytes else ""
+    lines.append(f"Host peak: {host.stage}, {gb(host.host_bytes)} of {gb(node.host_bytes)} GB{allowed}.")
     if node.trainer.expert_parallel:
         lines.append(_experts(node))
     size = f"{gb(planned.kv_pool.num_bytes)} GB {'on a GPU' if node.device == 'cuda' else 'of a rank'}"

@@ -80,8 +80,8 @@ def rank_threads() -> int:
 
 
 def num_memory_kills(root: Path = _ROOT) -> int:
-    """Processes that the kernel has killed for memory: of this process's control group, or of the machine where no group counts them."""
-    for group in islice(_groups("memory", root), 1):
+    """Processes that the kernel has killed for memory: of the innermost control group that counts them, or else of the machine."""
+    for group in _groups("memory", root):
         for name in ("memory.events", "memory.oom_control"):
             if "oom_kill" in (counts := _counts(group / name)):
                 return counts["oom_kill"]
