@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from tasuki.config.load import load_config
-from tasuki.config.paths import config_path, node_targets
+from tasuki.config.paths import config_path, node_targets, socket_dir
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import memory_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -49,6 +49,12 @@ def refusal(call: Callable[..., object], *arguments: object) -> TasukiError:
     with pytest.raises(grpc.RpcError) as refused:
         call(*arguments, timeout=LIMIT_S)
     return from_rpc_error(refused.value)
+
+
+def test_files_of_a_node_are_for_its_user_alone(node: RunningNode) -> None:
+    run = socket_dir(node.state_dir)  # private as a whole
+    files = [path for path in node.state_dir.rglob("*") if path.is_file() and not path.is_relative_to(run)]
+    assert len(files) > 8 and not [path for path in files if path.stat().st_mode & 0o077]
 
 
 def test_phases_go_round_and_the_journal_has_every_stage(coordinator: CoordinatorServiceStub) -> None:

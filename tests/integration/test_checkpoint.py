@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -85,6 +86,11 @@ def assert_refused(path: Path, problem: str) -> None:
         load_checkpoint(path, tensors=training_tensors(model, optimizer), have=FACTS)
     assert refused.value.metadata["field"] == "path"
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(model, optimizer), before, strict=True))
+
+
+def test_files_of_a_checkpoint_are_for_their_user_alone(saved: tuple[Path, list[torch.Tensor]]) -> None:
+    files = [path for path in saved[0].rglob("*") if path.is_file()]
+    assert len(files) > 2 and {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
 
 
 def test_a_checkpoint_brings_back_all_tensors_and_the_random_state(saved: tuple[Path, list[torch.Tensor]]) -> None:

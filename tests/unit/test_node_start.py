@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from tasuki.config.lock import NODE_LOCK, StateLock, holder, lock_path
 from tasuki.config.paths import LAUNCHED_VARIABLE
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.node.services import node_services, without_secrets
+from tasuki.node.start import make_private
 from tasuki.rpc.process_start import StartSeconds, read_start_seconds
 from tasuki.wire.errors import InvalidArgument
 from tests.conftest import ENVIRONMENT
@@ -98,6 +100,21 @@ def test_a_value_that_tells_of_a_secret_is_dropped(name: str, value: str) -> Non
 )  # fmt: skip
 def test_others_are_kept(name: str, value: str) -> None:
     assert without_secrets({name: value}) == {name: value}
+
+
+def test_files_of_earlier_starts_become_private_and_an_open_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    files = [tmp_path / "journal.sqlite", tmp_path / "logs" / "trainer.log.old"]
+    for file in files:
+        file.touch()
+        file.chmod(0o644)
+    told: list[str] = []
+    for mode in (0o750, 0o700):
+        tmp_path.chmod(mode)
+        make_private(tmp_path, tell=told.append)
+        assert stat.S_IMODE(tmp_path.stat().st_mode) == mode
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600, 0o600]
+    assert told == [f"state_dir: others may list {tmp_path} (0750): chmod go-rwx {tmp_path}"]
 
 
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from tasuki.config.save import write_private
 from tasuki.config.table import Schema
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -49,7 +50,7 @@ def plan_path(folder: Path) -> Path:
 
 
 def write_choices(choices: Choices, state_dir: Path) -> None:
-    plan_path(state_dir).write_text(choices.model_dump_json(indent=2) + "\n")
+    write_private(plan_path(state_dir), choices.model_dump_json(indent=2) + "\n")
 
 
 def read_choices(state_dir: Path) -> Choices:

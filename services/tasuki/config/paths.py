@@ -44,6 +44,12 @@ def check_owner(state_dir: Path) -> None:
         raise InvalidArgument("state_dir", f"every user of the machine can write to {place}; chmod o-w {place}")
 
 
+def readable_by_others(folder: Path) -> str:
+    """Says that other users may list the folder; empty if they may not, or there is none. Its files are private."""
+    mode = stat.S_IMODE(folder.stat().st_mode) if folder.is_dir() else 0
+    return f"others may list {folder} ({mode:04o}): chmod go-rwx {folder}" if mode & 0o077 else ""
+
+
 def node_targets(config: NodeConfig) -> dict[str, str]:
     """gRPC targets of the node's unix sockets, by service. Creates no folder."""
     return {name: unix_target(config.state_dir, service=name) for name in SERVICES}

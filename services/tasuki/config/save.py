@@ -13,7 +13,14 @@ from tasuki.config.schema import NodeConfig
 
 def save_config(config: NodeConfig, path: Path) -> None:
     """Writes every key that has a value, including defaults, with absolute paths."""
-    path.write_text("\n".join(toml_lines(config.model_dump(mode="python", exclude_none=True), ())) + "\n", encoding="utf-8")
+    write_private(path, "\n".join(toml_lines(config.model_dump(mode="python", exclude_none=True), ())) + "\n")
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replaces a file by one for this user alone, whatever the umask."""
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(text, encoding="utf-8")
 
 
 def toml_lines(table: Mapping[str, Any], name: tuple[str, ...], *, comment: Callable[[str], str] = lambda _: "") -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tasuki.client.dataset import Row, read_jsonl
 from tasuki.config.load import SLOW_BFLOAT16, slow_dtypes
+from tasuki.config.paths import readable_by_others
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
 from tasuki.doctor.certificates import certificate_findings
 from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, ok, warn
@@ -40,6 +41,8 @@ _STATE_BYTES = 14
 def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) -> Iterable[Finding]:
     """config_dir: of the configuration's file, where rewards are searched."""
     runs = is_running(config)
+    if told := readable_by_others(config.state_dir):
+        yield warn("state_dir of others", told, "names and sizes of its files tell of the run")
     yield ok("node", f"runs in {config.state_dir}") if runs else ok("node", "is not running")
     if not runs:
         yield checked("packages of a node", "installed", check_node_installed, key="the environment")

@@ -101,6 +101,7 @@ def write_exit_report(
     }
     partial = exit_path(state_dir).with_suffix(".part")
     try:
+        partial.touch(mode=0o600)
         partial.write_text(json.dumps(report, indent=2) + "\n")
         partial.rename(exit_path(state_dir))
     except OSError as error:  # a full disk must not prevent the rest of the shutdown

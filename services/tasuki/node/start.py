@@ -25,6 +25,7 @@ from tasuki.config.paths import (
     journal_path,
     log_path,
     node_targets,
+    readable_by_others,
     training_log_path,
     training_run_path,
 )
@@ -141,6 +142,7 @@ def _begin(config: NodeConfig, *, resumes: bool, tell: Tell) -> StartedNode:
             write_choices(choices, config.state_dir)
             exit_path(config.state_dir).unlink(missing_ok=True)
             begin_instance(config.state_dir)
+            make_private(config.state_dir, tell=tell)
             if not resumes:
                 _begin_at_the_model(config.state_dir)
             process = _spawn_supervisor(config, lock_fd=lock.fd, read_fd=read_fd)
@@ -151,6 +153,15 @@ def _begin(config: NodeConfig, *, resumes: bool, tell: Tell) -> StartedNode:
         lock.close()
         os.close(read_fd)
     return StartedNode(config, process, starter_fd=starter_fd)
+
+
+def make_private(state_dir: Path, *, tell: Tell) -> None:
+    """Takes the permissions of other users from the node's files of earlier starts, and tells of a folder that they may read."""
+    for path in filter(Path.is_file, (*state_dir.glob("*"), *state_dir.glob("logs/*"))):
+        with suppress(PermissionError):  # another user's
+            path.chmod(path.stat().st_mode & 0o700)
+    if told := readable_by_others(state_dir):
+        tell(f"state_dir: {told}")
 
 
 def _begin_at_the_model(state_dir: Path) -> None:
@@ -217,6 +228,7 @@ def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subp
     log = log_path(config.state_dir, "supervisor")
     log.parent.mkdir(mode=0o700, exist_ok=True)
     rotate(log, keep=KEPT_LOGS)
+    log.touch(mode=0o600)
     with log.open("wb") as output:
         return subprocess.Popen(
             argv,

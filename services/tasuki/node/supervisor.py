@@ -158,6 +158,8 @@ class Supervisor:
                 stderr=subprocess.STDOUT,
                 # Its own group, so that signals from a terminal do not reach it. Forking is safe: this process has no threads.
                 start_new_session=True,
+                # Only models that the trainer exports follow the user's umask.
+                umask=-1 if service.name == "trainer" else 0o077,
                 preexec_fn=in_child,
             )
         # `reap` waits for it. Popen would, if it is collected or another begins after the service has ended, and the end be missed.
@@ -309,6 +311,7 @@ def _fresh_log(path: Path) -> BinaryIO:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         rotate(path, keep=KEPT_LOGS)
+        path.touch(mode=0o600)
         return path.open("wb")
     except OSError as error:
         _log.error("event=no_log path=%s error=%s", path, error)

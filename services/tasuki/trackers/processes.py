@@ -45,6 +45,7 @@ def _start(output_dir: Path, name: TrackerName, track: TrackConfig, *, read_fd: 
     log = log_path(output_dir, f"track-{name}")
     try:
         log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        log.touch(mode=0o600)
         with log.open("ab") as output:
             return subprocess.Popen(
                 [*argv, "--pipe-fd", str(read_fd)],
@@ -52,6 +53,7 @@ def _start(output_dir: Path, name: TrackerName, track: TrackConfig, *, read_fd: 
                 stdout=output,
                 stderr=output,
                 pass_fds=(read_fd,),
+                umask=0o077,
                 start_new_session=True,  # Ctrl-C only interrupts the run
             )
     except OSError as error:

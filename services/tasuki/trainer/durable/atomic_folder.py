@@ -67,7 +67,9 @@ def rename_into_place(aside: Path, path: Path, *, finish: Callable[[], None] = l
     def rename() -> None:
         try:
             finish()
+            most = aside.stat().st_mode
             for file in aside.rglob("*"):
+                file.chmod(file.stat().st_mode & most)  # others may read no file of a private folder, wherever it is copied
                 fsync(file)
             fsync(aside)
         except OSError:

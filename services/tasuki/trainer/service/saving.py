@@ -105,6 +105,7 @@ def _keep(path: Path, record: TrainingRecord) -> None:
     """Raises DiskFull."""
     aside = path.with_suffix(".part")
     try:
+        aside.touch(mode=0o600)
         with aside.open("wb") as file:
             file.write(record.SerializeToString())
             file.flush()
