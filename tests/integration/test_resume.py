@@ -72,7 +72,7 @@ class Run:
         settings = rl_run_settings(config.train)
         with Client(state_dir=config.state_dir) as client:
             if action == "begin":
-                return begin(client, config, settings)
+                return begin(client, config, settings, config_dir=Path.cwd())
             earlier = self.look()
             assert earlier is not None
             return go_on(client, config, settings, earlier)

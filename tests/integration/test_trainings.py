@@ -41,8 +41,8 @@ def test_a_table_is_trained_by_its_loop_and_told_by_its_figures(tmp_path: Path, 
     client = LoopClient() if table == "train" else SftClient()
     steps: list[Step] = []
     progress = Progress(num_steps=2, eval_every=training.eval_every)
-    with training.opened((tmp_path,), save_now=lambda: False, progress=progress) as loop:
-        loop(cast(Client, client), training.dataset(), Continuation(), steps.append)
+    with training.opened((tmp_path,), save_now=lambda: False, progress=progress) as make_loop:
+        make_loop(cast(Client, client), training.dataset(), Continuation()).run(steps.append)
     assert [(step.step, step.policy_version) for step in steps] == [(0, 0), (1, 1), (2, 2)]
     assert client.verbs()[-1] == "export_model"
     assert (progress.record().activity, progress.record().step) == ("export", 2)

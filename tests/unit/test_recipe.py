@@ -38,15 +38,15 @@ def _config(folder: Path, *overrides: str) -> NodeConfig:
 def test_provenance_names_the_commit_and_whether_it_was_changed(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(folder.parent))
-    assert "commit" not in provenance(_config(folder))
+    assert "commit" not in provenance(_config(folder), config_dir=folder)
     author = ("-c", "user.name=a", "-c", "user.email=a@b")
     for command in (("init", "-q"), ("add", "node.toml"), (*author, "commit", "-qm", "c")):
         subprocess.run(["git", *command], check=True)
-    clean = provenance(_config(folder))
+    clean = provenance(_config(folder), config_dir=folder)
     assert len(clean["commit"]) == 40 and clean["dataset"] == str(folder / "train.jsonl")
     with (folder / "node.toml").open("a") as config:
         config.write("\n")
-    assert provenance(_config(folder))["commit"] == f"{clean['commit']} with uncommitted changes"
+    assert provenance(_config(folder), config_dir=folder)["commit"] == f"{clean['commit']} with uncommitted changes"
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ class GenerateRequest(_message.Message):
     first_prompt: _builtins.int
     """Position of the first prompt among all prompts of a caller who splits them over several requests. Offsets the seeds."""
     call_number: _builtins.int
-    """Tells calls of equal content at one version apart: those with the same number use the same seeds, on any node. By default the
-    service counts them.
+    """Tells calls of equal content apart: those with the same number use the same seeds, at any version and on any node. By default the
+    service counts them, by version.
     """
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:

@@ -163,6 +163,19 @@ def _add_run_commands(commands: _Commands) -> None:
     )
     train.add_argument("--no-start", action="store_true", help="fail if no node is running")
     add_overrides(train)
+    evaluate = _command(commands, "eval", _eval, "repeat a run's evaluation on its exported model, a folder or a checkpoint")
+    evaluate.add_argument(
+        "place", type=Path, metavar="RUN", help="the run's output folder, the state folder of its node, or its CONFIG"
+    )
+    weights = evaluate.add_mutually_exclusive_group()
+    weights.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face model folder (default: RUN/model)")
+    weights.add_argument("--checkpoint", metavar="N|PATH", help="the checkpoint of policy version N, or the one at PATH")
+    add_overrides(evaluate)
+    export = _command(commands, "export", _export, "write a checkpoint as a Hugging Face model folder, without a node")
+    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    export.add_argument("--run", dest="place", type=Path, metavar="RUN", help="its run (default: the folder it is in)")
+    export.add_argument("--output", type=Path, metavar="DIR", help="a new folder (default: model-NAME in the run's folder)")
+    export.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="default: the run's")
     config = _command(commands, "config", _config, "print the effective configuration, with the origin of each key")
     config.add_argument("config", type=Path, metavar="CONFIG")
     add_overrides(config)
@@ -301,6 +314,18 @@ def _train(arguments: argparse.Namespace) -> int:
     config = load_beside_node(arguments.config, overrides=arguments.overrides)
     warn_of_settings(config)
     return train(config, config_dir=config_dir, may_start=not arguments.no_start)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.evaluate import run
+
+    return run(arguments.place, model=arguments.model, checkpoint=arguments.checkpoint, overrides=arguments.overrides)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.export import run
+
+    return run(arguments.checkpoint, place=arguments.place, output=arguments.output, dtype=arguments.dtype)
 
 
 def _config(arguments: argparse.Namespace) -> int:

@@ -29,11 +29,12 @@ from tasuki.runs.earlier_run import EarlierRun, run_has_ended
 from tasuki.runs.folder import MetricsFile, changeovers_of, name_run, write_summary
 from tasuki.runs.inputs import check_output, read_inputs
 from tasuki.runs.progress import duration
+from tasuki.runs.recorded_run import write_run_config
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining
 from tasuki.runs.settings import RunSettings
 from tasuki.runs.sft_training import read_sft
-from tasuki.runs.training import Loop, SaveRequest, Training
+from tasuki.runs.training import MakeLoop, SaveRequest, Training
 from tasuki.trackers.adapters import check_installed
 from tasuki.trackers.processes import tracked
 from tasuki.wire.denied_path import named_if_denied
@@ -155,7 +156,7 @@ def _run(
     folders, output_dir = (Path.cwd(), config_dir), training.settings.output_dir
     progress = Progress(num_steps=training.settings.num_steps, eval_every=training.eval_every)
     with (
-        training.opened(folders, save_now=request.save_now, progress=progress) as loop,
+        training.opened(folders, save_now=request.save_now, progress=progress) as make_loop,
         _sole_training(config, output_dir),
     ):
         earlier = look()
@@ -167,7 +168,8 @@ def _run(
             explained(config),
         ):
             try:
-                _train(config, training, loop, earlier, request, StepLines(progress, display), started=started)
+                lines = StepLines(progress, display)
+                _train(config, training, make_loop, earlier, request, lines, config_dir=config_dir, started=started)
             except KeyboardInterrupt:
                 sys.stderr.write(f"interrupted; {how_to_continue(training.settings)}\n")
                 raise
@@ -192,18 +194,24 @@ def check_longest_sample(num_tokens: int, *, limit: int) -> None:
 def _train(
     config: NodeConfig,
     training: Training,
-    loop: Loop,
+    make_loop: MakeLoop,
     earlier: EarlierRun | None,
     request: SaveRequest,
     lines: StepLines,
     *,
+    config_dir: Path,
     started: float,
 ) -> None:
     settings, target = training.settings, client_target(config)
     with Client(target, otlp_endpoint=otlp_endpoint(), otlp_headers_file=otlp_headers_file()) as client:
         check_longest_sample(training.longest_sample, limit=client.trainer_state().micro_batch_tokens)
         num_changeovers = client.state().num_changeovers
-        start = begin(client, config, settings) if earlier is None else go_on(client, config, settings, earlier)
+        start = (
+            begin(client, config, settings, config_dir=config_dir)
+            if earlier is None
+            else go_on(client, config, settings, earlier)
+        )
+        write_run_config(settings.output_dir, config)
         name_run(config.state_dir, settings.output_dir)
         # From here on the node's records belong to this run.
         with archived(config.state_dir, settings.output_dir):
@@ -218,7 +226,7 @@ def _train(
 
             dataset = training.dataset()
             start.seek(dataset)
-            loop(client, dataset, start, report)
+            make_loop(client, dataset, start).run(report, first_step=start.first_step, pending=start.pending)
             changeovers = changeovers_of(start.steps) + client.state().num_changeovers - num_changeovers
             policy_version = client.trainer_state().policy_version
     training.draw(metrics.steps)

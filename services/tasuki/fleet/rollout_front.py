@@ -39,15 +39,16 @@ class CallSeeds:
     calls: CallNumbers
 
     def of(self, request: rollout_pb2.GenerateRequest, *, version: int) -> int:
-        """Seed from the version, the call's content, and how often that was asked before, unless the call has a number."""
+        """Seed from the call's content, with its number; without one also from the version and how often that was asked before."""
         asked = rollout_pb2.GenerateRequest()
         asked.CopyFrom(request)
         asked.ClearField("request_id")
         question = hashlib.sha256(asked.SerializeToString(deterministic=True)).hexdigest()
         self.calls.begin_version(version)
-        is_numbered = request.HasField("call_number")  # the question has it
-        number = -1 if is_numbered else self.calls.number(question, call_id=request.request_id or uuid.uuid4().hex)
-        digest = hashlib.sha256(f"{self.seed}/{version}/{question}/{number}".encode()).digest()
+        asked_before = ""
+        if not request.HasField("call_number"):
+            asked_before = f"{version}/{self.calls.number(question, call_id=request.request_id or uuid.uuid4().hex)}"
+        digest = hashlib.sha256(f"{self.seed}/{question}/{asked_before}".encode()).digest()
         return int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS)
 
 

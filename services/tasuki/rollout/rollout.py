@@ -320,7 +320,7 @@ class Rollout:
     def _seed(self, request: GenerateRequest, *, call_id: str) -> int | str | None:
         """Base of the samples' seeds; None if the engine does not use seeds.
 
-        Without a caller's seed it depends on the version, the call's content, and its number or else how often that was asked before. A
+        Without a caller's seed it depends on the call's content and number, or else on the version and how often that was asked before. A
         restarted engine repeats the lost samples, and asking twice gives different samples.
         """
         if not self.engine.model.is_seeded:
@@ -329,7 +329,7 @@ class Rollout:
             return request.sampling_params.sampling_seed
         asked = question(request)
         if request.HasField("call_number"):
-            return f"{self._rollout_seed}/{self._held_version}/{asked}/call/{request.call_number}"
+            return f"{self._rollout_seed}/{asked}/call/{request.call_number}"
         number = self._calls.number(asked, call_id=request.request_id or call_id)
         return f"{self._rollout_seed}/{self._held_version}/{asked}/{number}"
 

@@ -64,13 +64,16 @@ _Head = TypeAdapter(RunHead)
 _GIT_TIMEOUT_S = 5.0
 
 
-def provenance(config: NodeConfig) -> dict[str, str]:
-    """Command, its time and folder, the data, tasuki's version, and the commit of the folder's git repository, if it is in one."""
+def provenance(config: NodeConfig, *, config_dir: Path) -> dict[str, str]:
+    """Command, its time and folder, the folder of its configuration, the data, tasuki's version, and the commit of the folder's git
+    repository, if it is in one.
+    """
     run = config.train or config.sft
     assert run is not None
     found = {
         "command": shlex.join(sys.argv),
         "folder": str(Path.cwd()),
+        "config_dir": str(config_dir.resolve()),
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
         "tasuki": version("tasuki"),
         "model": str(config.model.path),

@@ -40,8 +40,8 @@ def recipe(config: NodeConfig) -> Recipe:
     values = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
     values["seed"] = config.seed
     values["model"] = model_digest(config.model.path)
-    values[f"{table}.dataset"] = _file_digest(run.dataset)
-    values[f"{table}.eval_dataset"] = None if run.eval_dataset is None else _file_digest(run.eval_dataset)
+    values[f"{table}.dataset"] = file_digest(run.dataset)
+    values[f"{table}.eval_dataset"] = None if run.eval_dataset is None else file_digest(run.eval_dataset)
     return json.loads(json.dumps(values))
 
 
@@ -76,7 +76,7 @@ def _is_digest(value: object) -> bool:
     return isinstance(value, str) and value.startswith(_DIGEST)
 
 
-def _file_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return _DIGEST + hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -89,6 +89,6 @@ def model_digest(folder: Path) -> str:
     files = (*model_files(folder), *sorted(folder.glob(f"{CHAT_TEMPLATES}/*.jinja")))
     texts = [path for path in files if path.suffix != ".safetensors" and path.name != INDEX_FILE]
     stored = {name: tensor for name, tensor in read_stored(folder).items() if not is_computed(name)}
-    parts = [f"{path.name} {_file_digest(path)}" for path in texts]
+    parts = [f"{path.name} {file_digest(path)}" for path in texts]
     parts += [f"{name} {stored[name].dtype} {stored[name].shape}" for name in sorted(stored)]
     return _DIGEST + hashlib.sha256("\n".join(parts).encode()).hexdigest()

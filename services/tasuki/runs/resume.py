@@ -52,12 +52,14 @@ def check_restart(earlier: EarlierRun, config: NodeConfig, settings: RunSettings
         _check_saves(earlier, settings, other_way=other_way)
 
 
-def begin(client: Client, config: NodeConfig, settings: RunSettings) -> Continuation:
-    """Starts a run from the node's current weights, without gradients that an earlier run may have left."""
+def begin(client: Client, config: NodeConfig, settings: RunSettings, *, config_dir: Path) -> Continuation:
+    """Starts a run from the node's current weights, without gradients that an earlier run may have left. config_dir: for run.json."""
     _discard_gradients(client)
     client.begin_run()
     forget_pending(settings.output_dir)
-    head = RunHead(uuid.uuid4().hex, client.trainer_state().policy_version, recipe(config), provenance(config))
+    head = RunHead(
+        uuid.uuid4().hex, client.trainer_state().policy_version, recipe(config), provenance(config, config_dir=config_dir)
+    )
     write_head(settings.output_dir, head)
     write_durably(training_run_path(config.state_dir), head.id)
     return Continuation()

@@ -20,7 +20,7 @@ from tasuki.runs.continuation import Continuation
 from tasuki.runs.folder import EVALUATIONS, SAMPLES, draw_curve, summarize
 from tasuki.runs.inputs import TrainInputs
 from tasuki.runs.settings import RunSettings, field_as_key
-from tasuki.runs.training import Loop
+from tasuki.runs.training import MakeLoop
 
 _EVAL_TEXTS = 256
 """Held-out rows whose prompts and completions are written; of all others the rewards."""
@@ -49,7 +49,7 @@ class RlTraining:
         return Dataset(self.inputs.rows, seed=self.inputs.seed)
 
     @contextmanager
-    def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool], progress: Progress) -> Iterator[Loop]:
+    def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool], progress: Progress) -> Iterator[MakeLoop]:
         inputs, reward = self.inputs, self.inputs.train.reward
         with (
             open_rewards(reward, folders, num_workers=reward.num_workers) as rewards,
@@ -58,9 +58,9 @@ class RlTraining:
         ):
             check_reward_rows(rewards, inputs.train, rows=inputs.rows, eval_rows=inputs.eval_rows)
 
-            def loop(client: Client, dataset: Dataset[Row], start: Continuation, report: Callable[[Step], None]) -> None:
+            def loop(client: Client, dataset: Dataset[Row], start: Continuation) -> RlLoop:
                 state = EstimatorState.of(start.steps[-1].estimator if start.steps else {})
-                rl = RlLoop(
+                return RlLoop(
                     client,
                     dataset,
                     inputs.eval_rows,
@@ -73,7 +73,6 @@ class RlTraining:
                     save_now,
                     progress,
                 )
-                rl.run(report, first_step=start.first_step, pending=start.pending)
 
             yield loop
 

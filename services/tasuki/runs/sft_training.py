@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from tasuki.client.dataset import Dataset
@@ -24,7 +23,7 @@ from tasuki.runs.continuation import Continuation
 from tasuki.runs.folder import draw_points
 from tasuki.runs.settings import RunSettings, field_as_key
 from tasuki.runs.tokenizer import ModelTokenizer
-from tasuki.runs.training import Loop
+from tasuki.runs.training import MakeLoop
 from tasuki.wire.errors import InvalidArgument
 
 
@@ -64,20 +63,11 @@ class SftTraining:
         return Dataset(self.samples, seed=self.seed)
 
     @contextmanager
-    def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool], progress: Progress) -> Iterator[Loop]:
-        yield partial(self._train, save_now, progress)
+    def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool], progress: Progress) -> Iterator[MakeLoop]:
+        def loop(client: Client, dataset: Dataset[TrainingSample], start: Continuation) -> SftLoop:
+            return SftLoop(client, dataset, self.eval_samples, self.sft, self.settings.num_steps, save_now, progress)
 
-    def _train(
-        self,
-        save_now: Callable[[], bool],
-        progress: Progress,
-        client: Client,
-        dataset: Dataset[TrainingSample],
-        start: Continuation,
-        report: Callable[[Step], None],
-    ) -> None:
-        loop = SftLoop(client, dataset, self.eval_samples, self.sft, self.settings.num_steps, save_now, progress)
-        loop.run(report, first_step=start.first_step, pending=start.pending)
+        yield loop
 
     def summary(self, steps: Sequence[Step], *, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
         return summarize_sft(steps, seed=self.seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)

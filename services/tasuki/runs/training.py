@@ -10,14 +10,23 @@ from types import FrameType
 from typing import Any, Protocol
 
 from tasuki.client.dataset import Dataset
+from tasuki.client.loop_state import PendingStep
 from tasuki.client.progress import Progress
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.runs.continuation import Continuation
 from tasuki.runs.settings import RunSettings
 
-Loop = Callable[[Client, Dataset[Any], Continuation, Callable[[Step], None]], None]
-"""Trains from the continuation on, on an existing dataset; passes each finished step to the last argument."""
+
+class Loop(Protocol):
+    """The loop of a run, such as RlLoop."""
+
+    def run(self, report: Callable[[Step], None], *, first_step: int = 0, pending: PendingStep | None = None) -> None: ...
+    def evaluate(self, step: Step) -> None: ...
+
+
+MakeLoop = Callable[[Client, Dataset[Any], Continuation], Loop]
+"""Makes the loop with the state of the continuation, on an existing dataset."""
 
 
 class Training(Protocol):
@@ -42,8 +51,8 @@ class Training(Protocol):
 
     def opened(
         self, folders: Sequence[Path], *, save_now: Callable[[], bool], progress: Progress
-    ) -> AbstractContextManager[Loop]:
-        """Opens the loop, with its worker processes for the duration of the block.
+    ) -> AbstractContextManager[MakeLoop]:
+        """Opens what the loop needs, such as worker processes, for the duration of the block.
 
         folders: searched for the user's modules. save_now: polled after each step: whether to save it although no checkpoint is due.
         progress: told by the loop.

@@ -1,0 +1,115 @@
+"""`tasuki eval`: repeats a run's evaluation on its exported model, another folder or a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tasuki.cli.progress import ProgressDisplay
+from tasuki.cli.train import read_training
+from tasuki.client.durable import write_durably
+from tasuki.client.loop_state import read_loop_state
+from tasuki.client.progress import Progress
+from tasuki.client.step import Step
+from tasuki.client.sync_client import Client
+from tasuki.client.types import Phase
+from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.config.paths import client_target
+from tasuki.config.schema import MetricsConfig, NodeConfig, TrackConfig
+from tasuki.config.train_schema import SamplesConfig
+from tasuki.node.exit_report import explained
+from tasuki.node.start import running_node
+from tasuki.runs.continuation import Continuation
+from tasuki.runs.recorded_run import RecordedRun, evaluation_of, find_run
+from tasuki.wire.errors import InvalidArgument, NodeRunning, PathNotFound
+
+
+def run(place: Path, *, model: Path | None, checkpoint: str | None, overrides: Sequence[str]) -> int:
+    """Evaluates on a node of its own, which it starts and stops, and writes `eval/NAME.json` to the run's folder.
+
+    Same rows, sampling, rewards and seeds as the run's last evaluation, or as that of the checkpoint's version if there was one. model: by
+    default the run's `model/`. Raises NodeRunning while the run's own node is up, PathNotFound, InvalidArgument.
+    """
+    found = find_run(place, overrides=overrides)
+    found.check_data()
+    pid = holder(found.config.state_dir, name=NODE_LOCK)
+    if pid is not None:
+        text = f"the run's node, pid {pid}, is up; stop it first: tasuki down --state-dir {found.config.state_dir}"
+        raise NodeRunning(text, state_dir=found.config.state_dir, pid=pid)
+    path = found.output_dir / "model" if model is None else model.absolute()
+    version = None
+    if checkpoint is not None:
+        path = found.checkpoint(checkpoint)
+        version = read_loop_state(path).step.next_version()
+    elif not path.is_dir():
+        raise PathNotFound(
+            f"{path} is not a folder; the run exports it at its end, --checkpoint N takes a checkpoint", path=path
+        )
+    recorded = found.evaluated(policy_version=version)
+    step = _evaluated(found, path, is_checkpoint=checkpoint is not None, number=(recorded or found.evaluated() or Step(0)).step)
+    _tell(found.output_dir / "eval" / f"{path.name}.json", path, figures=evaluation_of(step), recorded=recorded, step=step)
+    return 0
+
+
+def _evaluated(found: RecordedRun, path: Path, *, is_checkpoint: bool, number: int) -> Step:
+    """The evaluation of step `number`, whose seeds it has, with these weights."""
+    folder = found.output_dir / "eval"
+    config = _own_node(found.config if is_checkpoint else _of_model(found.config, path), state_dir=folder / "node")
+    training, step = read_training(config), Step(number)
+    progress = Progress(num_steps=number)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    display = ProgressDisplay(progress, config.state_dir)
+    with (
+        training.opened((Path.cwd(), *found.folders), save_now=lambda: False, progress=progress) as make_loop,
+        display.shown(folder),
+        running_node(config),
+        explained(config),
+        Client(client_target(config)) as client,
+    ):
+        if is_checkpoint:
+            client.load(path)
+        step.acquire(client, Phase.TRAIN if config.train is None else Phase.ROLLOUT)
+        step.policy_version = client.trainer_state().policy_version
+        make_loop(client, training.dataset(), Continuation()).evaluate(step)
+    return step
+
+
+def _of_model(config: NodeConfig, path: Path) -> NodeConfig:
+    """The same node with the folder's weights, which nothing rounds but rollout: adapters start as zeros."""
+    dtype = config.rollout.dtype
+    held = {"compute_dtype": dtype} if config.trainer.lora is not None else {"param_dtype": dtype}
+    trainer = config.trainer.model_copy(update=held if config.sft is None else {})
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path}), "trainer": trainer})
+
+
+def _own_node(config: NodeConfig, *, state_dir: Path) -> NodeConfig:
+    """The node without ports, trackers and samples on disk."""
+    changes = {"state_dir": state_dir, "listen": "unix", "metrics": MetricsConfig(), "track": TrackConfig(), "fleet": None}
+    if config.train is not None:
+        changes["train"] = config.train.model_copy(update={"samples": SamplesConfig(groups_per_step=0)})
+    return config.model_copy(update=changes)
+
+
+def _tell(file: Path, path: Path, *, figures: dict[str, float], recorded: Step | None, step: Step) -> None:
+    """Prints the figures beside the recorded ones, and writes both."""
+    if not figures:
+        raise InvalidArgument("train.reward", "failed for every completion: there is no score")
+    known = {} if recorded is None else evaluation_of(recorded)
+    for name, value in figures.items():
+        beside = (
+            f"recorded {known[name]:.4f}, step {recorded.step}" if recorded is not None and name in known else "not recorded"
+        )
+        sys.stdout.write(f"{name:<10} {value:.4f}  {beside}\n")
+    result = {
+        "path": str(path),
+        "figures": figures,
+        "recorded": known or None,
+        "recorded_step": None if recorded is None else recorded.step,
+        "seconds": round(step.total_seconds(), 1),
+        "time": round(time.time(), 1),
+    }
+    write_durably(file, json.dumps(result, indent=2) + "\n")
+    sys.stdout.write(f"{file}\n")

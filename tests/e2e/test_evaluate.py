@@ -1,0 +1,45 @@
+"""`tasuki eval` and `tasuki export` after a short demo: equal weights have equal scores, also where completions are sampled."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_demo import ENVIRONMENT, RUN, START_S
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(4 * START_S)]
+SETTINGS = ["train.num_steps=3", "train.save_every=2", "train.eval_every=2", "train.eval.temperature=1.0", "trainer.lora.rank=8",
+            "trainer.learning_rate=1e-2"]  # fmt: skip
+
+
+def run(*command: str | os.PathLike[str]) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], env=ENVIRONMENT, capture_output=True, text=True, timeout=START_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_run_is_evaluated_again_by_its_model_its_checkpoint_and_the_exported_checkpoint(tmp_path: Path) -> None:
+    output = tmp_path / "demo"
+    run(RUN, "--output", output, *(argument for setting in SETTINGS for argument in ("--set", setting)))
+    scores = {step["step"]: step["eval_score"] for step in map(json.loads, (output / "metrics.jsonl").read_text().splitlines())}
+    assert scores[2] != scores[3]
+    run("-m", "tasuki.cli", "export", output / "checkpoints" / "version-000002")
+    for arguments, name, step in (
+        ([], "model", 3),
+        (["--checkpoint", "2"], "version-000002", 2),
+        (["--model", str(output / "model-version-000002")], "model-version-000002", None),
+    ):
+        shown = run("-m", "tasuki.cli", "eval", output, *arguments)
+        result = json.loads((output / "eval" / f"{name}.json").read_text())
+        assert f"{result['figures']['score']:.4f}" in shown
+        if step is not None:
+            assert (result["figures"]["score"], result["recorded_step"]) == (scores[step], step)
+            assert result["recorded"] == result["figures"]
+    assert not (output / "eval" / "node" / "run").exists()

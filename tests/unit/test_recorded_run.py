@@ -1,0 +1,77 @@
+"""A run found again by its output folder, its node's state folder or its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from tasuki.client.loop_state import LoopState, write_loop_state
+from tasuki.client.step import Step
+from tasuki.config.load import load_config
+from tasuki.config.paths import training_output_path
+from tasuki.runs.earlier_run import RunHead, write_head
+from tasuki.runs.folder import MetricsFile
+from tasuki.runs.recipe import file_digest
+from tasuki.runs.recorded_run import find_run, write_run_config
+from tasuki.wire.errors import InvalidArgument, PathNotFound
+
+CONFIG = """
+state_dir = "node"
+model.path = "model"
+[sft]
+dataset = "rows.jsonl"
+eval_dataset = "held-out.jsonl"
+output_dir = "run"
+"""
+STEPS = [Step(0, 0, metrics={"eval/loss": 3.0}), Step(1, 1, metrics={"loss": 2.0}), Step(2, 2, metrics={"eval/loss": 1.0})]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "node.toml").write_text(CONFIG)
+    (tmp_path / "held-out.jsonl").write_text("{}\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "node").mkdir()
+    config = load_config(tmp_path / "node.toml")
+    recipe = {"sft.eval_dataset": file_digest(tmp_path / "held-out.jsonl")}
+    write_head(tmp_path / "run", RunHead("a", 0, recipe, {"folder": "/there", "config_dir": str(tmp_path)}))
+    write_run_config(tmp_path / "run", config)
+    MetricsFile(tmp_path / "run", STEPS)
+    training_output_path(tmp_path / "node").write_text(f"{tmp_path / 'run'}\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("place", ["run", "node", "node.toml", "moved"])
+def test_a_run_is_found_with_its_evaluations(folder: Path, place: str) -> None:
+    (folder / "run").rename(folder / "moved") if place == "moved" else None
+    found = find_run(folder / place)
+    assert found.output_dir == folder / ("moved" if place == "moved" else "run")
+    assert found.config.model.path == folder / "model"
+    assert folder in found.folders
+    last, first = found.evaluated(), found.evaluated(policy_version=0)
+    assert last is not None and first is not None
+    assert (asdict(last), asdict(first), found.evaluated(policy_version=1)) == (asdict(STEPS[2]), asdict(STEPS[0]), None)
+    found.check_data()
+
+
+def test_an_evaluation_set_that_has_changed_is_refused(folder: Path) -> None:
+    (folder / "held-out.jsonl").write_text("{}\n{}\n")
+    with pytest.raises(InvalidArgument, match=r"held-out\.jsonl has changed since the run began") as refused:
+        find_run(folder / "run").check_data()
+    assert refused.value.metadata["field"] == "sft.eval_dataset"
+
+
+def test_a_folder_without_a_run_and_a_version_without_a_checkpoint_are_named(folder: Path) -> None:
+    with pytest.raises(PathNotFound, match=r"has no run\.json"):
+        find_run(folder)
+    found = find_run(folder / "run")
+    with pytest.raises(PathNotFound, match="no complete checkpoint, not of version 2"):
+        found.checkpoint("2")
+    saved = folder / "run" / "checkpoints" / "version-000001"
+    saved.mkdir(parents=True)
+    write_loop_state(saved, LoopState(STEPS[0], {}))
+    with pytest.raises(PathNotFound, match="those of versions 1, not of version 2"):
+        found.checkpoint("2")
+    assert (found.checkpoint("1"), found.checkpoint(str(saved))) == (saved, saved)
