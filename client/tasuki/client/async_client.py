@@ -130,8 +130,8 @@ class AsyncClient:
 
         All of them are regenerated if rollout restarts. Raises InvalidArgument for a prompt or parameter that rollout refuses.
 
-        call_number: calls of equal content and number get the same samples of equal weights where samples are seeded, whichever client makes
-        them. By default every call gets others.
+        call_number: calls of equal content and number get the same samples of equal weights where samples are seeded, whichever client
+        makes them. By default every call gets others.
 
         on_progress: called with the numbers of samples and of their tokens so far, from 0; from 0 again if rollout restarts.
         """
