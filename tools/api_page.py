@@ -86,7 +86,7 @@ def _function(name: str, function: Any) -> Iterator[str]:
             parts.append(f"{one.name}: {one.annotation}" + ("" if one.default is one.empty else f" = {default}"))
     text = _wrapped(f"{keyword} {name}(", parts, f") -> {signature.return_annotation}")
     about = "" if function.__doc__ == object.__init__.__doc__ else f"\n{_text(function)}\n"
-    yield f"```python\n{text}\n```\n{about}"
+    yield f"```python\n{text}\n```\n{about}" if "\n" in text else f"`{text}`\n{about}"
 
 
 def _class(cls: type) -> Iterator[str]:
