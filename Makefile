@@ -90,6 +90,7 @@ check: lint types buf  ## lint, import rules, types, protos (lint, compatibility
 protos: $(ENV)  ## generate the Python code of protos/tasuki/v1/*.proto
 	$(WITH_BIN) python -m grpc_tools.protoc -I protos --python_out=protos --mypy_out=protos \
 	  --grpc_python_out=protos --mypy_grpc_out=protos $(PROTOS)
+	$(BIN)/python -m tools.proto_comments > protos/tasuki/v1/comments.binpb
 
 native:  ## build the native memory library of csrc/
 	$(MAKE) -s -C csrc

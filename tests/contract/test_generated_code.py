@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tools.proto_comments import comments
+
 PROTOS = Path(__file__).parents[2] / "protos"
 
 
@@ -24,3 +26,4 @@ def test_committed_code_is_what_the_pinned_generator_makes(tmp_path: Path) -> No
     committed = {path.name: path.read_text() for path in (PROTOS / "tasuki/v1").glob("*_pb2*.py*")}
     differing = sorted(name for name in made.keys() | committed.keys() if made.get(name) != committed.get(name))
     assert not differing, f"run `make protos` and commit: {differing}"
+    assert (PROTOS / "tasuki/v1/comments.binpb").read_bytes() == comments(), "run `make protos` and commit"

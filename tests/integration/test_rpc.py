@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -127,7 +128,13 @@ async def test_reflection_lists_and_describes(served) -> None:
     answers = [answer async for answer in call(iter(requests), timeout=60)]
     listed = {service.name for service in answers[0].list_services_response.service}
     assert {*symbols, "grpc.health.v1.Health"} <= listed
-    assert all(answer.file_descriptor_response.file_descriptor_proto for answer in answers[1:])
+    for answer in answers[1:]:
+        assert answer.file_descriptor_response.file_descriptor_proto
+    for answer in (answers[1], answers[3]):
+        own = FileDescriptorProto.FromString(answer.file_descriptor_response.file_descriptor_proto[0])
+        (rpc,) = (index for index, method in enumerate(own.service[0].method) if method.name == "OptimStep")
+        (comment,) = (one.leading_comments for one in own.source_code_info.location if list(one.path) == [6, 0, 2, rpc])
+        assert comment.startswith(" Clips a role's gradients")
 
 
 async def test_socket_is_private_and_gone_after_stop(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pb2
 from grpc._cython import cygrpc as _cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
@@ -23,6 +25,7 @@ from tasuki.rpc.fleet_caller import FleetFence
 from tasuki.rpc.interceptors import CallInterceptor, Observers
 from tasuki.rpc.metrics import CallMetrics, MetricsServicer, SpanCounts
 from tasuki.rpc.port import Port
+from tasuki.v1 import metrics_pb2
 from tasuki.v1.metrics_pb2_grpc import add_MetricsServiceServicer_to_server
 from tasuki.wire.address import is_beyond_loopback, remove_dead_socket
 from tasuki.wire.channel import PORT_OPTIONS, SERVER_OPTIONS
@@ -208,12 +211,29 @@ def enable_reflection(server: grpc.aio.Server, *, service_names: Sequence[str]) 
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
 
 
+@functools.cache
+def _comments() -> dict[str, bytes]:
+    """Comments of our .proto files, which generated code lacks: by name, what to append to the serialized descriptor."""
+    made = (Path(metrics_pb2.__file__).parent / "comments.binpb").read_bytes()
+    return {file.name: file.SerializeToString() for file in descriptor_pb2.FileDescriptorSet.FromString(made).file}
+
+
 class _ReflectionServicer(reflection.aio.ReflectionServicer):  # pyright: ignore[reportAttributeAccessIssue]  untyped library
-    """Adds single methods, such as "tasuki.v1.RolloutService.Generate", which protobuf's symbol pool lacks."""
+    """Adds comments, and single methods, such as "tasuki.v1.RolloutService.Generate", which protobuf's symbol pool lacks."""
+
+    def _file_by_filename(self, request: Any, filename: str) -> Any:
+        return _commented(super()._file_by_filename(request, filename))
 
     def _file_containing_symbol(self, request: Any, symbol: str) -> Any:
         answer = super()._file_containing_symbol(request, symbol)
         service, _, _ = symbol.rpartition(".")
         if answer.HasField("error_response") and service in self._service_names:
-            return super()._file_containing_symbol(request, service)
-        return answer
+            answer = super()._file_containing_symbol(request, service)
+        return _commented(answer)
+
+
+def _commented(answer: Any) -> Any:
+    if answer.HasField("file_descriptor_response"):
+        files = answer.file_descriptor_response.file_descriptor_proto
+        files[:] = [one + _comments().get(descriptor_pb2.FileDescriptorProto.FromString(one).name, b"") for one in files]
+    return answer
