@@ -53,14 +53,14 @@ class ChaosNode:
 
     def step(self) -> int:
         """Makes one optimizer step on samples that depend only on the version. Returns the version after it."""
-        self.client.forward_backward(_samples(self.client.trainer_state().policy_version))
+        self.client.forward_backward(samples_of(self.client.trainer_state().policy_version))
         version = self.client.optim_step(learning_rate=1e-3).version
         self.learned = self.log_probs()
         return version
 
     def log_probs(self) -> list[list[float]]:
         """Returns the trainer's log-probs of samples that depend only on its version."""
-        samples = _samples(self.client.trainer_state().policy_version)
+        samples = samples_of(self.client.trainer_state().policy_version)
         return [one.tolist() for one in self.client.compute_log_probs(samples)]
 
     def lose(self, *processes: str, phase: Phase) -> None:
@@ -138,7 +138,7 @@ class ChaosNode:
             time.sleep(0.1)
 
 
-def _samples(version: int) -> list[TrainingSample]:
+def samples_of(version: int) -> list[TrainingSample]:
     random = np.random.default_rng(version)
     return [
         TrainingSample(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tasuki.client import Client, Phase
 from tasuki.wire.stages import Stage
-from tests.chaos_node import ChaosNode
+from tests.chaos_node import ChaosNode, samples_of
 from tests.conftest import RunningNode, assert_clean_audit
 from tests.extent import IS_WHOLE
 from tests.limits import limit_s
@@ -53,6 +55,29 @@ def test_phase_is_reached_and_nothing_trained_is_lost(
     assert chaos.client.state().policy_version == version + is_to_rollout
     # The same weights as before the strike, or after another sync.
     assert chaos.greedy() == tokens
+
+
+def test_an_older_checkpoint_becomes_a_new_version_that_a_lost_trainer_recovers(chaos: ChaosNode, tmp_path: Path) -> None:
+    client = chaos.client
+    client.acquire(Phase.TRAIN)
+    saved = chaos.step()
+    samples, learned = samples_of(saved), chaos.learned
+    client.save(tmp_path / "older")
+    client.acquire(Phase.ROLLOUT)
+    tokens = chaos.greedy()
+    client.acquire(Phase.TRAIN)
+    chaos.step()
+    assert [one.tolist() for one in client.compute_log_probs(samples)] != learned
+    assert client.load(tmp_path / "older") == saved + 2
+    (pid,) = chaos.pids("trainer1")
+    os.kill(pid, signal.SIGKILL)
+    client.acquire(Phase.ROLLOUT)
+    assert (client.state().policy_version, chaos.greedy()) == (saved + 2, tokens)
+    client.acquire(Phase.TRAIN)
+    assert [one.tolist() for one in client.compute_log_probs(samples)] == learned
+    # Samples of versions before the load are still welcome.
+    client.forward_backward(samples)
+    assert client.optim_step(learning_rate=1e-3).version == saved + 3
 
 
 def test_the_journal_of_all_that_is_clean(node: RunningNode) -> None:

@@ -734,9 +734,12 @@ class LoadCheckpointRequest(_message.Message):
     COMMAND_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    AS_VERSION_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     validate_only: _builtins.bool
     """As in ForwardBackwardHeader, without reading tensors. The answer has the checkpoint's policy_version only."""
+    as_version: _builtins.int
+    """Set in the trainer's log, for an exact replay; refused in a call. The policy version that the loaded weights got."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     def __init__(
@@ -745,12 +748,15 @@ class LoadCheckpointRequest(_message.Message):
         command: _types_pb2.CommandId | None = ...,
         path: _builtins.str = ...,
         validate_only: _builtins.bool = ...,
+        as_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_as_version", b"_as_version", "as_version", b"as_version", "command", b"command"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "path", b"path", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_as_version", b"_as_version", "as_version", b"as_version", "command", b"command", "path", b"path", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__as_version: _TypeAlias = _typing.Literal["as_version"]  # noqa: Y015
+    _WhichOneofArgType__as_version: _TypeAlias = _typing.Literal["_as_version", b"_as_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__as_version) -> _WhichOneofReturnType__as_version | None: ...
 
 Global___LoadCheckpointRequest: _TypeAlias = LoadCheckpointRequest  # noqa: Y015
 

@@ -131,7 +131,7 @@ class Backend(Protocol):
         ...
 
     def load_checkpoint(self, path: Path, *, have: LearnerFacts, progressed: Callable[[], None]) -> LearnerFacts:
-        """Loads a checkpoint, all or nothing. progressed: called while reading. Raises PathNotFound, InvalidArgument, VersionOrder."""
+        """Loads a checkpoint, all or nothing. progressed: called while reading. Raises PathNotFound, InvalidArgument."""
         ...
 
     def export_model(self, path: Path) -> int:

@@ -29,7 +29,7 @@ class RoleState:
 
     optimizer: OptimizerConfig
     version: int = 0
-    """Number of optimizer steps in its weights."""
+    """Number of optimizer steps in its weights, and of loads of older checkpoints before them."""
     schedule_start: int = 0
     """Version at which its schedule starts."""
     has_gradients: bool = False
@@ -152,12 +152,22 @@ class Learner:
         """Returns the policy version of a checkpoint if it could be loaded."""
         return self.backend.check_checkpoint(path, have=self._facts()).versions[Role.POLICY]
 
-    def load_checkpoint(self, path: Path) -> None:
-        """Loads a checkpoint and clears the gradients. On error nothing has changed."""
+    def load_checkpoint(self, path: Path, *, as_version: int | None = None) -> None:
+        """Loads a checkpoint and clears the gradients. On error nothing has changed.
+
+        as_version: the policy's version; by default the checkpoint's, or one above the present one if that is newer.
+        """
+        newest = self.policy_version
         facts = self.backend.load_checkpoint(path, have=self._facts(), progressed=self._progressed)
         for role, state in self.roles.items():
             state.version, state.schedule_start = facts.versions[role], facts.schedule_starts[role]
             self.discard_gradients(role)
+        policy = self.roles[Role.POLICY]
+        if as_version is None:
+            as_version = policy.version if policy.version >= newest else newest + 1
+        # The schedule goes on from the checkpoint's step.
+        policy.schedule_start += as_version - policy.version
+        policy.version = as_version
 
     def _facts(self) -> LearnerFacts:
         return LearnerFacts(

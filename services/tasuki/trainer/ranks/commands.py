@@ -119,7 +119,8 @@ class RankCommands:
     def load_checkpoint(self, request: trainer_pb2.LoadCheckpointRequest) -> trainer_pb2.LoadCheckpointResponse:
         if request.validate_only:
             return trainer_pb2.LoadCheckpointResponse(policy_version=self._learner.check_checkpoint(Path(request.path)))
-        self._learner.load_checkpoint(Path(request.path))
+        as_version = request.as_version if request.HasField("as_version") else None
+        self._learner.load_checkpoint(Path(request.path), as_version=as_version)
         roles = _roles(self._learner)
         return trainer_pb2.LoadCheckpointResponse(policy_version=self._learner.policy_version, roles=roles)
 

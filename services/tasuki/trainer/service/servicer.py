@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -30,9 +31,10 @@ from tasuki.v1 import ranks_pb2, trainer_pb2, weights_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
 from tasuki.v1.types_pb2 import ROLE_CRITIC, STAGE_UNSPECIFIED, TrainingSample
 from tasuki.v1.types_pb2 import Role as RoleMessage
-from tasuki.wire.errors import GradientsPending
+from tasuki.wire.errors import GradientsPending, InvalidArgument
 from tasuki.wire.stages import RULES, Stage
 
+_log = logging.getLogger("tasuki.trainer")
 _Answer = TypeVar("_Answer", bound=Message)
 _OnDisk = trainer_pb2.SaveCheckpointRequest | trainer_pb2.LoadCheckpointRequest | trainer_pb2.ExportModelRequest
 
@@ -214,8 +216,12 @@ class TrainerServicer(TrainerServiceServicer):
                 return answers[0].load_checkpoint
 
         async def load() -> trainer_pb2.LoadCheckpointResponse:
-            loaded = await self._training.load_checkpoint(request)
-            await self._log.loaded(self._record(request, checkpoint=request))
+            if request.HasField("as_version"):
+                raise InvalidArgument("as_version", "is for the trainer's own log; leave it out")
+            before, loaded = self._state.policy_version, await self._training.load_checkpoint(request)
+            logged = trainer_pb2.LoadCheckpointRequest(path=request.path, as_version=loaded.policy_version)
+            await self._log.loaded(self._record(request, checkpoint=logged))
+            _log.info("event=loaded path=%a policy_version=%d before=%d", request.path, loaded.policy_version, before)
             return loaded
 
         return await self._on_disk(request, load)

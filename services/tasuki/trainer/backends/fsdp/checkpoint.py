@@ -46,7 +46,7 @@ from tasuki.trainer.durable.saves import FACTS_FILE, MAX_FACTS_BYTES, written_pa
 from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.roles import Role
 from tasuki.wire.denied_path import denied, named_if_denied
-from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
+from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import read_regular
 from tasuki.wire.sealed_json import is_intact, sealed
 
@@ -162,8 +162,8 @@ def load_checkpoint(
     """Fills `tensors`, and the random state if the number of ranks is the same. Returns the checkpoint's facts.
 
     All or nothing: new tensors are read separately, and replace the current ones only once all are complete with correct checksums.
-    progressed: called while reading. Raises VersionOrder if the checkpoint is older than `have`, InvalidArgument if its tensors are not
-    exactly `tensors`, PathPermissionDenied for a file, and the errors of read_facts.
+    progressed: called while reading. Raises InvalidArgument if its tensors are not exactly `tensors`, PathPermissionDenied
+    for a file, and the errors of read_facts.
     """
     facts, index_crc32 = read_facts(path)
     _check_fits(path, facts, have=have)
@@ -192,7 +192,7 @@ def read_tensors(path: Path, tensors: dict[str, Tensor], *, reader: TensorReader
 
 
 def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) -> None:
-    """Raises InvalidArgument if the networks differ from the configuration, VersionOrder for an older policy."""
+    """Raises InvalidArgument if the networks differ from the configuration."""
     if facts.roles.keys() != have.roles.keys():
         kinds = [", ".join(sorted(each.roles)) or "no network" for each in (facts, have)]
         raise InvalidArgument("path", f"{path} holds {kinds[0]}, but the trainer trains {kinds[1]}")
@@ -218,14 +218,6 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
         setting = f'trainer.moments {"=" if facts.optimizer_8bit else "other than"} "8bit"'
         raise InvalidArgument(
             "path", f"{path} was saved with {setting}; load it with the same, or start from an exported model"
-        )
-    saved, mine = facts.roles[Role.POLICY], have.roles[Role.POLICY]
-    if saved.version < mine.version:
-        raise VersionOrder(
-            f"{path} has policy version {saved.version}, but the trainer is at {mine.version}; versions only grow: "
-            "restart the trainer to go back",
-            have=mine.version,
-            want=saved.version,
         )
 
 
