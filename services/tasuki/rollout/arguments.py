@@ -46,7 +46,7 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
         "mem_fraction_static": fraction,
         # Token ids in, token ids out.
         "skip_tokenizer_init": True,
-        # SGLang would use only those of config.json and generation_config.json.
+        # SGLang would use only those of config.json.
         "json_model_override_args": json.dumps({"eos_token_id": model.stop_token_ids} if model.stop_token_ids else {}),
         "custom_weight_loader": [COMMAND_LOADER],
         # Replaced by ours, see memory_saver.py.

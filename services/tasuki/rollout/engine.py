@@ -32,7 +32,7 @@ from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
 from tasuki.rollout.rank_report import RankReport
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.request_queue import AT_ONCE, Answer, Call, Intake
-from tasuki.rollout.sglang.scheduler import StopTokens
+from tasuki.rollout.sglang.scheduler import StopTokens, ignore_generation_config
 from tasuki.rpc.process_start import freeze_started
 from tasuki.wire.errors import InternalError
 
@@ -295,6 +295,7 @@ def start_engine(
     Raises InternalError, or InvalidArgument if the KV cache turns out too small.
     """
     started = time.monotonic()
+    ignore_generation_config()
     _EmbeddedEngine.ranks, _EmbeddedEngine.gpus = ranks, gpus_of(config).rollout
     engine = _EmbeddedEngine(**engine_arguments(config, read_choices(config.state_dir), model))
     reports = cast(list[RankReport], engine._scheduler_init_result.scheduler_infos)

@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import torch
+from sglang.srt.configs import model_config
 from sglang.srt.environ import envs
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.attention import attention_registry
@@ -276,6 +277,7 @@ def _select_gpu(gpu_id: int, pipe_writer: Connection) -> bool:
 
 def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
     """Makes SGLang create our scheduler instead of its own, and our parts instead of unsupported ones."""
+    ignore_generation_config()
     sglang_scheduler.Scheduler = cast(Any, functools.partial(ReportingScheduler, setup=setup))
     if setup.base is not None:
         setup.base.install()
@@ -288,6 +290,16 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         model_runner.LoRAManager = UnpinnedLora
     # It would write a file for a data-parallel balancer to /dev/shm that nobody removes.
     sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
+
+
+def ignore_generation_config() -> None:
+    """Keeps the model's generation_config.json from SGLang. Its stop tokens are among ours; its samplers' defaults are for chats, and
+    SGLang would not start with some values.
+    """
+    model_config.get_generation_config = cast(Any, _no_generation_config)
+
+
+def _no_generation_config(*args: object, **kwargs: object) -> None: ...
 
 
 def _sample_by_seeds() -> None:
