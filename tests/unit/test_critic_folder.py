@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
+from tasuki.config.trainer_schema import CriticConfig
 from tasuki.node.model_folder import check_model_folders
 from tasuki.node.start import start_node
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
@@ -51,6 +53,34 @@ def test_a_smaller_vocabulary_is_refused_with_both_sizes(tmp_path: Path) -> None
 def test_a_context_shorter_than_the_sequences_is_refused_with_both_lengths(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="context of 64 tokens is shorter than the policy's sequences of up to 256"):
         check_model_folders(node(tmp_path, max_position_embeddings=64))
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        ({"dtype": "F32", "shape": [2, 64], "data_offsets": [0, 512]}, r"value_head.weight has shape \[2, 64\]"),
+        ({"dtype": "I32", "shape": [1, 64], "data_offsets": [0, 256]}, "value_head.weight is I32"),
+        (
+            {"dtype": "F32", "shape": [1, 64], "data_offsets": [0, 252]},
+            r"value_head.weight has shape \[1, 64\] of F32 in 252 bytes",
+        ),
+    ],
+)
+def test_the_head_in_the_policys_folder_is_judged_for_a_critic_without_its_own(
+    tmp_path: Path, head: dict[str, Any], problem: str
+) -> None:
+    config = node(tmp_path)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"critic": CriticConfig()})})
+    check_model_folders(config)
+    file = tmp_path / "policy" / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, values = json.loads(content[8 : 8 + length]), content[8 + length :]
+    start, end = (len(values) + offset for offset in head["data_offsets"])
+    text = json.dumps(header | {"value_head.weight": head | {"data_offsets": [start, end]}}).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + values + bytes(end - start))
+    with pytest.raises(InvalidArgument, match=problem):
+        check_model_folders(config)
 
 
 @pytest.mark.parametrize("key", ["rollout.context_length", "trainer.micro_batch_tokens"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tasuki.node.node_settings import adopt_node
 from tasuki.node.start import running_node
 from tasuki.runs.recipe import recipe
 from tasuki.wire.errors import InvalidArgument
+from tests.unit.test_plan_cli import CONFIG
 
 HEAD = 'state_dir = "state"\n[model]\npath = "model"\n'
 RUN = '[train]\ndataset = "rows.jsonl"\noutput_dir = "run"\n[train.reward]\nfunction = "a:b"\n'
@@ -31,6 +33,7 @@ NODE = (
 def folder(tmp_path: Path) -> Iterator[Path]:
     """Folder of a node that runs with NODE for the length of the test."""
     (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     save_file({}, tmp_path / "model" / "model.safetensors")
     (tmp_path / "rows.jsonl").write_text("")
     (tmp_path / "node.toml").write_text(NODE)

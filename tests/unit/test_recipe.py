@@ -15,13 +15,17 @@ from tasuki.config.schema import NodeConfig
 from tasuki.runs.earlier_run import provenance
 from tasuki.runs.recipe import check_recipe, recipe
 from tasuki.wire.errors import InvalidArgument
+from tests.unit.test_plan_cli import CONFIG
+
+NORM = "model.norm.weight"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    save_file({"w": np.zeros(2), "m.rotary_emb.inv_freq": np.zeros(3)}, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": True}))
+    unread = {"m.rotary_emb.inv_freq": np.zeros(3), "lm_head.weight": np.zeros(2), "value_head.weight": np.zeros(2)}
+    save_file({NORM: np.zeros(2), **unread}, tmp_path / "model" / "model.safetensors")
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "node.toml").write_text(
@@ -79,18 +83,18 @@ def test_length_frequency_and_machine_may_change_and_folders_may_move(folder: Pa
     check_recipe(recipe(now), begun_with=begun_with, output_dir=folder / "run")
 
 
-def test_tensors_may_move_between_files_and_lose_buffers_but_not_change_nor_may_the_texts(folder: Path):
+def test_tensors_may_move_between_files_and_unread_ones_go_but_none_change_nor_may_the_texts(folder: Path):
     model, output_dir = folder / "model", folder / "run"
     begun_with = recipe(_config(folder))
     (model / "model.safetensors").unlink()
-    save_file({"w": np.zeros(2)}, model / "model-00001-of-00001.safetensors")
-    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    save_file({NORM: np.zeros(2)}, model / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {NORM: "model-00001-of-00001.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     check_recipe(recipe(_config(folder)), begun_with=begun_with, output_dir=output_dir)
     for change in (
-        lambda: save_file({"w": np.zeros(3)}, model / "model-00001-of-00001.safetensors"),
+        lambda: save_file({NORM: np.zeros(3)}, model / "model-00001-of-00001.safetensors"),
         lambda: (
-            save_file({"w": np.zeros(2)}, model / "model-00001-of-00001.safetensors"),
+            save_file({NORM: np.zeros(2)}, model / "model-00001-of-00001.safetensors"),
             (model / "chat_template.jinja").write_text("x"),
         ),
     ):
@@ -98,3 +102,11 @@ def test_tensors_may_move_between_files_and_lose_buffers_but_not_change_nor_may_
         with pytest.raises(InvalidArgument, match="has changed since the run was started") as refused:
             check_recipe(recipe(_config(folder)), begun_with=begun_with, output_dir=output_dir)
         assert refused.value.metadata["field"] == "model"
+
+
+def test_the_head_of_a_critic_without_its_own_folder_counts(folder: Path):
+    ppo = ("train.algorithm=ppo", "trainer.critic.learning_rate=0.1")
+    begun_with = recipe(_config(folder, *ppo))
+    save_file({NORM: np.zeros(2)}, folder / "model" / "model.safetensors")
+    with pytest.raises(InvalidArgument, match="model: has changed since the run was started"):
+        check_recipe(recipe(_config(folder, *ppo)), begun_with=begun_with, output_dir=folder / "run")

@@ -74,7 +74,7 @@ def this_member(config: NodeConfig, *, boot_id: str) -> FleetNode:
         config_digest=config_digest(keys),
         num_ranks=config.trainer.num_ranks,
         num_gpus=len({*gpus.trainer, *gpus.rollout}) if config.device == "cuda" else 0,
-        model_digest=_model_digest(config.model.path),
+        model_digest=_model_digest(config),
         config_keys=keys,
         host=socket.gethostname(),
         packages={name: found for name in _PACKAGES if (found := _version(name)) is not None},
@@ -97,12 +97,13 @@ def config_digest(keys: Mapping[str, str]) -> str:
     return _digest(json.dumps(keys, sort_keys=True))
 
 
-def _model_digest(folder: Path) -> str:
-    """Weights count by their files' names and sizes: SYNC compares their names, shapes and values."""
+def _model_digest(config: NodeConfig) -> str:
+    """Weights count by their tensors' names and shapes: SYNC compares their values."""
+    folder = config.model.path
     with named_if_denied(folder, key="model.path"):
         if not (folder / "config.json").is_file():
             raise PathNotFound(f"there is no config.json in {folder}", path=folder)
-        return model_digest(folder)
+        return model_digest(config)
 
 
 def _flat(table: Mapping[str, Any], *, above: str = "") -> Iterator[tuple[str, Any]]:

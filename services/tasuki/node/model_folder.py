@@ -22,10 +22,13 @@ from tasuki.wire.regular_file import open_regular
 def check_model_folders(config: NodeConfig) -> None:
     """Checks policy and critic. Raises as check_model_folder and check_critic_model."""
     check_model_folder(config.model.path)
-    if config.trainer.critic is not None and (critic := config.trainer.critic.path) is not None:
+    if config.trainer.critic is not None:
+        critic = config.trainer.critic.path or config.model.path
         shape = read_model_shape(critic)
         check_critic_model(config, read_model_shape(config.model.path), shape)
-        check_stored(critic, shape, key="trainer.critic.path", is_critic=True)
+        check_stored(
+            critic, shape, key="trainer.critic.path", is_critic=True
+        )  # without a path, the policy's folder may have its head
 
 
 def check_planned_folder(path: Path, *, key: str = "model.path") -> bool:

@@ -12,8 +12,9 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import TrainConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
 from tasuki.models.folder_files import INDEX_FILE, model_files
-from tasuki.models.stored_tensors import is_computed, read_stored
+from tasuki.models.stored_tensors import VALUE_HEAD, read_stored, stored_shapes
 from tasuki.models.tokenizer import CHAT_TEMPLATES
+from tasuki.planner.model_shape import read_model_shape
 from tasuki.wire.errors import InvalidArgument
 
 Recipe = Mapping[str, Any]
@@ -39,7 +40,7 @@ def recipe(config: NodeConfig) -> Recipe:
         tables["train.reward"] = run.reward.model_dump(mode="json", include={"function", "weights", "on_error"})
     values = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
     values["seed"] = config.seed
-    values["model"] = model_digest(config.model.path)
+    values["model"] = model_digest(config)
     values[f"{table}.dataset"] = file_digest(run.dataset)
     values[f"{table}.eval_dataset"] = None if run.eval_dataset is None else file_digest(run.eval_dataset)
     return json.loads(json.dumps(values))
@@ -81,14 +82,16 @@ def file_digest(path: Path) -> str:
         return _DIGEST + hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def model_digest(folder: Path) -> str:
-    """Digest of configuration and tokenizer, and of names, dtypes and shapes of the tensors, wherever they are stored.
+def model_digest(config: NodeConfig) -> str:
+    """Digest of configuration and tokenizer, and of names, dtypes and shapes of the tensors that are read, wherever they are stored.
 
-    Does not read the weights, which may be hundreds of GB, and leaves out buffers that every reader computes. Raises as read_stored.
+    Does not read the weights, which may be hundreds of GB. Raises as read_stored.
     """
+    folder, critic = config.model.path, config.trainer.critic
     files = (*model_files(folder), *sorted(folder.glob(f"{CHAT_TEMPLATES}/*.jinja")))
     texts = [path for path in files if path.suffix != ".safetensors" and path.name != INDEX_FILE]
-    stored = {name: tensor for name, tensor in read_stored(folder).items() if not is_computed(name)}
+    counted = {*stored_shapes(read_model_shape(folder)), *([VALUE_HEAD] if critic is not None and critic.path is None else [])}
+    stored = {name: tensor for name, tensor in read_stored(folder).items() if name in counted}
     parts = [f"{path.name} {file_digest(path)}" for path in texts]
     parts += [f"{name} {stored[name].dtype} {stored[name].shape}" for name in sorted(stored)]
     return _DIGEST + hashlib.sha256("\n".join(parts).encode()).hexdigest()
