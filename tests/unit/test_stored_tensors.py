@@ -100,6 +100,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda folder: (folder / SHARDS[0]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
         [SHARDS[0], "git lfs pull"],
     ),
+    **{
+        f"LFS pointer of {name}": (
+            lambda folder, name=name: (folder / name).write_text("version https://git-lfs.github.com/spec/v1\n"),
+            [name, "git lfs pull"],
+        )
+        for name in ("config.json", "generation_config.json", INDEX_FILE)
+    },
     "web page": (lambda folder: (folder / SHARDS[0]).write_text("<!DOCTYPE html>" * 9), [SHARDS[0], "is no safetensors file"]),
     "empty": (lambda folder: (folder / SHARDS[0]).write_bytes(b""), [SHARDS[0], "cut off"]),
     "cut": (lambda folder: (folder / SHARDS[0]).write_bytes((folder / SHARDS[0]).read_bytes()[:-1]), [SHARDS[0], "cut off"]),

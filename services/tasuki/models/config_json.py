@@ -12,6 +12,7 @@ from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 from tasuki.wire.regular_file import read_regular
 
 Config = Mapping[str, Any]
+LFS_START = b"version https://git-lfs"
 _MAX_FILE_BYTES = 100_000_000
 """The largest is the index of a model's tensors."""
 _MAX_NUMBER = 2**53
@@ -22,6 +23,7 @@ def read_json_object(file: Path, *, field: str) -> dict[str, Any]:
     """Raises InvalidArgument naming `field` if the file is not a JSON object, PathPermissionDenied if it cannot be read."""
     with named_if_denied(file, key=field):
         content = read_regular(file, max_bytes=_MAX_FILE_BYTES)
+    refuse_pointer(content, file, field=field)
     try:
         table = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
@@ -29,6 +31,12 @@ def read_json_object(file: Path, *, field: str) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise InvalidArgument(field, f"{file} is not a JSON object")
     return table
+
+
+def refuse_pointer(content: bytes, file: Path, *, field: str) -> None:
+    """Raises InvalidArgument naming `field` for what Git LFS leaves in the place of a file."""
+    if content.startswith(LFS_START):
+        raise InvalidArgument(field, f"{file} is a Git LFS pointer: run `git lfs pull` in its folder")
 
 
 def num_layers(config: Config) -> int:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Never
 
+from tasuki.models.config_json import LFS_START, refuse_pointer
 from tasuki.models.families import find_family
 from tasuki.models.folder_files import INDEX_FILE, WEIGHT_SUFFIXES, read_weight_map
 from tasuki.models.shape import ModelShape
@@ -20,7 +21,6 @@ from tasuki.wire.regular_file import open_regular
 
 SINGLE_FILE = "model.safetensors"
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "value_head.weight"
-_LFS = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
 _READ = ("F32", "BF16", "F16")
@@ -173,9 +173,8 @@ def _read_file(file: Path, *, key: str, tensor: str = "") -> dict[str, StoredTen
     try:
         with open_regular(file) as opened:
             num_bytes = os.fstat(opened.fileno()).st_size
-            start = opened.read(len(_LFS))
-            if start == _LFS:
-                refuse("is a Git LFS pointer, not the weights", "run `git lfs pull` in the folder")
+            start = opened.read(len(LFS_START))
+            refuse_pointer(start, file, field=key)
             length = int.from_bytes(start[:8], "little")
             if len(start) > 8 and (length > _MAX_HEADER_BYTES or start[8:9] != b"{"):
                 refuse("is no safetensors file")

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasuki.models.config_json import read_json_object
+from tasuki.models.config_json import read_json_object, refuse_pointer
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, NotInstalled, PathNotFound, TasukiError
 from tasuki.wire.extras import install_extras
@@ -232,8 +232,7 @@ def _read(file: Path) -> bytes:
             content = read_regular(file, max_bytes=_MAX_BYTES)
     except OSError as error:
         raise InvalidArgument(_KEY, f"{file} cannot be read: {error.strerror}; check its links") from error
-    if content.startswith(b"version https://git-lfs"):
-        raise InvalidArgument(_KEY, f"{file} is a pointer of Git LFS: fetch it with `git lfs pull`")
+    refuse_pointer(content, file, field=_KEY)
     return content
 
 
@@ -244,7 +243,13 @@ def _table(file: Path) -> dict[str, Any]:
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     extra = config.get("extra_special_tokens")
     tables = (_table(folder / "special_tokens_map.json"), extra if isinstance(extra, Mapping) else {}, config)
-    found = {name: _content(value) for table in tables for name, value in table.items() if name.endswith("_token")}
+    given = {name: value for table in tables for name, value in table.items() if name.endswith("_token")}
+    for name, value in given.items():
+        if not (value is None or isinstance(value, bool) or isinstance(_content(value), str)):
+            raise InvalidArgument(
+                _KEY, f"{folder}: the tokenizer's {name} must be text, or an object with `content`, is {value!r:.40}"
+            )
+    found = {name: _content(value) for name, value in given.items()}
     return {name: text for name, text in found.items() if text}
 
 
