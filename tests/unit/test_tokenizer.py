@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,77 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers.utils.chat_template_utils import render_jinja_template
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 
-from tasuki.client.dataset import read_jsonl
 from tasuki.client.sft_data import sft_sample
 from tasuki.models.stop_tokens import read_stop_token_ids
 from tasuki.models.tokenizer import check_tokenizer
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tests.extent import examples
+from tests.unit.small_tokenizers import DIGITS, KINDS, PARTS, SPECIAL, TOOLS, TRAINED, rendered, write_folder
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-CORPUS = ["how many apples are there in 2023 and 2024? there are 650841823 apples\nso the answer is 42, élan 中文 😀"] * 4
-SPECIAL = ["<unk>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
-DIGITS = r"\p{N}{1,3}|[^\p{N}]+"
-
-
-def write_folder(folder: Path, tokenizer: Tokenizer, **files: Mapping[str, Any]) -> Path:
-    """Writes tokenizer.json and the named JSON files; tokenizer_config.json has the usual tokens and template besides."""
-    tokenizer.save(str(folder / "tokenizer.json"))
-    usual = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": CHATML}
-    tables = {"config": {"vocab_size": 1000}, **files, "tokenizer_config": {**usual, **files.get("tokenizer_config", {})}}
-    for name, table in tables.items():
-        (folder / f"{name}.json").write_text(json.dumps(table))
-    return folder
-
-
-def trained(kind: str) -> Tokenizer:
-    """A small tokenizer with the usual parts of its kind."""
-    if kind == "bytes":
-        tokenizer = Tokenizer(models.BPE())
-        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(DIGITS), "isolated"), level])
-        tokenizer.decoder = decoders.ByteLevel()
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer: Any = trainers.BpeTrainer(
-            vocab_size=340, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-        )
-    elif kind == "words":
-        tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        tokenizer.decoder = decoders.WordPiece()
-        trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=SPECIAL, show_progress=False)
-    elif kind == "pieces":
-        tokenizer = Tokenizer(models.Unigram())
-        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-        tokenizer.decoder = decoders.Metaspace()
-        trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
-    else:  # as sentencepiece's BPE is converted
-        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        tokenizer.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        )
-        special = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
-        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    if kind == "fallback":  # bytes are tokens of the vocabulary, not of the text
-        table = json.loads(tokenizer.to_str())
-        table["added_tokens"] = table["added_tokens"][: len(SPECIAL)]
-        tokenizer = Tokenizer.from_str(json.dumps(table))
-    return tokenizer
-
-
-KINDS = ("bytes", "words", "pieces", "fallback")
-TRAINED = {kind: trained(kind).to_str() for kind in KINDS}
 _NORMALIZERS = st.lists(
     st.sampled_from(
         [
@@ -172,14 +111,24 @@ def random_tokenizers(draw: st.DrawFn) -> Tokenizer:
         ids = [(text, tokenizer.token_to_id(text)) for text in ("<bos>", "<eos>")]
         tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
     tokenizer.add_tokens(draw(_ADDED))
+    if draw(st.booleans()) and isinstance(tokenizer.decoder, decoders.ByteLevel):
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=draw(st.booleans()))
     if draw(st.booleans()):
         tokenizer.enable_padding(length=50)
     return tokenizer
 
 
 @settings(max_examples=examples(400), deadline=None)
-@given(tokenizer=random_tokenizers(), text=_TEXT, name=_CLASSES, family=st.sampled_from(["llama", "olmo2", "qwen2", "gemma3"]))
-def test_ids_and_texts_are_those_of_tokenizer_json(tokenizer: Tokenizer, text: str, name: str | None, family: str) -> None:
+@given(
+    tokenizer=random_tokenizers(),
+    text=_TEXT,
+    completion=_TEXT,
+    name=_CLASSES,
+    family=st.sampled_from(["llama", "olmo2", "qwen2", "gemma3"]),
+)
+def test_ids_and_texts_are_those_of_tokenizer_json(
+    tokenizer: Tokenizer, text: str, completion: str, name: str | None, family: str
+) -> None:
     with TemporaryDirectory() as path:
         shapes = {"model_type": family, "vocab_size": 1000}
         config = {"tokenizer_class": name, "clean_up_tokenization_spaces": True}
@@ -195,118 +144,17 @@ def test_ids_and_texts_are_those_of_tokenizer_json(tokenizer: Tokenizer, text: s
             whole = own.encode(text)
             appended = sum(part is None for part in whole.sequence_ids[whole.sequence_ids.index(0) :]) if plain else len(whole)
             assert ids == whole.ids[: len(whole) - appended]
-        assert found.encode_completion(text) == plain + [eos] * (plain[-1:] != [eos])
+        example = found.encode_example(text, completion)
+        start, joined = example.assistant_mask.index(1), found.encode_prompt(text + completion)
+        assert example.token_ids == joined + [eos] * (joined[start:][-1:] != [eos])
+        assert example.assistant_mask == [0] * start + [1] * (len(example.token_ids) - start)
+        if joined[: len(ids)] == ids:  # no token spans both
+            assert start == len(ids)
+        else:
+            assert start < len(joined) and own.decode(joined[:start]) in own.decode(joined)
         assert found.decode(np.array(ids, dtype=np.int32)) == own.decode(ids)
         rendered = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
         assert found.encode_prompt([{"role": "user", "content": text}]) == own.encode(rendered, add_special_tokens=False).ids
-
-
-MARKED = CHATML.replace(
-    "{{ m['content'] }}<|im_end|>",
-    "{% if m.role == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>"
-    "{% endif %}{{ '' }}",
-)
-PARTS = (
-    "{{ bos_token }}{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}{% if terse is defined and terse %}(terse)\n{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content | trim }}"
-    "{% elif m.content is not none %}{% for part in m.content %}{{ part['text'] | trim }}{% endfor %}{% endif %}"
-    "{% for call in m.tool_calls or [] %}CALL {{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TEXT_ONLY = PARTS.replace(
-    "{% elif m.content is not none %}{% for part in m.content %}{{ part['text'] | trim }}{% endfor %}", ""
-)
-JOINED = CHATML.replace("{{ m['content'] }}", "{{ 'says: ' ~ m['content'] }}")
-STRICT = "{% if messages[0].role == 'assistant' %}{{ raise_exception('begin with the user') }}{% endif %}" + CHATML
-TEMPLATES = {"plain": CHATML, "marked": MARKED, "parts": PARTS, "text": TEXT_ONLY, "joined": JOINED, "strict": STRICT}
-TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"x": None}}}]
-_WORDS = st.sampled_from(["hi", " 1+1?", "a\nb ", "", "<eos>", "None"])
-_CONTENTS = st.one_of(
-    _WORDS,
-    _WORDS.map(lambda text: [{"type": "text", "text": text}]),
-    st.lists(st.builds(lambda text: {"type": "text", "text": text}, _WORDS), max_size=2),
-    st.sampled_from([None, 7, True, {"text": "a"}, ["a"], [{"type": "image", "url": "x"}], [{"type": "text"}]]),
-)
-_CALLS = st.sampled_from([None, [], [{"function": {"name": "calc", "arguments": {"x": [1, None]}}}], [{"function": None}]])
-_MESSAGES = st.lists(
-    st.fixed_dictionaries(
-        {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": _CONTENTS},
-        optional={"tool_calls": _CALLS, "name": st.none(), "weight": st.sampled_from([0, 1, None, 0.5, "1"])},
-    ),
-    min_size=1,
-    max_size=4,
-)
-_FIELDS = st.fixed_dictionaries(
-    {},
-    optional={
-        "tools": st.sampled_from([None, [], TOOLS, "calc", ["calc"]]),
-        "chat_template_kwargs": st.sampled_from([None, {}, {"terse": True}, {"tools": []}, {"unknown": 1}, [1]]),
-    },
-)
-
-
-def rendered(template: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], *, is_prompt: bool) -> str:
-    """By transformers, with the text of a single part where the template reads only text."""
-    options = {"tools": fields.get("tools"), "add_generation_prompt": is_prompt, **(fields.get("chat_template_kwargs") or {})}
-    chat = [dict(message) for message in messages]
-    if template != PARTS:
-        for message in chat:
-            if isinstance(message["content"], list):
-                (part,) = message["content"]
-                message["content"] = part["text"]
-    texts, _ = render_jinja_template([chat], chat_template=template, bos_token="<bos>", eos_token="<eos>", **options)
-    return texts[0]
-
-
-@pytest.fixture(scope="module")
-def by_template(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenizer]:
-    own = Tokenizer.from_str(TRAINED["bytes"])
-    folders = {name: tmp_path_factory.mktemp(name) for name in TEMPLATES}
-    return {
-        name: ModelTokenizer(write_folder(folder, own, tokenizer_config={"chat_template": TEMPLATES[name]}))
-        for name, folder in folders.items()
-    }
-
-
-@settings(max_examples=examples(2000), deadline=None)
-@given(messages=_MESSAGES, fields=_FIELDS, name=st.sampled_from(list(TEMPLATES)))
-def test_a_chat_is_rendered_as_the_template_alone_would_or_refused(
-    by_template: dict[str, ModelTokenizer], messages: list[dict[str, Any]], fields: dict[str, Any], name: str
-) -> None:
-    own, template = Tokenizer.from_str(TRAINED["bytes"]), TEMPLATES[name]
-    line = json.dumps({"prompt": messages, **fields})
-    with TemporaryDirectory() as path:
-        file = Path(path) / "rows.jsonl"
-        file.write_text(line)
-        try:
-            (row,) = read_jsonl(file)
-            ids = by_template[name].encode_prompt(row["prompt"], row)
-        except InvalidArgument:
-            return
-    text = rendered(template, messages, fields, is_prompt=True)
-    assert ids == own.encode(text, add_special_tokens=False).ids
-    assert all(str(message["content"]) not in text for message in messages if isinstance(message["content"], list))
-    assert not fields.get("tools") or json.dumps(fields["tools"]) in text
-
-
-def test_answers_of_weight_0_are_not_learned_and_the_whole_row_reaches_the_template(
-    by_template: dict[str, ModelTokenizer],
-) -> None:
-    own = Tokenizer.from_str(TRAINED["bytes"])
-    messages = [
-        {"role": "assistant", "content": "hello", "weight": 0},
-        {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": [{"type": "text", "text": "how many apples"}], "weight": 1},
-        {"role": "user", "content": "sure?"},
-        {"role": "assistant", "content": "how", "weight": 0},
-    ]
-    for name in ("plain", "marked", "parts"):
-        fields = {"tools": TOOLS, "chat_template_kwargs": {"terse": True}} if name == "parts" else {}
-        sample = sft_sample({"messages": messages, **fields}, by_template[name])
-        ids = [*sample.prompt_token_ids.tolist(), *sample.completion_token_ids.tolist()]
-        assert own.decode(ids, skip_special_tokens=False) in rendered(TEMPLATES[name], messages, fields, is_prompt=False)
-        learned = sample.completion_token_ids[np.asarray(sample.loss_mask) == 1].tolist()
-        assert own.decode(learned, skip_special_tokens=False).strip() == "how many apples<|im_end|>"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -318,7 +166,7 @@ def test_a_completion_follows_its_prompt_and_no_prompt_ends(tmp_path: Path, kind
     found = ModelTokenizer(write_folder(tmp_path, own))
     sample = sft_sample({"prompt": "the answer is", "completion": " 42"}, found)
     prompt, completion = sample.prompt_token_ids.tolist(), sample.completion_token_ids.tolist()
-    assert prompt == found.encode_prompt("the answer is") and own.token_to_id("<eos>") not in prompt
+    assert prompt + completion[:-1] == found.encode_prompt("the answer is 42") and own.token_to_id("<eos>") not in prompt
     assert completion.count(own.token_to_id("<eos>")) == 1 and prompt.count(own.token_to_id("<bos>")) == around.count("<bos>")
     assert found.decode(np.array([*prompt, *completion])) == "the answer is 42"
     chat = found.encode_prompt([{"role": "user", "content": "the answer"}])
@@ -407,6 +255,8 @@ CONFIG, FILE, TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_templa
         (lambda folder: (folder / FILE).write_text("version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
         (lambda folder: (folder / FILE).write_bytes((folder / FILE).read_bytes()[:999]), "tokenizer.json is damaged, or newer"),
         (lambda folder: (folder / CONFIG).write_text("{"), "tokenizer_config.json is not JSON"),
+        (lambda folder: (folder / CONFIG).write_text("version https://git-lfs.github.com/spec/v1\n"), "tokenizer_config.json is a Git LFS"),
+        (_edited(CONFIG, lambda table: table.update(bos_token=5)), "the tokenizer's bos_token must be text"),
         (_edited(CONFIG, lambda table: table.update(eos_token="<end>")), "names '<end>' as eos_token, which is no token"),
         (_edited(CONFIG, lambda table: table.update(chat_template="{% for %}")), "tokenizer_config.json:1: the chat template is no Jinja"),
         (_edited(CONFIG, lambda table: table.update(chat_template=7)), "chat_template must be text"),
@@ -437,45 +287,3 @@ def test_a_token_beyond_the_embedding_and_text_without_tokens_are_refused(tmp_pa
     with pytest.raises(InvalidArgument, match="but the model's embedding has 320 rows"):
         for token_id in range(320, own.get_vocab_size()):
             found.encode_prompt(own.decode([token_id]))
-
-
-def test_a_key_of_a_message_that_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
-    found = ModelTokenizer(write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"])))
-    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
-    for chat in ([{"role": "user", "content": "2+2?"}, called], [{"role": "user", "content": "a", "name": "eve"}]):
-        for encode in (found.encode_prompt, found.encode_chat):
-            with pytest.raises(InvalidArgument, match=r"message \d has `(tool_calls|name)`, which the model's chat template"):
-                encode(chat)
-    assert found.encode_prompt([{"role": "user", "content": "a", "name": None}])
-
-
-def test_a_text_has_one_encoding_and_its_marked_spaces_count(tmp_path: Path) -> None:
-    own = Tokenizer.from_str(TRAINED["bytes"])
-    own.post_processor = processors.ByteLevel(trim_offsets=True)
-    marked = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
-    template = marked + "{{ m.content }}{% endif %}{% endfor %}"
-    folder = write_folder(tmp_path, own, tokenizer_config={"chat_template": [{"name": "tool_use", "template": CHATML}]})
-    (folder / TEMPLATE).write_text("\ufeff" + template)
-    table = json.loads((folder / FILE).read_text())
-    table["model"]["dropout"] = 0.9
-    (folder / FILE).write_text(json.dumps(table))
-    found = ModelTokenizer(folder)
-    chat = [{"role": "user", "content": "how many"}, {"role": "assistant", "content": "apples  "}]
-    first = found.encode_chat(chat)
-    text = own.encode("how manyapples  ", add_special_tokens=False)
-    assert (list(first.token_ids), first.assistant_mask[-1]) == (text.ids, 1)
-    assert all(list(found.encode_chat(chat).token_ids) == text.ids for _ in range(20))
-    with pytest.raises(InvalidArgument, match="is not read by the model's chat template"):
-        found.encode_prompt(chat[:1], {"tools": TOOLS})  # chat_template.jinja is in the place of the named ones
-
-
-def test_a_named_template_is_for_tools(tmp_path: Path) -> None:
-    own = Tokenizer.from_str(TRAINED["bytes"])
-    templates = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": PARTS}]
-    found = ModelTokenizer(write_folder(tmp_path, own, tokenizer_config={"chat_template": templates}))
-    chat = [{"role": "user", "content": "hi"}]
-    for fields, template in (({}, CHATML), ({"tools": TOOLS}, PARTS)):
-        text = rendered(template, chat, fields, is_prompt=True)
-        assert found.encode_prompt(chat, fields) == own.encode(text, add_special_tokens=False).ids
-    with pytest.raises(InvalidArgument, match="tools: is for the chat template"):
-        found.encode_prompt("hi", {"tools": TOOLS})

@@ -20,10 +20,8 @@ class SftTokenizer(Protocol):
     Each method raises InvalidArgument for input it cannot encode.
     """
 
-    def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
-
-    def encode_completion(self, completion: str, prompt: str = "") -> list[int]:
-        """Encodes as what follows the prompt, and appends the end-of-sequence token."""
+    def encode_example(self, prompt: str, completion: str, fields: Row | None = None) -> ChatTokens:
+        """Encodes both as one text with an end-of-sequence token; a token that spans them belongs to the completion."""
         ...
 
     def encode_chat(self, messages: Sequence[Message], fields: Row | None = None) -> ChatTokens: ...
@@ -73,8 +71,7 @@ def sft_sample(row: Row, tokenizer: SftTokenizer) -> TrainingSample:
             )
         given = [{**message, "weight": 0} if message["role"] == ASSISTANT else message for message in prompt]
         return _chat_sample([*given, {"role": ASSISTANT, "content": completion}], row, tokenizer)
-    token_ids = tokenizer.encode_completion(completion, str(prompt))
-    return _sample(tokenizer.encode_prompt(prompt, row), token_ids, [1] * len(token_ids))
+    return _sample(tokenizer.encode_example(str(prompt), completion, row))
 
 
 def _chat_sample(messages: object, row: Row, tokenizer: SftTokenizer) -> TrainingSample:
@@ -83,19 +80,18 @@ def _chat_sample(messages: object, row: Row, tokenizer: SftTokenizer) -> Trainin
         raise InvalidArgument("messages", f"must be a list of chat messages, is {type(messages).__name__}")
     if problem := prompt_problem(messages):
         raise InvalidArgument("messages", problem)
-    chat = tokenizer.encode_chat(messages, row)
-    learned = np.flatnonzero(chat.assistant_mask)
+    return _sample(tokenizer.encode_chat(messages, row))
+
+
+def _sample(tokens: ChatTokens) -> TrainingSample:
+    learned = np.flatnonzero(tokens.assistant_mask)
     if not len(learned):
         raise InvalidArgument("messages", "has no tokens by the assistant, so there is nothing to train on")
     start, end = int(learned[0]), int(learned[-1]) + 1
-    return _sample(chat.token_ids[:start], chat.token_ids[start:end], chat.assistant_mask[start:end])
-
-
-def _sample(prompt: Sequence[int], completion: Sequence[int], loss_mask: Sequence[int]) -> TrainingSample:
-    if not len(prompt):
-        raise InvalidArgument("prompt", "has no tokens; the first trained token needs one before it")
+    if not start:
+        raise InvalidArgument("prompt", "has no tokens of its own; the first trained token needs one before it")
     return TrainingSample(
-        prompt_token_ids=np.array(prompt, dtype=np.int32),
-        completion_token_ids=np.array(completion, dtype=np.int32),
-        loss_mask=np.array(loss_mask, dtype=np.float32),
+        prompt_token_ids=np.array(tokens.token_ids[:start], dtype=np.int32),
+        completion_token_ids=np.array(tokens.token_ids[start:end], dtype=np.int32),
+        loss_mask=np.array(tokens.assistant_mask[start:end], dtype=np.float32),
     )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
+from jinja2 import TemplateError, TemplateSyntaxError, Undefined, UndefinedError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_items
 from jinja2.parser import Parser
+from jinja2.runtime import missing
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tasuki.wire.errors import InvalidArgument
@@ -18,6 +22,7 @@ from tasuki.wire.errors import InvalidArgument
 Message = Mapping[str, Any]
 # Noncharacters of Unicode, which no text contains.
 _START, _END = "\ufdd0", "\ufdd1"
+_KINDS = {"str": "text", "nonetype": "null", "dict": "object", "list": "array"}
 _OWN_KEYS = ("role", "content", "weight")
 
 
@@ -29,7 +34,8 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        environment.filters["tojson"] = _to_json
+        environment.undefined = _Undefined
+        environment.filters |= {"tojson": _to_json, "items": _items}
         environment.tests["none"] = lambda value: value is None or isinstance(value, _Null)
         environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
         self._marks = next(one for one in environment.extensions.values() if isinstance(one, _Generation))
@@ -38,7 +44,7 @@ class ChatTemplate:
             self.variables = meta.find_undeclared_variables(tree)
             """Names that the template takes from its caller."""
             self._template = environment.from_string(tree)
-            self._text = text
+            self._text, self._source = text, source
         except (TemplateError, RecursionError) as error:
             line = f":{error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             problem = (
@@ -66,7 +72,7 @@ class ChatTemplate:
     def settle(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[Message]:
         """Returns the messages with contents in the form that the template reads: lists of text parts, or else their text.
 
-        Raises InvalidArgument for a content of several parts if the template reads only text.
+        Raises InvalidArgument for a content of several parts if the template reads only text, or as it refuses them itself.
         """
         if not any(isinstance(message["content"], list) for message in messages):
             return list(messages)
@@ -74,7 +80,9 @@ class ChatTemplate:
         parts = [part for message in guarded if isinstance(message["content"], list) for part in message["content"]]
         try:
             self._rendered(guarded, variables)
-        except InvalidArgument:
+        except InvalidArgument as error:
+            if isinstance(error.__cause__, _Refusal) and len(parts) > sum(isinstance(one["content"], list) for one in messages):
+                raise
             parts = []
         if parts and all(part.has_been_read for part in parts):
             return list(messages)
@@ -104,11 +112,56 @@ class ChatTemplate:
         try:
             return self._template.render(messages=messages, **variables)
         except Exception as error:  # a template is foreign code and may raise anything
-            raise InvalidArgument("messages", f"the model's chat template refuses them: {one_line(error)}") from error
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+            where = f"{self._source}:{lines[-1]}" if lines else self._source
+            problem = one_line(error)
+            if isinstance(error, _WrongKind):
+                places = list(_places(error.value, {"messages": messages, **variables}))
+                problem = f"{f'`{places[0][1:]}`' if len(places) == 1 else 'a value'} {problem}"
+            raise InvalidArgument("messages", f"{where}: the model's chat template refuses them: {problem}") from error
 
 
 def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
+
+
+class _Refusal(TemplateError):
+    """Raised by a template's raise_exception."""
+
+
+class _WrongKind(TemplateError):
+    """A value that lacks what the template takes from it."""
+
+    def __init__(self, value: object, lack: str) -> None:
+        kind = type(value).__name__.strip("_").lower()
+        super().__init__(f"is {_KINDS.get(kind, kind)} {lack}")
+        self.value = value
+
+
+class _Undefined(Undefined):
+    def __init__(self, hint: str | None = None, obj: Any = missing, name: Any = None, exc: Any = UndefinedError) -> None:
+        if hint is None and obj is not missing:
+            exc = partial(_WrongKind, obj)
+            hint = f"without `{name}`"
+        super().__init__(hint, obj, name, exc)
+
+
+def _items(value: Any) -> Any:
+    if not isinstance(value, Mapping | Undefined):
+        raise _WrongKind(value, "without items")
+    return do_items(value)
+
+
+def _places(value: object, within: object, at: str = "") -> Iterator[str]:
+    """Yields where a value is, such as .messages[1].content."""
+    if within is value:
+        yield at
+    elif isinstance(within, Mapping):
+        for key, one in within.items():
+            yield from _places(value, one, f"{at}.{key}")
+    elif isinstance(within, list):
+        for index, one in enumerate(within):
+            yield from _places(value, one, f"{at}[{index}]")
 
 
 class _Generation(Extension):
@@ -216,4 +269,4 @@ def _strftime_now(form: str) -> str:
 
 
 def _raise(problem: str) -> None:
-    raise TemplateError(problem)
+    raise _Refusal(problem)

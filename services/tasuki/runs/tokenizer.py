@@ -14,6 +14,7 @@ from tasuki.client.dataset import Row
 from tasuki.models.chat_template import ChatTemplate
 from tasuki.models.stop_tokens import read_stop_token_ids
 from tasuki.models.tokenizer import read_tokenizer
+from tasuki.runs.settings import field_as_key
 from tasuki.wire.errors import InvalidArgument
 
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
@@ -31,27 +32,29 @@ class ModelTokenizer:
     def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]:
         """Encodes a string as it is, or chat messages by the chat template, ending with the generation prompt."""
         if isinstance(prompt, str):
-            for name in ("tools", "chat_template_kwargs"):
-                if (fields or {}).get(name):
-                    raise InvalidArgument(name, "is for the chat template, but `prompt` is a string; give it as chat messages")
+            _refuse_template_fields(fields)
             return self._tokenizer.encode_start(prompt)
         template, variables = self._template("prompt", fields)
         template.check_keys(_checked(prompt), field="prompt")
-        messages = template.settle(_checked(prompt), variables)
-        return self._tokenizer.encode(template.render(messages, {**variables, "add_generation_prompt": True})).ids
+        with field_as_key("messages", "prompt"):
+            messages = template.settle(_checked(prompt), variables)
+            return self._tokenizer.encode(template.render(messages, {**variables, "add_generation_prompt": True})).ids
 
-    def encode_completion(self, completion: str, prompt: str = "") -> list[int]:
-        """Encodes as what follows the prompt, unless a token would span both, and appends the end-of-sequence token."""
-        eos_token_id = self._tokenizer.eos_token_id
-        if eos_token_id is None:
+    def encode_example(self, prompt: str, completion: str, fields: Row | None = None) -> ChatTokens:
+        """Encodes both as one text and appends the end-of-sequence token. The prompt is as rollout encodes it, unless a token spans both,
+        which belongs to the completion.
+        """
+        _refuse_template_fields(fields)
+        if (eos_token_id := self._tokenizer.eos_token_id) is None:
             raise InvalidArgument("completion", "the model's tokenizer has no end-of-sequence token to end it with")
-        token_ids = self._tokenizer.encode(completion).ids
-        for before in (prompt, "\n") if prompt else ():
-            start, whole = (self._tokenizer.encode(text).ids for text in (before, before + completion))
-            if start and whole[: len(start)] == start:
-                token_ids = whole[len(start) :]  # without the space that some tokenizers put before a text
-                break
-        return token_ids if token_ids[-1:] == [eos_token_id] else [*token_ids, eos_token_id]
+        prompt_ids, token_ids = (self._tokenizer.encode_start(text) for text in (prompt, prompt + completion))
+        start = len(prompt_ids)
+        if token_ids[:start] != prompt_ids:
+            encoding = self._tokenizer.encode(prompt + completion)
+            start = len(token_ids) - len(encoding) + sum(end <= len(prompt) for _, end in encoding.offsets)
+        if token_ids[start:][-1:] != [eos_token_id]:
+            token_ids = [*token_ids, eos_token_id]
+        return ChatTokens(token_ids, [0] * start + [1] * (len(token_ids) - start))
 
     def encode_chat(self, messages: Sequence[Message], fields: Row | None = None) -> ChatTokens:
         """Encodes a conversation by the model's chat template. Takes the assistant's tokens from the template's `{% generation %}` marks,
@@ -101,6 +104,9 @@ class ModelTokenizer:
         templates = self._tokenizer.templates
         template = templates.get("tool_use") if tools else None
         template = templates.get("default") if template is None else template
+        if template is None and templates:
+            problem = f"the model has chat templates only as {', '.join(templates)}; rows with `tools` take tool_use, others need a default"
+            raise InvalidArgument(field, problem)
         if template is None:
             raise InvalidArgument(field, "is a list of chat messages, but the model's tokenizer has no chat template")
         if tools and "tools" not in template.variables:
@@ -113,6 +119,12 @@ class ModelTokenizer:
                 raise InvalidArgument(f"chat_template_kwargs.{name}", f"{problem}; remove it")
         common = {"tools": tools, "documents": None, "add_generation_prompt": False}
         return template, {**common, **self._tokenizer.special_tokens, **(options or {})}
+
+
+def _refuse_template_fields(fields: Row | None) -> None:
+    for name in ("tools", "chat_template_kwargs"):
+        if (fields or {}).get(name):
+            raise InvalidArgument(name, "is for the chat template, but `prompt` is a string; give it as chat messages")
 
 
 def _checked(prompt: object) -> Sequence[Message]:

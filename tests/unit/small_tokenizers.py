@@ -1,0 +1,93 @@
+"""Small tokenizers of every kind in model folders, and chats as transformers renders them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.utils.chat_template_utils import render_jinja_template
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = ["how many apples are there in 2023 and 2024? there are 650841823 apples\nso the answer is 42, élan 中文 😀"] * 4
+SPECIAL = ["<unk>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
+DIGITS = r"\p{N}{1,3}|[^\p{N}]+"
+
+
+def write_folder(folder: Path, tokenizer: Tokenizer, **files: Mapping[str, Any]) -> Path:
+    """Writes tokenizer.json and the named JSON files; tokenizer_config.json has the usual tokens and template besides."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    usual = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": CHATML}
+    tables = {"config": {"vocab_size": 1000}, **files, "tokenizer_config": {**usual, **files.get("tokenizer_config", {})}}
+    for name, table in tables.items():
+        (folder / f"{name}.json").write_text(json.dumps(table))
+    return folder
+
+
+def trained(kind: str) -> Tokenizer:
+    """A small tokenizer with the usual parts of its kind."""
+    if kind == "bytes":
+        tokenizer = Tokenizer(models.BPE())
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(DIGITS), "isolated"), level])
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer: Any = trainers.BpeTrainer(
+            vocab_size=340, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+        )
+    elif kind == "words":
+        tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=SPECIAL, show_progress=False)
+    elif kind == "pieces":
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+    else:  # as sentencepiece's BPE is converted
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+        special = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    if kind == "fallback":  # bytes are tokens of the vocabulary, not of the text
+        table = json.loads(tokenizer.to_str())
+        table["added_tokens"] = table["added_tokens"][: len(SPECIAL)]
+        tokenizer = Tokenizer.from_str(json.dumps(table))
+    return tokenizer
+
+
+KINDS = ("bytes", "words", "pieces", "fallback")
+TRAINED = {kind: trained(kind).to_str() for kind in KINDS}
+PARTS = (
+    "{{ bos_token }}{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}{% if terse is defined and terse %}(terse)\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content | trim }}"
+    "{% elif m.content is not none %}{% for part in m.content %}{{ part['text'] | trim }}{% endfor %}{% endif %}"
+    "{% for call in m.tool_calls or [] %}CALL {{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"x": None}}}]
+
+
+def rendered(template: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], *, is_prompt: bool) -> str:
+    """By transformers, with the text of a single part where the template reads only text."""
+    options = {"tools": fields.get("tools"), "add_generation_prompt": is_prompt, **(fields.get("chat_template_kwargs") or {})}
+    chat = [dict(message) for message in messages]
+    if template != PARTS:
+        for message in chat:
+            if isinstance(message["content"], list):
+                (part,) = message["content"]
+                message["content"] = part["text"]
+    texts, _ = render_jinja_template([chat], chat_template=template, bos_token="<bos>", eos_token="<eos>", **options)
+    return texts[0]

@@ -1,0 +1,190 @@
+"""Chats of rows are rendered as the template alone would, or refused by the template's line and the row's field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, processors
+
+from tasuki.client.dataset import read_jsonl
+from tasuki.client.sft_data import sft_sample
+from tasuki.runs.tokenizer import ModelTokenizer
+from tasuki.wire.errors import InvalidArgument
+from tests.extent import examples
+from tests.unit.small_tokenizers import CHATML, PARTS, TOOLS, TRAINED, rendered, write_folder
+
+MARKED = CHATML.replace(
+    "{{ m['content'] }}<|im_end|>",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>"
+    "{% endif %}{{ '' }}",
+)
+TEXT_ONLY = PARTS.replace(
+    "{% elif m.content is not none %}{% for part in m.content %}{{ part['text'] | trim }}{% endfor %}", ""
+)
+JOINED = CHATML.replace("{{ m['content'] }}", "{{ 'says: ' ~ m['content'] }}")
+STRICT = "{% if messages[0].role == 'assistant' %}{{ raise_exception('begin with the user') }}{% endif %}" + CHATML
+TEMPLATES = {"plain": CHATML, "marked": MARKED, "parts": PARTS, "text": TEXT_ONLY, "joined": JOINED, "strict": STRICT}
+_WORDS = st.sampled_from(["hi", " 1+1?", "a\nb ", "", "<eos>", "None"])
+_CONTENTS = st.one_of(
+    _WORDS,
+    _WORDS.map(lambda text: [{"type": "text", "text": text}]),
+    st.lists(st.builds(lambda text: {"type": "text", "text": text}, _WORDS), max_size=2),
+    st.sampled_from([None, 7, True, {"text": "a"}, ["a"], [{"type": "image", "url": "x"}], [{"type": "text"}]]),
+)
+_CALLS = st.sampled_from([None, [], [{"function": {"name": "calc", "arguments": {"x": [1, None]}}}], [{"function": None}]])
+_MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "tool"]), "content": _CONTENTS},
+        optional={"tool_calls": _CALLS, "name": st.none(), "weight": st.sampled_from([0, 1, None, 0.5, "1"])},
+    ),
+    min_size=1,
+    max_size=4,
+)
+_FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "tools": st.sampled_from([None, [], TOOLS, "calc", ["calc"]]),
+        "chat_template_kwargs": st.sampled_from([None, {}, {"terse": True}, {"tools": []}, {"unknown": 1}, [1]]),
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def by_template(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenizer]:
+    own = Tokenizer.from_str(TRAINED["bytes"])
+    folders = {name: tmp_path_factory.mktemp(name) for name in TEMPLATES}
+    return {
+        name: ModelTokenizer(write_folder(folder, own, tokenizer_config={"chat_template": TEMPLATES[name]}))
+        for name, folder in folders.items()
+    }
+
+
+@settings(max_examples=examples(2000), deadline=None)
+@given(messages=_MESSAGES, fields=_FIELDS, name=st.sampled_from(list(TEMPLATES)))
+def test_a_chat_is_rendered_as_the_template_alone_would_or_refused(
+    by_template: dict[str, ModelTokenizer], messages: list[dict[str, Any]], fields: dict[str, Any], name: str
+) -> None:
+    own, template = Tokenizer.from_str(TRAINED["bytes"]), TEMPLATES[name]
+    line = json.dumps({"prompt": messages, **fields})
+    with TemporaryDirectory() as path:
+        file = Path(path) / "rows.jsonl"
+        file.write_text(line)
+        try:
+            (row,) = read_jsonl(file)
+            ids = by_template[name].encode_prompt(row["prompt"], row)
+        except InvalidArgument:
+            return
+    text = rendered(template, messages, fields, is_prompt=True)
+    assert ids == own.encode(text, add_special_tokens=False).ids
+    assert all(str(message["content"]) not in text for message in messages if isinstance(message["content"], list))
+    assert not fields.get("tools") or json.dumps(fields["tools"]) in text
+
+
+def test_answers_of_weight_0_are_not_learned_and_the_whole_row_reaches_the_template(
+    by_template: dict[str, ModelTokenizer],
+) -> None:
+    own = Tokenizer.from_str(TRAINED["bytes"])
+    messages = [
+        {"role": "assistant", "content": "hello", "weight": 0},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": [{"type": "text", "text": "how many apples"}], "weight": 1},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "how", "weight": 0},
+    ]
+    for name in ("plain", "marked", "parts"):
+        fields = {"tools": TOOLS, "chat_template_kwargs": {"terse": True}} if name == "parts" else {}
+        sample = sft_sample({"messages": messages, **fields}, by_template[name])
+        ids = [*sample.prompt_token_ids.tolist(), *sample.completion_token_ids.tolist()]
+        assert own.decode(ids, skip_special_tokens=False) in rendered(TEMPLATES[name], messages, fields, is_prompt=False)
+        learned = sample.completion_token_ids[np.asarray(sample.loss_mask) == 1].tolist()
+        assert own.decode(learned, skip_special_tokens=False).strip() == "how many apples<|im_end|>"
+
+
+def test_a_key_of_a_message_that_the_template_does_not_read_is_refused(tmp_path: Path) -> None:
+    found = ModelTokenizer(write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"])))
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    for chat in ([{"role": "user", "content": "2+2?"}, called], [{"role": "user", "content": "a", "name": "eve"}]):
+        for encode in (found.encode_prompt, found.encode_chat):
+            with pytest.raises(InvalidArgument, match=r"message \d has `(tool_calls|name)`, which the model's chat template"):
+                encode(chat)
+    assert found.encode_prompt([{"role": "user", "content": "a", "name": None}])
+
+
+def test_a_text_has_one_encoding_and_its_marked_spaces_count(tmp_path: Path) -> None:
+    own = Tokenizer.from_str(TRAINED["bytes"])
+    own.post_processor = processors.ByteLevel(trim_offsets=True)
+    marked = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
+    template = marked + "{{ m.content }}{% endif %}{% endfor %}"
+    folder = write_folder(tmp_path, own, tokenizer_config={"chat_template": [{"name": "tool_use", "template": CHATML}]})
+    (folder / "chat_template.jinja").write_text("\ufeff" + template)
+    table = json.loads((folder / "tokenizer.json").read_text())
+    table["model"]["dropout"] = 0.9
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+    found = ModelTokenizer(folder)
+    chat = [{"role": "user", "content": "how many"}, {"role": "assistant", "content": "apples  "}]
+    first = found.encode_chat(chat)
+    text = own.encode("how manyapples  ", add_special_tokens=False)
+    assert (list(first.token_ids), first.assistant_mask[-1]) == (text.ids, 1)
+    assert all(list(found.encode_chat(chat).token_ids) == text.ids for _ in range(20))
+    with pytest.raises(InvalidArgument, match="is not read by the model's chat template"):
+        found.encode_prompt(chat[:1], {"tools": TOOLS})  # chat_template.jinja is in the place of the named ones
+
+
+def test_a_named_template_is_for_tools(tmp_path: Path) -> None:
+    own = Tokenizer.from_str(TRAINED["bytes"])
+    templates = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": PARTS}]
+    found = ModelTokenizer(write_folder(tmp_path, own, tokenizer_config={"chat_template": templates}))
+    chat = [{"role": "user", "content": "hi"}]
+    for fields, template in (({}, CHATML), ({"tools": TOOLS}, PARTS)):
+        text = rendered(template, chat, fields, is_prompt=True)
+        assert found.encode_prompt(chat, fields) == own.encode(text, add_special_tokens=False).ids
+    with pytest.raises(InvalidArgument, match="tools: is for the chat template"):
+        found.encode_prompt("hi", {"tools": TOOLS})
+
+
+def test_a_folder_with_a_template_for_tools_alone_says_so(tmp_path: Path) -> None:
+    own, templates = Tokenizer.from_str(TRAINED["bytes"]), [{"name": "tool_use", "template": PARTS}]
+    found = ModelTokenizer(write_folder(tmp_path, own, tokenizer_config={"chat_template": templates}))
+    assert found.encode_prompt([{"role": "user", "content": "hi"}], {"tools": TOOLS})
+    with pytest.raises(InvalidArgument, match="prompt: the model has chat templates only as tool_use"):
+        found.encode_prompt([{"role": "user", "content": "hi"}])
+
+
+CALLS = "{% for m in messages %}\n{{ m.content }}{% for call in m.tool_calls or [] %}\n\n{{ TAKE }}{% endfor %}{% endfor %}"
+ARGUMENTS = "call.function.arguments"
+TEXT_ALONE = (
+    "{% for m in messages %}\n{% if m.content is not string %}{{ raise_exception('only\ntext') }}{% endif %}{{ m.content }}"
+    "{% endfor %}"
+)
+TWO_PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "problem"),
+    [
+        (CALLS.replace("TAKE", f"{ARGUMENTS}.items()"), "hi", ":4: {refuses}`{place}` is text without `items`"),
+        (CALLS.replace("TAKE", f"{ARGUMENTS} | items"), "hi", ":4: {refuses}`{place}` is text without items"),
+        (CALLS.replace("TAKE", "call.id.x"), "hi", ":4: {refuses}`messages[0].tool_calls[0]` is object without `id`"),
+        (CALLS.replace("TAKE", "1 + 'a'"), "hi", ":4: {refuses}unsupported operand"),
+        (TEXT_ALONE, TWO_PARTS, ":2: {refuses}only text"),
+        (CHATML, TWO_PARTS, "message 0 has 2 text parts, but the model's chat template reads only text"),
+    ],
+)  # fmt: skip
+def test_what_a_template_refuses_is_named_by_its_line_and_the_rows_field(
+    tmp_path: Path, template: str, content: object, problem: str
+) -> None:
+    folder = write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"]))
+    (folder / "chat_template.jinja").write_text(template + "{# tool_calls #}")
+    chat = [{"role": "user", "content": content, "tool_calls": [{"function": {"arguments": '{"x": 1}', "name": '{"x": 1}'}}]}]
+    with pytest.raises(InvalidArgument) as raised:
+        ModelTokenizer(folder).encode_prompt(json.loads(json.dumps(chat)))  # equal texts are different values
+    assert raised.value.metadata["field"] == "prompt"
+    place, refuses = "messages[0].tool_calls[0].function.arguments", "the model's chat template refuses them: "
+    assert problem.format(place=place, refuses=refuses) in raised.value.message
