@@ -51,7 +51,7 @@ class ModelTokenizer:
         start = len(prompt_ids)
         if token_ids[:start] != prompt_ids:
             encoding = self._tokenizer.encode(prompt + completion)
-            start = len(token_ids) - len(encoding) + sum(end <= len(prompt) for _, end in encoding.offsets)
+            start = len(token_ids) - len(encoding.ids) + sum(end <= len(prompt) for _, end in encoding.offsets)
         if token_ids[start:][-1:] != [eos_token_id]:
             token_ids = [*token_ids, eos_token_id]
         return ChatTokens(token_ids, [0] * start + [1] * (len(token_ids) - start))
