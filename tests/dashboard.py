@@ -6,7 +6,7 @@ import http.client
 import json
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ RECORDED = Path(__file__).parent / "recorded_run"
 
 
 @contextmanager
-def served(folder: Path | None, *, config: NodeConfig | None = None, host: str = "127.0.0.1") -> Iterator[DashboardServer]:
+def served(
+    folder: Path | None, *, config: NodeConfig | None = None, host: str = "127.0.0.1", others: Sequence[Path] = ()
+) -> Iterator[DashboardServer]:
     """Serves the dashboard of a run's folder, or of a node, while the block runs."""
-    server = make_server(folder, config=config, listen=f"{host}:{free_port()}")
+    server = make_server(folder, config=config, others=others, listen=f"{host}:{free_port()}")
     server.feed.start()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

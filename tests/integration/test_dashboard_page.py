@@ -115,3 +115,128 @@ def test_what_a_run_says_is_text_and_never_markup(page: Browser, tmp_path: Path)
         assert page.evaluate("document.title") == "run · tasuki"
         assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
         page.open("about:blank#left")
+
+
+def test_a_run_that_learns_nothing_says_so_and_what_it_does_now(page: Browser, stalled: Path) -> None:
+    with served(stalled, others=[RECORDED]) as server:
+        page.open(server.url)
+        page.until("document.querySelector('#view-run .warned')?.innerText.includes('The newest 4 steps changed no weights')")
+        assert page.evaluate("location.href").endswith("/#run"), "a run's page opens on the run"
+        assert "evaluate: 3 of 8 · 120 tokens/s · step 4 of 9" in page.text("#progress")
+        assert "steps without update: 4" in page.text("#view-run figure") and "· recorded_run" in page.text("#view-run figure")
+        page.evaluate("document.querySelector('#view-run figure .help').focus()")
+        page.press("Enter")
+        page.until("document.querySelector('#explained').matches(':popover-open')")
+        page.evaluate(SAVED)
+        page.evaluate("document.querySelector('#view-run figure .png').click()")
+        page.until("window.saved[0]?.startsWith('Reward, weighted sum.png image/png')")
+        page.evaluate("[...document.querySelectorAll('#view-run .tools button')].at(-1).click()")
+        page.until("window.saved[1]?.startsWith('metrics.csv text/csv')")
+        page.open("about:blank#left")
+
+
+SAVED = """
+window.saved = [];
+const made = URL.createObjectURL;
+let kind = '';
+URL.createObjectURL = (blob) => { kind = `${blob.type} ${blob.size}`; return made(blob); };
+HTMLAnchorElement.prototype.click = function () { window.saved.push(`${this.download} ${kind}`); };
+"""
+
+
+def test_chats_filters_and_held_out_rows(page: Browser, stalled: Path) -> None:
+    with served(stalled) as server:
+        open_tab(page, server.url, "samples", "Reward short, unweighted")
+        page.until("document.querySelector('.chat')?.innerText.includes(\"<b>two</b>\")")
+        assert page.evaluate("[...document.querySelectorAll('.turn h3')].map((one) => one.innerText).join()") == (
+            "system,user,assistant, this completion"
+        )
+        page.evaluate("document.querySelector('#view-samples .sample summary').click()")
+        assert "<Ġ>two" in page.text("#view-samples .sample details")
+        enter(page, "#view-samples input[type=search]", "FOUR")
+        page.until("document.querySelectorAll('.group button').length === 1")
+        enter(page, "#view-samples input[type=search]", "")
+        enter(page, "#view-samples input[aria-label='Largest reward']", "0.5")
+        page.until("document.querySelectorAll('.group button').length === 2")
+        open_tab(page, server.url, "evaluations", "Row 1")
+        assert page.text("#view-evaluations .facts").split() == [
+            "Better",
+            "1",
+            "Worse",
+            "0",
+            "Unchanged",
+            "1",
+            "Held-out",
+            "rows",
+            "2",
+        ]
+        assert page.evaluate("document.querySelectorAll('.row').length") == 1
+        page.evaluate("document.querySelector('.row summary').click()")
+        assert "wrong" in page.text(".row .columns") and "right" in page.text(".row .columns")
+        open_tab(page, server.url, "settings", "trainer.learning_rate")
+        assert "tasuki train node.toml" in page.text("#view-settings")
+        open_tab(page, server.url, "log", "peer left")
+        assert "event=epoch" not in page.text("#view-log")
+        page.open("about:blank#left")
+
+
+def enter(page: Browser, selector: str, value: str) -> None:
+    page.evaluate(
+        f"(() => {{ const one = document.querySelector({json.dumps(selector)}); one.value = {json.dumps(value)};"
+        " one.dispatchEvent(new Event('change')); })()"
+    )
+
+
+@pytest.fixture
+def stalled(tmp_path: Path) -> Path:
+    """A run of chats that makes its fifth step, the four before without an update."""
+    folder = tmp_path / "run"
+    for name in ("samples", "evaluations", "logs", "model"):
+        (folder / name).mkdir(parents=True)
+    step = {"mean_reward": 0.5, "mean_num_tokens": 2.0, "num_equal_groups": 2, "metrics": {"signal_fraction": 0.0, "loss": 0.5}}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": number, **step}) + "\n" for number in range(4)))
+    progress = {
+        "activity": "evaluate",
+        "done": 3,
+        "total": 8,
+        "tokens_per_second": 120.0,
+        "step": 4,
+        "steps": 9,
+        "updated_at": 2e10,
+    }
+    (folder / "progress.json").write_text(json.dumps(progress))
+    chat = [{"role": "system", "content": "Count."}, {"role": "user", "content": "one <b>two</b>"}]
+    tokens = {"prompt_token_ids": [1, 0], "token_ids": [0], "rollout_log_probs": [-1.0]}
+    samples = [
+        {
+            "group": 0,
+            "sample": number,
+            "prompt": chat,
+            "completion": text,
+            "reward": reward,
+            "rewards": {"a": reward, "short": 1.0},
+        }
+        for number, (text, reward) in enumerate([("three", 1.0), ("four", 0.0), ("five", 0.5)])
+    ]
+    lines = [samples[0] | tokens, *samples[1:], {"group": 1, "sample": 0, "reward": 0.0, "rewards": {"a": 0.0, "short": 0.0}}]
+    (folder / "samples" / "step-000003.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for number, text, reward in ((0, "wrong", 0.0), (4, "right", 1.0)):
+        rows = [
+            {"group": 0, "prompt": "p", "completion": "same", "reward": 1.0},
+            {"group": 1, "completion": text, "reward": reward},
+        ]
+        (folder / "evaluations" / f"step-{number:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = {
+        "model": {"vocab": {"two": 0}},
+        "added_tokens": [{"id": 1, "content": "<Ġ>"}],
+        "decoder": {"type": "ByteLevel"},
+    }
+    (folder / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    head = {"id": "r", "policy_version": 0, "recipe": {}, "provenance": {"command": "tasuki train node.toml"}}
+    (folder / "run.json").write_text(json.dumps(head))
+    shutil.copy(RECORDED / "logs" / "node.toml", folder / "logs")
+    shutil.copy(RECORDED / "journal.sqlite", folder)
+    (folder / "logs" / "trainer.log").write_text(
+        "2026-11-29 01:00:00,000 INFO event=epoch\n2026-11-29 01:00:01,000 ERROR peer left\n"
+    )
+    return folder

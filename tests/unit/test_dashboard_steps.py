@@ -14,7 +14,7 @@ from tests.limits import limit_s
 RECORDED = Path(__file__).parents[1] / "recorded_run"
 
 
-def line(step: int, **figures: float) -> str:
+def line(step: int, **figures: object) -> str:
     return json.dumps({"step": step, "seconds": {"generate": 0.5}, **figures}) + "\n"
 
 
@@ -104,6 +104,14 @@ def test_another_run_is_drawn_at_the_same_steps_and_a_reward_that_never_varies_i
     assert coarse["series"]["loss"][1]["low"] == [6.0, 7.5, 9.0, 12.0, 13.5]
     charts = {chart["title"]: [one["run"] for one in chart["series"]] for chart in draw(found)}
     assert charts == {"Reward, weighted sum": [0, 1], "Loss": [0, 1]}
+
+
+def test_losses_of_training_and_of_held_out_rows_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(line(step, metrics={"loss": step / 3, "eval/loss": step / 4}) for step in range(3))
+    )
+    (chart,) = [chart for chart in draw(thinned(read_all(StepColumns(tmp_path)))) if chart["title"] == "Loss"]
+    assert [one["name"] for one in chart["series"]] == ["loss", "held-out loss"]
 
 
 def test_steps_that_change_no_weights_are_counted(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ async def test_a_line_is_written_for_what_is_new_and_the_journal_moves_the_tags(
         await acquire(node, Phase.TRAIN, f"t{number}")
     assert len(record.read_text().splitlines()) == 1
     devices.cache_bytes = 3 * GB
+    reported = [(await devices.usage(service)).devices[0].process_bytes for service in Service]
     devices.asked.clear()
     await acquire(node, Phase.ROLLOUT, "r3")
     assert len(record.read_text().splitlines()) == 2
@@ -65,6 +66,7 @@ async def test_a_line_is_written_for_what_is_new_and_the_journal_moves_the_tags(
     window = MemoryTimeline(record).window(columns_of(tmp_path / "journal.sqlite"), changeovers=3, plan=None)
     (device,) = window["devices"]
     assert (device["device"], device["total_bytes"]) == ("cuda:0", 12 * GB)
+    assert device["process_bytes"] == sum(reported) > 0
     by_tag = {(one["service"], one["tag"]): one["bytes"] for one in device["series"]}
     at = {stage: index for index, stage in enumerate(window["stages"])}  # the last time
     assert by_tag["trainer", "optimizer"][at[HOLDS[Phase.TRAIN]]] == 4 * GB

@@ -50,6 +50,7 @@ class _Known:
     time: float
     sizes: tuple[Sizes, ...]
     device_bytes: Mapping[str, int]
+    process_bytes: Mapping[str, int]
     num_tags: int
 
 
@@ -80,7 +81,7 @@ class MemoryTimeline:
             at = _place(columns, index)
             points.append((columns.times[index], at, known[now].sizes[at]))
         return {
-            "devices": [_device(name, points, known[-1].device_bytes.get(name)) for name in _devices(points)],
+            "devices": [_device(name, points, known[-1]) for name in _devices(points)],
             "times": [time for time, _, _ in points],
             "stages": [STAGES[at] for _, at, _ in points],
             "bucket": size,
@@ -135,13 +136,14 @@ def _known(line: bytes) -> _Known | None:
         fields = json.loads(line)
         usages, time = read_usages(fields), float(fields["time"])
         totals = {str(device): int(size) for device, size in fields["device_bytes"].items()}
+        processes = {str(device): int(size) for device, size in fields.get("process_bytes", {}).items()}
         tags = [tag for usage in usages.values() for tag in usage.tags]
-        sizes = [*totals.values(), *(size for tag in tags for size in (tag.mapped_bytes, tag.total_bytes))]
+        sizes = [*totals.values(), *processes.values(), *(size for tag in tags for size in (tag.mapped_bytes, tag.total_bytes))]
         if not math.isfinite(time) or not all(0 <= size <= _MAX_BYTES for size in sizes):
             return None
         if len({*totals, *(tag.device for tag in tags)}) > _NUM_DEVICES:
             return None
-        return _Known(time, _sizes_by_place(usages), totals, len(tags))
+        return _Known(time, _sizes_by_place(usages), totals, processes, len(tags))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
 
@@ -177,11 +179,12 @@ def _devices(points: Sequence[tuple[float, int, Sizes]]) -> list[str]:
     return sorted(names, key=lambda name: (len(name), name))
 
 
-def _device(name: str, points: Sequence[tuple[float, int, Sizes]], total: int | None) -> dict[str, Any]:
+def _device(name: str, points: Sequence[tuple[float, int, Sizes]], newest: _Known) -> dict[str, Any]:
     keys = list(dict.fromkeys(key for _, _, sizes in points for key in sizes if key[2] == name))
     return {
         "device": name,
-        "total_bytes": total,
+        "total_bytes": newest.device_bytes.get(name),
+        "process_bytes": newest.process_bytes.get(name),
         "series": [
             {"service": service, "tag": tag, "bytes": [sizes.get((service, tag, name), 0) for _, _, sizes in points]}
             for service, tag, _ in keys

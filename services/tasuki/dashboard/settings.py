@@ -13,14 +13,9 @@ from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.regular_file import read_regular
 
-_REQUIRED = (
-    "state_dir",
-    "model.path",
-    "device",
-    *(f"{run}.{key}" for run in ("train", "sft") for key in ("dataset", "output_dir")),
-)
-_OF_REWARD = ("train.reward.function", "train.algorithm")
-"""Keys from which the defaults of the others follow, or that have none."""
+_RUN_KEYS = ("train.dataset", "train.output_dir", "train.reward.function", "train.algorithm", "sft.dataset", "sft.output_dir")
+_NAMED = ("state_dir", "device", "model.path", *_RUN_KEYS)
+"""Keys without a default, or from which the defaults of others follow."""
 _MAX_BYTES, _MAX_CHARS = 1_000_000, 4_000
 
 
@@ -31,32 +26,27 @@ def read_settings(output_dir: Path | None, config: NodeConfig | None) -> dict[st
         try:
             head = json.loads(read_regular(output_dir / "run.json", max_bytes=_MAX_BYTES))
             given = {"run": head["id"], "begun at version": head["policy_version"], **head.get("provenance", {})}
-            given |= {name: value for name, value in head["recipe"].items() if str(value).startswith("sha256:")}
+            given |= {f"content of {name}": value for name, value in head["recipe"].items() if str(value).startswith("sha256:")}
             found["provenance"] = {str(name)[:_MAX_CHARS]: str(value)[:_MAX_CHARS] for name, value in given.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass  # from before the run, or of another version
     if config is not None:
         given, usual = (dict(_flat(table)) for table in (config.model_dump(mode="json", exclude_none=True), _usual(config)))
-        keys = [
-            key for key, value in given.items() if key not in usual or usual[key] != value or key in (*_REQUIRED, *_OF_REWARD)
-        ]
-        found["changed"] = [
-            {
-                "key": key,
-                "value": _told(given[key]),
-                "default": None if key in (*_REQUIRED, *_OF_REWARD) else _told(usual.get(key)),
-            }
-            for key in keys
-        ]
+        for key, value in given.items():
+            is_named = key.startswith(_NAMED)
+            if is_named or usual.get(key) != value:
+                found["changed"].append(
+                    {"key": key, "value": _told(value), "default": None if is_named else _told(usual.get(key))}
+                )
         found["toml"] = "\n".join(toml_lines(config.model_dump(exclude_none=True), ()))
     return found
 
 
 def _usual(config: NodeConfig) -> dict[str, Any]:
-    """The defaults beside this configuration's required keys; empty if they are no configuration by themselves."""
+    """The defaults beside the keys without one; empty if they are no configuration by themselves."""
     table: dict[str, Any] = {}
     given = config.model_dump(mode="json", exclude_none=True)
-    for key in (*_REQUIRED, *_OF_REWARD):
+    for key in _NAMED:
         *tables, name = key.split(".")
         source, target = given, table
         for one in tables:

@@ -263,7 +263,11 @@ def draw(thinned: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _drawn(title: str, unit: str, taken: dict[str, Any], *, is_stacked: bool = False, is_log: bool = False) -> dict[str, Any]:
     series = [
-        {"name": name.partition("/")[2] or name, "run": run, **values}
+        {
+            "name": name.replace("eval/", "held-out ") if name.startswith("eval/") else name.partition("/")[2] or name,
+            "run": run,
+            **values,
+        }
         for name, runs in taken.items()
         for run, values in runs.items()
         if not (is_stacked and run) and _has_any(values)

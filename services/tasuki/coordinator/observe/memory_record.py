@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,11 @@ class MemoryRecord:
             return
         self._known = _reached_by_stages(usages)
         totals = {one.device: one.total_bytes for usage in usages.values() for one in usage.devices}
-        line = json.dumps({"time": time.time(), "tags": tags, "device_bytes": totals}) + "\n"
+        processes = Counter[str]()
+        for one in (one for usage in usages.values() for one in usage.devices):
+            processes[one.device] += one.process_bytes
+        record = {"time": time.time(), "tags": tags, "device_bytes": totals, "process_bytes": processes}
+        line = json.dumps(record) + "\n"
         try:
             with self._path.open("a") as lines:
                 if lines.tell() + len(line) <= _MAX_BYTES:

@@ -134,7 +134,7 @@ async function showHead() {
 /** What the run does now, and how long it still takes. */
 function progress({ progress: now, now: time }) {
   if (!now) return [];
-  if (time - now.updated_at > STALE_S) return h("p", { class: "note" }, `The run's command wrote its last line ${seconds(time - now.updated_at)} ago: it has been stopped or killed. `, h("code", {}, "tasuki train --resume"), " continues the run.");
+  if (time - now.updated_at > STALE_S) return h("p", { class: "note" }, `The run's command wrote its last line ${seconds(time - now.updated_at)} ago: it has been stopped or killed. `, h("code", {}, "tasuki train --resume"), " can continue it.");
   const part = now.total ? `${number(now.done)} of ${number(now.total)}` : `for ${seconds(now.activity_s)}`;
   const shown = [`${String(now.activity).replaceAll("_", " ")}: ${part}`, now.tokens_per_second ? `${number(now.tokens_per_second, 3)} tokens/s` : "", now.steps ? `step ${number(now.step)} of ${number(now.steps)}` : "", `${seconds(now.elapsed_s)} elapsed`, now.eta_s ? `about ${seconds(now.eta_s)} left` : "", now.waits_for];
   return [now.steps ? h("progress", { max: now.steps, value: now.step, "aria-label": "Steps of the run" }) : null, h("span", {}, shown.filter(Boolean).join(" · "))];

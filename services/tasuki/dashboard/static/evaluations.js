@@ -32,7 +32,7 @@ export function makeEvaluations(host, api, fail) {
     const text = search.value.toLowerCase();
     const wanted = found.rows.filter((row) => FILTERS[filter.value](row) && `${row.was.prompt}\n${row.was.completion}\n${row.is.completion}`.toLowerCase().includes(text));
     const kept = found.rows.some((row) => row.is.completion) ? " Texts are kept of the first 256 rows." : "";
-    told.textContent = `${number(wanted.length)} rows, the largest change of reward first.${kept}${found.is_cut ? " There are more than are shown." : ""}`;
+    told.textContent = `${wanted.length ? `${number(wanted.length)} rows, the largest change of reward first.` : "No such row."}${kept}${found.is_cut ? " There are more than are shown." : ""}`;
     put(rows, wanted.slice(0, limit).map((row) => rowOf(row, open, [before.value, after.value])));
     more.hidden = wanted.length <= limit;
   }

@@ -35,6 +35,7 @@ function headline(memory) {
     return [
       [`${device.device}, tags now`, bytes(totals.at(-1)), device.total_bytes ? `of ${bytes(device.total_bytes)}` : ""],
       [`${device.device}, most in the window`, bytes(most), plan ? `plan ${bytes(Math.max(0, ...plan.tags))}` : ""],
+      ...(device.process_bytes ? [[`${device.device}, all of the processes`, bytes(device.process_bytes), "at the last report"]] : []),
       ...(plan ? [[`${device.device}, plan with working memory`, bytes(Math.max(0, ...plan.total)), "at its peak"]] : []),
     ];
   }).slice(0, 9));

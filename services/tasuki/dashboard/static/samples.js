@@ -18,7 +18,7 @@ export function makeSamples(host, api, fail) {
   const search = h("input", { type: "search", on: { change: reload } });
   const bound = (label) => h("input", { type: "number", step: "any", "aria-label": label, on: { change: reload } });
   const [least, most] = [bound("Least reward"), bound("Largest reward")];
-  const charts = h("div", { class: "charts" });
+  const charts = h("div", { class: "charts small" });
   const rewards = h("details", { open: true }, h("summary", {}, "Rewards of the step"), charts);
   const groups = h("div", { class: "groups" });
   const one = h("div", { class: "card sample" });
