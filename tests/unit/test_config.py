@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.algorithms.losses.ppo import PpoLoss
+from tasuki.config import load
 from tasuki.config.checks import HEARTBEAT_S
 from tasuki.config.load import has_bf16, load_config, slow_dtypes
 from tasuki.config.paths import node_targets, socket_dir
-from tasuki.config.replaced_keys import REPLACED
+from tasuki.config.replaced_keys import OTHERS, REPLACED
 from tasuki.config.save import save_config
 from tasuki.wire.address import socket_folder, unix_target
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -268,6 +271,15 @@ def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
+def test_key_of_another_library_is_answered_with_ours(tmp_path: Path) -> None:
+    loss = {"name", *LossConfig().settings(), *PpoLoss.__dataclass_fields__}
+    for own in {one for text in OTHERS.values() for one in text.partition(", with")[0].split(", or ")}:
+        *above, last = own.split(".")
+        assert last in (loss if above == ["train", "loss"] else load._keys_beside([*above, last])), own
+    with pytest.raises(InvalidArgument, match=r"train\.loss\.beta: unknown key; tasuki's name is train\.loss\.kl_coef"):
+        load_config(write(tmp_path, MINIMAL + RUN), overrides=["train.loss.beta=0.1"])
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -275,6 +287,8 @@ def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
         ("coordnator.drain_grace_s=1", "coordnator: unknown key, did you mean coordinator? see docs"),
         ("trainer.critic.learning_rat=1", "unknown key, did you mean learning_rate? see docs"),
         ("trainer.zzz=1", "trainer.zzz: unknown key; see docs"),
+        ("trainer.lr=1", "trainer.lr: unknown key; tasuki's name is trainer.learning_rate"),
+        ("sft.batch_size=4", "sft.batch_size: unknown key; tasuki's name is train.prompts_per_step, or sft.samples_per_step"),
     ],
 )
 def test_misspelt_key_is_answered_with_the_one_that_was_meant(tmp_path: Path, override: str, told: str) -> None:

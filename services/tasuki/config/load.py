@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from tasuki.algorithms.setting import SettingError
 from tasuki.config.checks import SettingsConflict
 from tasuki.config.paths import config_path
-from tasuki.config.replaced_keys import check_replaced
+from tasuki.config.replaced_keys import OTHERS, check_replaced
 from tasuki.config.schema import NodeConfig
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -24,6 +24,9 @@ MAX_CONFIG_BYTES = 4_000_000
 _SHOWN_CHARACTERS = 200
 _DTYPES = (("trainer", "compute_dtype"), ("rollout", "dtype"))
 SLOW_BFLOAT16 = "this CPU has no bf16 instructions, so products in bfloat16 are two to eight times slower than in float32"
+_HUB_MODEL = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
+_HUB_DATASET = re.compile(rf"{_HUB_MODEL.pattern}(:[\w.-]*){{0,2}}")
+_DATA_SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
 _WANTED = {
     "path_type": "give a path in quotes",
     "model_type": "give a table",
@@ -56,14 +59,23 @@ def config_of(table: dict[str, Any], *, overrides: Sequence[str] = ()) -> NodeCo
     try:
         return _for_this_cpu(NodeConfig.model_validate(table))
     except ValidationError as error:
-        first = error.errors()[0]
+        # An unknown key may be why another is missing.
+        first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         conflict = first.get("ctx", {}).get("error")
         if isinstance(conflict, SettingsConflict):
             raise InvalidArgument(conflict.field, str(conflict)) from error
         key = ".".join(str(part) for part in first["loc"]) or "config"
         if isinstance(conflict, SettingError):
-            raise InvalidArgument(f"{key}.{conflict.field}", conflict.problem) from error
-        raise InvalidArgument(key, _explain(first)) from error
+            raise _unknown_or(f"{key}.{conflict.field}", conflict.problem) from error
+        raise _unknown_or(key, _explain(first)) from error
+
+
+def _unknown_or(key: str, problem: str) -> InvalidArgument:
+    """The key's error; with tasuki's name if another library's was given."""
+    own = OTHERS.get(key.rpartition(".")[2].lower())
+    if own is None or not problem.startswith("unknown key"):
+        return InvalidArgument(key, problem)
+    return InvalidArgument(key, f"unknown key; tasuki's name is {own}")
 
 
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -250,6 +262,12 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
             at[last] = _anchored(at[last], folder, key=".".join((*parents, last)))
 
 
+def _is_of_hub(value: str, *, key: str) -> bool:
+    """Whether the value looks like an id of the Hugging Face hub, which stays a relative path until it is fetched."""
+    wanted = _HUB_DATASET if key.endswith("dataset") else _HUB_MODEL if key in ("model.path", "trainer.critic.path") else None
+    return wanted is not None and wanted.fullmatch(value) is not None and Path(value).suffix.lower() not in _DATA_SUFFIXES
+
+
 def _anchored(value: Any, folder: Path, *, key: str) -> Any:
     """Makes a path, or each path in a list, absolute. Leaves other values for the schema to refuse."""
     if isinstance(value, list):
@@ -258,6 +276,8 @@ def _anchored(value: Any, folder: Path, *, key: str) -> Any:
         return value
     if "\0" in value:
         raise InvalidArgument(key, f"{value!r} is not a path: it contains a null character")
+    if _is_of_hub(value, key=key) and not (folder / value).exists():
+        return value
     try:
         return str(folder / Path(value).expanduser())
     except RuntimeError as error:

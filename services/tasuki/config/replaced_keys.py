@@ -1,4 +1,4 @@
-"""Keys of earlier versions and what to write instead."""
+"""Keys of earlier versions and of other libraries, and what to write instead."""
 
 from __future__ import annotations
 
@@ -83,3 +83,61 @@ def check_replaced(table: Mapping[str, Any]) -> None:
             at = at.get(part) if isinstance(at, Mapping) else None
         if at is not None:
             raise InvalidArgument(key, instead)
+
+
+OTHERS: Mapping[str, str] = {
+    name: own
+    for own, names in {
+        "model.path": "model_name model_name_or_path",
+        "rollout.context_length": "max_model_len max_model_length vllm_max_model_length",
+        "rollout.dp_size": "data_parallel_size",
+        "rollout.kv_ratio": "gpu_memory_utilization mem_fraction_static vllm_gpu_memory_utilization",
+        "rollout.max_running_requests": "max_num_seqs",
+        "rollout.tp_size": "tensor_model_parallel_size tensor_parallel_size vllm_tensor_parallel_size",
+        "seed": "seed data_seed",
+        "track.to": "logger report_to",
+        "train.advantages.discount": "gamma",
+        "train.algorithm": "adv_estimator advantage_estimator",
+        "train.advantages.lam": "lam gae_lambda",
+        "train.advantages.std": "norm_adv_by_std_in_grpo scale_rewards",
+        "train.dataset, or sft.dataset": "dataset_name train_dataset train_file train_files",
+        "train.eval.num_samples": "num_eval_samples",
+        "train.eval_dataset, or sft.eval_dataset": "eval_file val_files",
+        "train.eval_every, or sft.eval_every": "eval_steps test_freq",
+        "train.group_size": "n num_generations num_return_sequences rollout_n",
+        "train.loss.aggregation": "loss_agg_mode loss_type",
+        "train.loss.clip_high": "clip_eps_high clip_ratio_high cliprange_high epsilon_high",
+        "train.loss.clip_low, with clip_high": "clip_eps clip_ratio clip_ratio_low cliprange cliprange_low epsilon epsilon_low",
+        "train.loss.dual_clip": "clip_ratio_c delta",
+        "train.loss.entropy_coef": "ent_coef entropy_coef entropy_coeff",
+        "train.loss.kl_coef": "beta init_kl_coef kl_beta kl_coef kl_loss_coef",
+        "train.mask_truncated": "mask_truncated_completions",
+        "train.max_new_tokens": "max_completion_length max_response_length max_tokens response_length",
+        "train.max_prompt_tokens": "max_prompt_length",
+        "train.num_epochs": "num_iterations num_ppo_epochs ppo_epochs",
+        "train.num_mini_batches": "mini_batch_size num_mini_batches ppo_mini_batch_size steps_per_generation",
+        "train.num_steps, or sft.num_epochs": "epochs max_steps num_train_epochs total_epochs total_steps total_training_steps",
+        "train.prompts_per_step, or sft.samples_per_step": "batch_size per_device_train_batch_size rollout_batch_size train_batch_size",
+        "train.reward.function": "reward_fn reward_func reward_funcs reward_function reward_functions",
+        "train.reward.weights": "reward_weights",
+        "train.save_every, or sft.save_every": "save_freq save_interval save_steps",
+        "train.temperature": "sampling_temperature",
+        "trainer.betas": "adam_beta1 adam_beta2 adam_betas",
+        "trainer.checkpointing": "enable_gradient_checkpointing gradient_checkpointing",
+        "trainer.compute_dtype": "bf16 dtype fp16 mixed_precision torch_dtype",
+        "trainer.learning_rate": "learning_rate lr",
+        "trainer.lora.alpha": "lora_alpha",
+        "trainer.lora.rank": "lora_r lora_rank r",
+        "trainer.lora.target_modules": "lora_target_modules",
+        "trainer.lr_schedule": "lr_scheduler lr_scheduler_type scheduler",
+        "trainer.max_grad_norm": "clip_grad grad_clip gradient_clipping max_grad_norm",
+        "trainer.micro_batch_tokens": "gradient_accumulation_steps micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu",
+        "trainer.moments": "optim optimizer",
+        "trainer.num_ranks": "n_gpus n_gpus_per_node num_gpus num_processes",
+        "trainer.sequence_parallel": "ulysses_sequence_parallel_size",
+        "trainer.warmup_steps": "lr_warmup_steps warmup_ratio warmup_steps",
+        "trainer.weight_decay": "weight_decay",
+    }.items()
+    for name in names.split()
+}
+"""tasuki's key by a name that TRL, verl or OpenRLHF gives it."""
