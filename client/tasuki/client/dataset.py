@@ -1,17 +1,20 @@
-"""Prompts from a JSONL file, in a seeded order that can be resumed."""
+"""Prompts from a file, in a seeded order that can be resumed."""
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BytesIO, TextIOWrapper
 from itertools import islice
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 import numpy as np
 
 from tasuki.wire.denied_path import named_if_denied
-from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.errors import InvalidArgument, NotInstalled, PathNotFound
+from tasuki.wire.extras import install_extras
 
 Row = dict[str, object]
 """One line: `prompt`, a string or a list of chat messages, and any other fields."""
@@ -20,16 +23,20 @@ _Item = TypeVar("_Item")
 _RESERVED = ("completion", "completions", "prompts", "finish_reason", "num_tokens", "prompt_token_ids", "completion_token_ids")
 
 
-def read_jsonl(path: Path | str) -> list[Row]:
-    """Reads the rows of a file and skips empty lines.
+def read_jsonl(path: Path | str, *, columns: Mapping[str, str] | None = None) -> list[Row]:
+    """Reads the rows of a file: JSONL, or CSV, JSON or parquet by its suffix. columns: as in `read_objects`.
 
     Raises PathNotFound without a file, PathPermissionDenied, and InvalidArgument naming file and line for an invalid row.
     """
-    return [_checked(row, place=place) for place, row in read_objects(path)]
+    return [_checked(row, place=place) for place, row in read_objects(path, columns=columns)]
 
 
-def read_objects(path: Path | str) -> Iterator[tuple[str, Row]]:
-    """Yields the JSON objects of a file, one per line, each with its place "file:line". Skips empty lines. Raises as read_jsonl."""
+def read_objects(path: Path | str, *, columns: Mapping[str, str] | None = None) -> Iterator[tuple[str, Row]]:
+    """Yields the rows of a file, each with its place, "file:line" or "file: row N". Raises as read_jsonl.
+
+    The suffix decides: .csv has a header and text only, .json is an array of objects, .parquet needs the extra `hub`, and any other file
+    has a JSON object per line. Empty lines are skipped. columns: the file's column of each field; other columns are left out.
+    """
     path = Path(path)
     with named_if_denied(path, key="dataset"):
         if not path.is_file():
@@ -37,14 +44,86 @@ def read_objects(path: Path | str) -> Iterator[tuple[str, Row]]:
             raise PathNotFound(f"dataset {path} {found}", path=path)
         file = path.open("rb")
     is_empty = True
-    with file as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                is_empty = False
-                place = f"{path}:{number}"
-                yield place, _object(line, place=place)
+    read = _READERS.get(path.suffix.lower(), _lines)
+    with file:
+        for place, row in read(file, path, list((columns or {}).values())):
+            is_empty = False
+            yield place, _chosen(row, columns, place=place) if columns else row
     if is_empty:
-        raise InvalidArgument("dataset", f"{path} has no lines")
+        raise InvalidArgument("dataset", f"{path} has no {'lines' if read is _lines else 'rows'}")
+
+
+def _lines(file: BinaryIO, path: Path, _: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            place = f"{path}:{number}"
+            yield place, _object(line, place=place)
+
+
+def _csv_rows(file: BinaryIO, path: Path, _: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    csv.field_size_limit(2**31 - 1)  # a text may be longer than the module's 128 KiB
+    reader = csv.reader(TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+    try:
+        header = next(reader, [])
+        if len(set(header)) < len(header):
+            raise InvalidArgument("dataset", f"{path}:1: names a column twice: {', '.join(header)}")
+        for values in reader:
+            place = f"{path}:{reader.line_num}"
+            if values and len(values) != len(header):
+                raise InvalidArgument(
+                    "dataset", f"{place}: has {len(values)} fields, but the header {len(header)}", place=place
+                )
+            if values:
+                yield place, dict(zip(header, values, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise InvalidArgument("dataset", f"{path}:{reader.line_num}: not CSV: {error}") from error
+
+
+def _array(file: BinaryIO, path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Rows of a JSON array. Files with a line per object have this suffix, too."""
+    content = file.read()
+    if not content.lstrip().startswith(b"["):
+        yield from _lines(BytesIO(content), path, columns)
+        return
+    try:
+        rows = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("dataset", f"{path}: not JSON: {error}") from error
+    yield from _json_values(rows, path)
+
+
+def _parquet_rows(file: BinaryIO, path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ModuleNotFoundError as error:
+        text = f"dataset {path} needs pyarrow: {install_extras('hub')}"
+        raise NotInstalled(text, packages="pyarrow", extras="hub") from error
+    try:
+        batches = ParquetFile(file).iter_batches(columns=columns or None)
+        yield from _json_values((row for batch in batches for row in batch.to_pylist()), path)
+    except (ValueError, OSError) as error:  # Arrow's own
+        raise InvalidArgument("dataset", f"{path}: not parquet: {error}") from error
+
+
+def _json_values(rows: Iterable[object], path: Path) -> Iterator[tuple[str, Row]]:
+    for number, row in enumerate(rows, start=1):
+        place = f"{path}: row {number}"
+        try:
+            line = json.dumps(row).encode()
+        except TypeError as error:
+            raise InvalidArgument("dataset", f"{place}: {error}; name the columns to read in `columns`", place=place) from error
+        yield place, _object(line, place=place)
+
+
+_READERS = {".csv": _csv_rows, ".json": _array, ".parquet": _parquet_rows}
+
+
+def _chosen(row: Row, columns: Mapping[str, str], *, place: str) -> Row:
+    for column in columns.values():
+        if column not in row:
+            problem = f"{place}: has no column `{column}`, which `columns` names, only {', '.join(row)}"
+            raise InvalidArgument("dataset", problem, place=place)
+    return {name: row[column] for name, column in columns.items()}
 
 
 def row_place(path: Path | str, index: int) -> str:

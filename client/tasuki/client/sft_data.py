@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -27,8 +27,10 @@ class SftTokenizer(Protocol):
     def encode_chat(self, messages: Sequence[Message], fields: Row | None = None) -> ChatTokens: ...
 
 
-def read_sft_jsonl(path: Path | str, tokenizer: SftTokenizer, *, max_tokens: int) -> list[TrainingSample]:
-    """Reads one sample per line. A line has one of
+def read_sft_jsonl(
+    path: Path | str, tokenizer: SftTokenizer, *, max_tokens: int, columns: Mapping[str, str] | None = None
+) -> list[TrainingSample]:
+    """Reads one sample per row; files and `columns` are those of `read_objects`. A row has one of
 
     - `messages`, a chat. The assistant's messages are trained, except those with `weight` 0; everything before the first is the prompt.
     - `prompt` and `completion`, two strings. The completion and an end-of-sequence token are trained.
@@ -38,7 +40,7 @@ def read_sft_jsonl(path: Path | str, tokenizer: SftTokenizer, *, max_tokens: int
     Raises PathNotFound without a file, InvalidArgument naming file and line for an unusable line.
     """
     samples: list[TrainingSample] = []
-    for place, row in read_objects(path):
+    for place, row in read_objects(path, columns=columns):
         try:
             sample = sft_sample(row, tokenizer)
         except InvalidArgument as error:

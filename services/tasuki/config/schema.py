@@ -36,7 +36,8 @@ SERVICES = ("coordinator", "trainer", "rollout")
 
 class ModelConfig(Schema):
     path: Path
-    """Hugging Face model folder with config.json, safetensors and tokenizer. From a network file system a node copies it to shared memory
+    """Hugging Face model folder with config.json, safetensors and tokenizer. Or a model of the hub, "Org/Name" or "Org/Name@revision", that
+    `tasuki up` and `train` fetch into the hub's cache with the extra `hub`. From a network file system a node copies it to shared memory
     once, if that takes at most an eighth of the host's (docs/design/start-up.md)."""
 
 

@@ -194,9 +194,13 @@ def _write_value_loss(loss: ValueLoss) -> dict[str, Any]:
 
 class TrainConfig(Schema):
     dataset: Path
-    """JSONL file; each line is an object with `prompt` and any other fields."""
+    """File whose rows have `prompt` and any other fields: an object a line (JSONL), or .csv, .json or .parquet. Or a dataset of the
+    Hugging Face hub, "org/name@revision:config:split", whose split is "train" by default; needs the extra `hub`."""
     eval_dataset: Path | None = None
-    """Held-out lines in the same format, for evaluations."""
+    """Held-out rows, given likewise."""
+    columns: dict[str, str] = Field(default={})
+    """Column of each field in both datasets, such as `{ prompt = "question", answer = "answer" }`. Others are left out. By default every
+    column is the field of its name."""
     output_dir: Path
     """New folder for everything that the run writes; with --resume the run's own."""
     reward: RewardConfig
@@ -330,9 +334,11 @@ class SftConfig(Schema):
     """Supervised fine-tuning with `tasuki train`, instead of `[train]`."""
 
     dataset: Path
-    """JSONL file; each line is an object with `messages`, a chat, or with `prompt` and `completion`."""
+    """Rows with `messages`, a chat, or with `prompt` and `completion`; a file or a dataset of the hub, as `train.dataset`."""
     eval_dataset: Path | None = None
-    """Held-out lines in the same format."""
+    """Held-out rows in the same format."""
+    columns: dict[str, str] = Field(default={})
+    """As `train.columns`."""
     output_dir: Path
     """New folder for everything that the run writes; with --resume the run's own."""
     num_steps: PositiveInt | None = None

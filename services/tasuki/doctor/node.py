@@ -111,16 +111,16 @@ def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:
 
     def check() -> None:
         with open_rewards(reward, folders, num_workers=1) as rewards:
-            rows, eval_rows = (_readable_rows(path) for path in (train.dataset, train.eval_dataset))
+            rows, eval_rows = (_readable_rows(path, train) for path in (train.dataset, train.eval_dataset))
             check_reward_rows(rewards, train, rows=rows, eval_rows=eval_rows)
 
     return checked("reward of [train]", ", ".join(functions), check, key="train.reward")
 
 
-def _readable_rows(path: Path | None) -> list[Row]:
+def _readable_rows(path: Path | None, train: TrainConfig) -> list[Row]:
     """Rows of a dataset; none if it cannot be read, which its own check tells."""
     with suppress(TasukiError):
-        return [] if path is None else read_jsonl(path)
+        return [] if path is None else read_jsonl(path, columns=train.columns)
     return []
 
 

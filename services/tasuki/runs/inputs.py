@@ -35,9 +35,9 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
         raise InvalidArgument("train", "the configuration has neither a [train] nor an [sft] table: nothing to train")
     check_model_folder(config.model.path)
     with field_as_key("dataset", "train.dataset"):
-        rows = read_jsonl(train.dataset)
+        rows = read_jsonl(train.dataset, columns=train.columns)
     with field_as_key("dataset", "train.eval_dataset"):
-        eval_rows = read_jsonl(train.eval_dataset) if train.eval_dataset is not None else []
+        eval_rows = [] if train.eval_dataset is None else read_jsonl(train.eval_dataset, columns=train.columns)
     _check_stop_tokens(config, train)
     tokenizer = ModelTokenizer(config.model.path)
     limit = min(_context_length(config), config.most_micro_batch_tokens)

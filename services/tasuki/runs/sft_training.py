@@ -81,10 +81,11 @@ def read_sft(config: NodeConfig, sft: SftConfig) -> SftTraining:
     check_model_folder(config.model.path)
     max_tokens = _max_tokens(config, sft)
     tokenizer = ModelTokenizer(config.model.path)
+    read = partial(read_sft_jsonl, tokenizer=tokenizer, max_tokens=max_tokens, columns=sft.columns)
     with field_as_key("dataset", "sft.dataset"):
-        samples = read_sft_jsonl(sft.dataset, tokenizer, max_tokens=max_tokens)
+        samples = read(sft.dataset)
     with field_as_key("dataset", "sft.eval_dataset"):
-        eval_samples = [] if sft.eval_dataset is None else read_sft_jsonl(sft.eval_dataset, tokenizer, max_tokens=max_tokens)
+        eval_samples = [] if sft.eval_dataset is None else read(sft.eval_dataset)
     return SftTraining(sft, samples, eval_samples, config.seed)
 
 

@@ -1,0 +1,87 @@
+"""Rows of CSV, JSON and parquet files, and columns under other names."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow.parquet import write_table
+
+from tasuki.client.dataset import read_jsonl, read_objects, row_place
+from tasuki.wire.errors import InvalidArgument, NotInstalled
+
+ROWS = [{"prompt": 'say "hi",\nplease', "answer": "ü"}, {"prompt": "1+1=", "answer": "2"}]
+
+
+def written(folder: Path, suffix: str) -> Path:
+    path = folder / f"rows{suffix}"
+    match suffix:
+        case ".csv":
+            path.write_bytes('\ufeffprompt,answer\r\n"say ""hi"",\nplease",ü\r\n\r\n1+1=,2\r\n'.encode())
+        case ".json":
+            path.write_text(json.dumps(ROWS, indent=1))
+        case ".parquet":
+            write_table(pyarrow.Table.from_pylist(ROWS), path)
+        case _:
+            path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".parquet", ".jsonl", ".CSV", ".txt"])
+def test_every_kind_of_file_has_the_same_rows(tmp_path: Path, suffix: str) -> None:
+    path = written(tmp_path, suffix.lower()).rename(tmp_path / f"rows{suffix}")
+    assert read_jsonl(path) == ROWS
+
+
+def test_a_json_file_may_have_a_line_per_object(tmp_path: Path) -> None:
+    path = written(tmp_path, ".jsonl").rename(tmp_path / "rows.json")
+    assert read_jsonl(path) == ROWS
+    assert row_place(path, 1) == f"{path}:2"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.csv", "prompt,answer\n1,2\n3\n", "a.csv:3: has 1 fields, but the header 2"),
+        ("a.csv", "prompt,prompt\n1,2\n", "a.csv:1: names a column twice"),
+        ("a.csv", 'prompt\n"1\n', "not CSV"),
+        ("a.csv", "prompt\n", "a.csv has no rows"),
+        ("a.csv", "question\n1\n", "a.csv:2: lacks `prompt`"),
+        ("a.json", '[{"prompt": "x"}, 3]', "a.json: row 2: expected an object, got int"),
+        ("a.json", '[{"prompt": "x"}, {"prompt": "\\ud83d"}]', "a.json: row 2: not JSON"),
+        ("a.json", '[{"prompt": "x"}', "a.json: not JSON"),
+        ("a.parquet", "no parquet at all", "a.parquet: not parquet"),
+    ],
+)
+def test_an_unusable_row_is_named_by_its_place(tmp_path: Path, name: str, content: str, problem: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InvalidArgument) as refused:
+        read_jsonl(tmp_path / name)
+    assert problem in refused.value.message
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".parquet", ".jsonl"])
+def test_columns_name_the_fields_and_leave_out_the_rest(tmp_path: Path, suffix: str) -> None:
+    path = written(tmp_path, suffix)
+    assert read_jsonl(path, columns={"prompt": "answer"}) == [{"prompt": "ü"}, {"prompt": "2"}]
+    with pytest.raises(InvalidArgument, match="has no column `question`, which `columns` names"):
+        read_jsonl(path, columns={"prompt": "answer", "answer": "question"})
+
+
+def test_a_parquet_column_that_is_no_json_is_left_out_by_columns(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    write_table(pyarrow.table({"prompt": ["a"], "image": [b"\x00"]}), path)
+    with pytest.raises(InvalidArgument, match=r"row 1: .*name the columns to read in `columns`"):
+        read_jsonl(path)
+    assert read_jsonl(path, columns={"prompt": "prompt"}) == [{"prompt": "a"}]
+
+
+def test_parquet_without_its_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, ".parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(NotInstalled) as missing:
+        list(read_objects(path))
+    assert missing.value.metadata["extras"] == "hub"
