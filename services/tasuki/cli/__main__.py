@@ -267,9 +267,10 @@ def _up(arguments: argparse.Namespace) -> int:
     from tasuki.cli.train import check_data
     from tasuki.doctor.certificates import warn_of_certificate
     from tasuki.node.exit_report import why_it_ended
+    from tasuki.node.hub import with_local_files
     from tasuki.node.start import start_node
 
-    config = load_config(arguments.config, overrides=arguments.overrides)
+    config = with_local_files(load_config(arguments.config, overrides=arguments.overrides))
     warn_of_settings(config)
     check_data(config)
     node = start_node(config, resumes=arguments.resume)
@@ -308,10 +309,11 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     from tasuki.cli.train import resume, run
+    from tasuki.node.hub import with_local_files
 
     config_dir = arguments.config.resolve().parent
     train = resume if arguments.resume else run
-    config = load_beside_node(arguments.config, overrides=arguments.overrides)
+    config = with_local_files(load_beside_node(arguments.config, overrides=arguments.overrides))
     warn_of_settings(config)
     return train(config, config_dir=config_dir, may_start=not arguments.no_start)
 
@@ -364,12 +366,13 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _fleet_up(arguments: argparse.Namespace) -> int:
     from tasuki.cli.fleet import fleet_config, up
+    from tasuki.node.hub import with_local_files
 
     if not 0 <= arguments.grace_s < math.inf:
         raise InvalidArgument("--grace-s", f"must be a number of seconds, 0 or more, got {arguments.grace_s:g}")
     flags = {name: getattr(arguments, name) for name in FLEET_FLAGS}
     config = fleet_config(arguments.config, overrides=arguments.overrides, flags=flags, environment=os.environ)
-    return up(config, grace_s=arguments.grace_s)
+    return up(with_local_files(config), grace_s=arguments.grace_s)
 
 
 def _fleet_state(arguments: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from tasuki.doctor.fleet import fleet_findings, running_config
 from tasuki.doctor.gpus import gpu_findings, read_gpu_facts, torch_cuda_version
 from tasuki.doctor.host import check_shared_memory, host_findings
 from tasuki.doctor.node import check_passing, node_findings
+from tasuki.node.hub import with_local_files
 from tasuki.wire.denied_path import what_to_change
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied, TasukiError
 
@@ -47,7 +48,7 @@ def examine(path: Path | None, *, overrides: Sequence[str] = (), min_gbit: float
     config: NodeConfig | None = None
     if path is not None:
         try:
-            config = load_beside_node(path, overrides=overrides)
+            config = with_local_files(load_beside_node(path, overrides=overrides))
             yield ok("configuration", str(path))
         except TasukiError as error:
             yield fail("configuration", f"{error.reason}: {error.message}", _advice(error))

@@ -19,6 +19,7 @@ from tasuki.config.load import config_of, load_config, put
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
 from tasuki.models.shape import ModelShape
+from tasuki.node.hub import with_local_files
 from tasuki.node.model_folder import check_planned_folder
 from tasuki.planner.advice import advise
 from tasuki.planner.choose import choose
@@ -62,7 +63,7 @@ def planned_node(arguments: argparse.Namespace) -> Node:
     path: Path | None = arguments.config
     gpu_gb, host_gb, num_gpus, model = arguments.gpu_gb, arguments.host_gb, arguments.num_gpus, None
     if path is not None and path.suffix == ".toml":
-        config = _load(path, arguments)
+        config = with_local_files(_load(path, arguments), has_weights=False)
         if check_planned_folder(config.model.path):
             from tasuki.cli.train import check_data  # a plan of a configuration file alone needs no client
 

@@ -1,0 +1,152 @@
+"""Models and datasets of the Hugging Face hub, fetched once into its cache before anything is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tasuki.config.load import value_at
+from tasuki.config.schema import NodeConfig
+from tasuki.node.stop import to_stderr
+from tasuki.wire.errors import InvalidArgument, NotInstalled
+from tasuki.wire.extras import install_extras
+
+Tell = Callable[[str], None]
+_READ = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
+_LEFT_OUT = ["*/*.safetensors", "consolidated*", "onnx/*", "original/*"]
+"""Weights in other formats beside the model's."""
+_TELL_EVERY_S = 10.0
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
+
+
+def with_local_files(config: NodeConfig, *, tell: Tell = to_stderr, has_weights: bool = True) -> NodeConfig:
+    """The configuration with local paths for ids of the hub. Downloads what its cache lacks; HF_HUB_OFFLINE and the like hold.
+
+    has_weights: False leaves out weights that are not in the cache, for a plan. Raises NotInstalled without the extra `hub`, and
+    InvalidArgument naming the key for what the hub does not give.
+    """
+    values: dict[str, Path] = {}
+    for key in ("model.path", "trainer.critic.path"):
+        if (given := _id(config, key)) is not None:
+            with _explained(key, given):
+                values[key] = _model_folder(given, [] if has_weights else _WEIGHTS, key=key, tell=tell)
+    for table, run in (("train", config.train), ("sft", config.sft)):
+        for key in (f"{table}.dataset", f"{table}.eval_dataset"):
+            if run is not None and (given := _id(config, key)) is not None:
+                with _explained(key, given):
+                    values[key] = _dataset_file(given, columns=run.columns, key=key, tell=tell)
+    for key, path in values.items():
+        config = _with(config, key.split("."), path)
+    return config
+
+
+def _with(table: Any, key: Sequence[str], path: Path) -> Any:
+    """A copy with another path, in which no other key counts as given."""
+    name, *below = key
+    return table.model_copy(update={name: _with(getattr(table, name), below, path) if below else path})
+
+
+def _id(config: NodeConfig, key: str) -> str | None:
+    """The key's id; None for a local path, which is absolute."""
+    path = value_at(config, key)
+    return str(path) if isinstance(path, Path) and not path.is_absolute() else None
+
+
+def _model_folder(given: str, left_out: list[str], *, key: str, tell: Tell) -> Path:
+    from huggingface_hub import constants, file_download, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    name, _, revision = given.partition("@")
+    tell(f"{key}: taking {given} from the hub or its cache")
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    cache = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")
+    with _size_told(cache / "blobs", lambda size: tell(f"{key}: {size / 1e9:.2f} GB of {given} are here")):
+        ignored = [*_LEFT_OUT, *left_out]
+        folder = snapshot_download(name, revision=revision or None, allow_patterns=_READ, ignore_patterns=ignored)
+    tell(f"{key}: {given} is in {folder}")
+    return Path(folder)
+
+
+def _dataset_file(given: str, *, columns: Mapping[str, str], key: str, tell: Tell) -> Path:
+    """A JSONL file of the split beside the library's own files, written once."""
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    place, *parts = given.split(":")
+    name, _, revision = place.partition("@")
+    subset, split = (*parts, "", "")[:2]
+    tell(f"{key}: taking {given} from the hub or its cache")
+    rows: Any = datasets.load_dataset(name, subset or None, split=split or "train", revision=revision or None)
+    if columns:
+        rows = rows.select_columns(list(dict.fromkeys(columns.values())))
+    path = Path(rows.cache_files[0]["filename"]).with_name(f"tasuki-{rows._fingerprint}.jsonl")
+    if not path.exists():
+        aside = path.with_suffix(".partial")
+        with aside.open("w") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        aside.replace(path)
+    tell(f"{key}: {len(rows):,} rows of {given} are in {path}")
+    return path
+
+
+@contextmanager
+def _size_told(folder: Path, told: Callable[[int], None]) -> Iterator[None]:
+    """Tells the bytes of a folder's files now and then, where no terminal shows the library's own bars."""
+    is_over = threading.Event()
+
+    def tell() -> None:
+        while not is_over.wait(_TELL_EVERY_S):
+            with suppress(OSError):  # renamed as they are complete
+                told(sum(path.stat().st_size for path in folder.glob("*")))
+
+    thread = threading.Thread(target=tell, name="tasuki-download", daemon=True)
+    if not sys.stderr.isatty():
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        if thread.ident is not None:
+            thread.join()
+
+
+@contextmanager
+def _explained(key: str, given: str) -> Iterator[None]:
+    """Turns errors of both libraries into one line with the cure."""
+    try:
+        import datasets.exceptions
+        from huggingface_hub import constants, errors
+    except ModuleNotFoundError as error:
+        text = f"{key}: there is no {given} here; to take it from the Hugging Face hub, {install_extras('hub')}"
+        raise NotInstalled(text, packages=str(error.name), extras="hub") from error
+    address = f"{constants.ENDPOINT}/{given.partition('@')[0].partition(':')[0]}"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise _refused(
+            key, f"{given} is gated: accept its terms at {address}, then set HF_TOKEN or run `hf auth login`"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise _refused(key, f"{given}: the hub has no such revision") from error
+    except (errors.RepositoryNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
+        advice = "check the name; for a private one set HF_TOKEN or run `hf auth login`"
+        raise _refused(key, f"{given} is neither a path here nor on the hub, at {address}: {advice}") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
+        offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
+        raise _refused(key, f"{given} is not in the cache ({constants.HF_HOME}), and {offline}") from error
+    except TypeError as error:  # a row that is no JSON
+        raise _refused(key, f"{given}: {error}; name the columns to read in `columns`") from error
+    except (errors.HfHubHTTPError, errors.HFValidationError, datasets.exceptions.DatasetsError, ValueError, OSError) as error:
+        cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+        raise _refused(key, f"{given}: {' '.join(f'{error}{cause}'.split())}") from error
+
+
+def _refused(key: str, problem: str) -> InvalidArgument:
+    return InvalidArgument(key, problem)
