@@ -85,6 +85,8 @@ def _function(name: str, function: Any) -> Iterator[str]:
             default = repr(one.default) if isinstance(one.default, str) else _plain(repr(one.default))
             parts.append(f"{one.name}: {one.annotation}" + ("" if one.default is one.empty else f" = {default}"))
     text = _wrapped(f"{keyword} {name}(", parts, f") -> {signature.return_annotation}")
+    if function.__name__ == "__init__":
+        text = _wrapped(f"class {name}(", parts, ")")
     about = "" if function.__doc__ == object.__init__.__doc__ else f"\n{_text(function)}\n"
     yield f"```python\n{text}\n```\n{about}" if "\n" in text else f"`{text}`\n{about}"
 
@@ -209,12 +211,12 @@ def _plain(text: str) -> str:
 
 
 def _wrapped(head: str, parts: Sequence[str], tail: str) -> str:
-    """A signature in one line, or with parameters in lines of at most 110 characters."""
+    """A signature in one line, or with parameters in lines of at most 90 characters."""
     lines = [""]
     for part in parts:
-        lines[-1:] = [f"{lines[-1]} {part},"] if len(lines[-1]) + len(part) < 110 else [lines[-1], f" {part},"]
+        lines[-1:] = [f"{lines[-1]} {part},"] if len(lines[-1]) + len(part) < 88 else [lines[-1], f" {part},"]
     whole = f"{head}{', '.join(parts)}{tail}"
-    return whole if len(whole) <= 120 else f"{head}\n" + "".join(f"   {line}\n" for line in lines) + tail
+    return whole if len(whole) <= 100 else f"{head}\n" + "".join(f"   {line}\n" for line in lines) + tail
 
 
 def undocumented() -> list[str]:
