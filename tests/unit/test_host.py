@@ -80,6 +80,18 @@ def used(folder: str, maximum: object, current: int, **others: object) -> dict[s
         ),
         pytest.param(
             {
+                "memory/job/memory.limit_in_bytes": str(4 * GIB),
+                "memory/job/memory.stat": V1_STAT.format(limit=4 * GIB),
+                "memory/job/step/memory.limit_in_bytes": FREE,
+                "memory/job/step/memory.stat": V1_STAT.format(limit=4 * GIB),
+            },
+            "4:memory:/job/step\n",
+            V1.format(top="/", name="memory"),
+            (4, 4, "memory/job/memory.limit_in_bytes"),
+            id="v1, the limit of a group above is told below it, too",
+        ),
+        pytest.param(
+            {
                 "memory/memory.limit_in_bytes": str(4 * GIB),
                 "memory/memory.usage_in_bytes": str(3 * GIB),
                 "memory/memory.stat": V1_STAT.format(limit=2 * GIB),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from tasuki.client.durable import open_private
 from tasuki.client.shown_samples import ShownSamples
 
 _MAX_WAITING = 16
@@ -99,7 +100,8 @@ class SampleDump:
         path = self.folder / f"step-{shown.step:06d}.jsonl"
         aside = path.with_name(f".{path.name}.partial")
         try:
-            aside.write_bytes(b"".join(lines))
+            with open_private(aside, "wb") as file:
+                file.writelines(lines)
             aside.replace(path)
         except OSError:
             aside.unlink(missing_ok=True)

@@ -52,13 +52,13 @@ def host_memory(root: Path = _ROOT) -> HostMemory:
             continue
         stat = _counts(group / "memory.stat")
         if "hierarchical_memory_limit" in stat:  # v1 tells limits of groups outside the container only here
-            limits[group / "memory.stat"] = stat["hierarchical_memory_limit"]
+            limits = {group / "memory.stat": stat["hierarchical_memory_limit"], **limits}
         used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes") or 0
         # Without "total_" v1 counts the group alone.
         names = {name for name in _RECLAIMABLE if ("total_inactive_file" in stat) <= name.startswith("total_")}
         used -= sum(stat.get(name, 0) for name in names)
         for file, limit in limits.items():
-            if limit < total:
+            if limit < sizes["MemTotal"] and limit <= total:  # the group that sets the limit, not one below it that repeats it
                 total, limited_by = limit, file
             available = min(available, max(0, limit - max(0, used)))
     return HostMemory(total, min(available, total), limited_by)
