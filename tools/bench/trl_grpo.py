@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 
@@ -80,7 +80,8 @@ def trainer_for(args: argparse.Namespace, clock: StepClock, rewards: list[float]
     )
     return GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype),
-        processing_class=AutoTokenizer.from_pretrained(args.model, padding_side="left"),
+        # AutoTokenizer would rebuild parts of tokenizer.json, which tasuki reads as it is.
+        processing_class=PreTrainedTokenizerFast.from_pretrained(args.model, padding_side="left"),
         reward_funcs=batched(
             getattr(importlib.import_module(module), function), rewards, fields=[name for name in rows[0] if name != "prompt"]
         ),

@@ -1,4 +1,4 @@
-"""Share of held-out problems that a model folder solves greedily in plain transformers, without tasuki."""
+"""Share of held-out problems that a model folder solves greedily in plain transformers, with tasuki's tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM
+
+from tasuki.runs.tokenizer import ModelTokenizer
+from tasuki.wire.errors import TasukiError
 
 BATCH_SIZE = 64
 
@@ -28,13 +32,13 @@ def score(folder: Path, problems: Path, *, reward: str, max_new_tokens: int, dev
     scores: list[float] = []
     for start in range(0, len(rows), BATCH_SIZE):
         batch = rows[start : start + BATCH_SIZE]
-        prompts = tokenizer.apply_chat_template(
-            [row["prompt"] for row in batch], add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-        ).to(device)
-        made = model.generate(**prompts, do_sample=False, max_new_tokens=max_new_tokens)
-        texts = tokenizer.batch_decode(
-            made[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        prompts = [torch.tensor(tokenizer.encode_prompt(row["prompt"])) for row in batch]
+        padded, mask = (
+            pad_sequence(each, batch_first=True, padding_side="left").to(device)
+            for each in (prompts, [*map(torch.ones_like, prompts)])
         )
+        made = model.generate(padded, attention_mask=mask, do_sample=False, max_new_tokens=max_new_tokens)
+        texts = [tokenizer.decode(token_ids.cpu().numpy()) for token_ids in made[:, padded.shape[1] :]]
         scores += [rewarded(completion=text, answer=row["answer"]) for text, row in zip(texts, batch, strict=True)]
     return sum(scores) / len(scores)
 
@@ -50,18 +54,15 @@ def read_problems(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def load(folder: Path) -> tuple[Any, Any]:
+def load(folder: Path) -> tuple[ModelTokenizer, Any]:
     """Tokenizer and model. Never takes the folder's name for that of a model on the network."""
     advice = "give a folder with config.json, weights, and a tokenizer that has a chat template"
     try:
         if not (folder / "config.json").is_file():
             raise Refused(f"model: {folder} is not a model's folder; {advice}")
-        # AutoTokenizer would rebuild parts of tokenizer.json from the class that the folder names.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, padding_side="left", local_files_only=True)
-        if tokenizer.chat_template is None:
-            raise Refused(f"model: {folder} has no chat template; {advice}")
+        tokenizer = ModelTokenizer(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError, TasukiError) as error:
         problem = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise Refused(f"model: {folder} cannot be loaded: {problem}; {advice}") from error
     return tokenizer, model
@@ -80,5 +81,5 @@ if __name__ == "__main__":
     options = {"reward": arguments.reward, "max_new_tokens": arguments.max_new_tokens, "device": arguments.device}
     try:
         print(score(arguments.model, arguments.problems, **options))
-    except Refused as error:
+    except (Refused, TasukiError) as error:
         parser.exit(2, f"score.py: {error}\n")
