@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from tasuki.cli.__main__ import main
+from tasuki.cli.arguments import config_file
 from tasuki.cli.node_view import draw, print_text
 from tasuki.config.paths import node_targets
 from tasuki.config.schema import NodeConfig
@@ -85,3 +86,15 @@ def test_a_reader_that_has_gone_ends_a_command_in_silence() -> None:
         command.stdout.close()
         assert command.stderr is not None
         assert (command.stderr.read(), command.wait(timeout=60)) == ("", 1)
+
+
+@pytest.mark.parametrize("name", ["node.toml", "run.toml", "logs/node.toml"])
+def test_a_folder_of_a_node_or_run_stands_for_its_configuration(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert config_file(str(tmp_path)) == tmp_path  # a model's folder, for a plan
+    (tmp_path / "logs").mkdir()
+    (tmp_path / name).write_text(f'state_dir = "{tmp_path / "node"}"\n[model]\npath = "model"\n')
+    assert config_file(str(tmp_path)) == tmp_path / name
+    assert main(["state", str(tmp_path)]) == 2
+    assert f"no node runs on {tmp_path / 'node'}" in capsys.readouterr().err

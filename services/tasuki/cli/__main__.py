@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tasuki.cli.arguments import FLEET_FLAGS, add_fleet_arguments, add_node, add_overrides, add_plan_arguments
+from tasuki.cli.arguments import FLEET_FLAGS, add_fleet_arguments, add_node, add_overrides, add_plan_arguments, config_file
 from tasuki.cli.config import warn_of_settings, warn_of_tokenizer
 from tasuki.config.load import load_beside_node, load_config
-from tasuki.config.paths import config_path
+from tasuki.config.paths import config_path, training_output_path
 from tasuki.config.schema import TRACKERS, NodeConfig, TrackConfig
 from tasuki.wire.denied_path import denied
 from tasuki.wire.errors import (
@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_node_commands(commands: _Commands) -> None:
     up = _command(commands, "up", _up, "start a node: coordinator, trainer and rollout")
-    up.add_argument("config", type=Path, metavar="CONFIG")
+    up.add_argument("config", type=config_file, metavar="CONFIG")
     up.add_argument("--foreground", action="store_true", help="stay in the foreground; Ctrl-C stops the node")
     up.add_argument(
         "--resume",
@@ -154,7 +154,7 @@ def _add_node_commands(commands: _Commands) -> None:
 
 def _add_run_commands(commands: _Commands) -> None:
     train = _command(commands, "train", _train, "train as set in CONFIG's [train] or [sft] table; start the node if none runs")
-    train.add_argument("config", type=Path, metavar="CONFIG")
+    train.add_argument("config", type=Path, metavar="CONFIG", help="also a run's output folder, or its node's state folder")
     train.add_argument(
         "--resume",
         action="store_true",
@@ -177,7 +177,7 @@ def _add_run_commands(commands: _Commands) -> None:
     export.add_argument("--output", type=Path, metavar="DIR", help="a new folder (default: model-NAME in the run's folder)")
     export.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="default: the run's")
     config = _command(commands, "config", _config, "print the effective configuration, with the origin of each key")
-    config.add_argument("config", type=Path, metavar="CONFIG")
+    config.add_argument("config", type=config_file, metavar="CONFIG")
     add_overrides(config)
     plan = _command(commands, "plan", _plan, "predict a node's memory use by stage and suggest changes")
     add_plan_arguments(plan)
@@ -206,7 +206,7 @@ def _add_machine_commands(commands: _Commands) -> None:
     )
     certs.add_argument("--days", type=int, default=90, help="validity of the certificates in days (90)")
     doctor = _command(commands, "doctor", _doctor, "check the machine, and whether a node would run on it")
-    doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG")
+    doctor.add_argument("config", type=config_file, nargs="?", metavar="CONFIG")
     doctor.add_argument("--json", action="store_true", help="print a JSON list")
     doctor.add_argument(
         "--min-gbit",
@@ -231,7 +231,9 @@ def _add_fleet_commands(commands: _Commands) -> None:
 
 def _add_run_viewers(commands: _Commands) -> None:
     track = _command(commands, "track", _track, "send a run's metrics to an experiment tracker")
-    track.add_argument("output_dir", type=Path, metavar="RUN", help="the run's output folder")
+    track.add_argument(
+        "output_dir", type=Path, metavar="RUN", help="the run's output folder, the state folder of its node, or its CONFIG"
+    )
     track.add_argument("--to", required=True, choices=TRACKERS)
     track.add_argument("--project", default="tasuki", help="project or experiment (default: tasuki)")
     track.add_argument("--name", help="name of the run (default: the folder's name)")
@@ -239,7 +241,9 @@ def _add_run_viewers(commands: _Commands) -> None:
     track.add_argument("--pipe-fd", type=int, help=argparse.SUPPRESS)  # set by `tasuki train`; closes when it ends
     dashboard = _command(commands, "dashboard", _dashboard, "show a node and its run, or a finished run, in a browser")
     shown = dashboard.add_mutually_exclusive_group(required=True)
-    shown.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="the run's output folder or a node's state folder")
+    shown.add_argument(
+        "folder", type=Path, nargs="?", metavar="RUN", help="the run's output folder, a node's state folder, or its CONFIG"
+    )
     shown.add_argument("--config", type=Path, metavar="CONFIG", help="the file the node was started with")
     dashboard.add_argument(
         "--compare",
@@ -310,10 +314,15 @@ def _watch(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from tasuki.cli.train import resume, run
     from tasuki.node.hub import with_local_files
+    from tasuki.runs.recorded_run import find_run
 
-    config_dir = arguments.config.resolve().parent
     train = resume if arguments.resume else run
-    config = with_local_files(load_beside_node(arguments.config, overrides=arguments.overrides))
+    if arguments.config.is_dir():
+        found = find_run(arguments.config, overrides=arguments.overrides)
+        config, config_dir = found.config, Path(*found.folders[-1:])
+    else:
+        config_dir = arguments.config.resolve().parent
+        config = with_local_files(load_beside_node(arguments.config, overrides=arguments.overrides))
     warn_of_settings(config)
     return train(config, config_dir=config_dir, may_start=not arguments.no_start)
 
@@ -387,18 +396,25 @@ def _fleet_state(arguments: argparse.Namespace) -> int:
 
 
 def _track(arguments: argparse.Namespace) -> int:
+    from tasuki.runs.recorded_run import find_run
     from tasuki.trackers.adapters import tracker_environment
     from tasuki.trackers.sending import TRACK, run
 
-    os.environ.update({**tracker_environment(arguments.output_dir / TRACK), **os.environ})
+    output_dir: Path = arguments.output_dir
+    if output_dir.is_file() or training_output_path(output_dir).is_file():
+        output_dir = find_run(output_dir).output_dir
+    os.environ.update({**tracker_environment(output_dir / TRACK), **os.environ})
     track = TrackConfig(to=(arguments.to,), project=arguments.project, name=arguments.name)
-    return run(arguments.output_dir, to=arguments.to, track=track, follows=arguments.follow, pipe_fd=arguments.pipe_fd)
+    return run(output_dir, to=arguments.to, track=track, follows=arguments.follow, pipe_fd=arguments.pipe_fd)
 
 
 def _dashboard(arguments: argparse.Namespace) -> int:
     from tasuki.dashboard.server import run
 
-    return run(arguments.folder, config_path=arguments.config, others=arguments.compare, listen=arguments.listen)
+    folder, config = arguments.folder, arguments.config
+    if folder is not None and folder.is_file():
+        folder, config = None, folder
+    return run(folder, config_path=config, others=arguments.compare, listen=arguments.listen)
 
 
 def _running_config(arguments: argparse.Namespace) -> NodeConfig:

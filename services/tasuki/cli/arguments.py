@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tasuki.config.paths import RUN_CONFIG, archived_config_path, config_path
 from tasuki.planner.node import Strategy
 from tasuki.planner.presets import PRESETS
 
@@ -24,14 +25,22 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def config_file(text: str) -> Path:
+    """A node's TOML, or the one in a run's output folder or a state folder."""
+    path = Path(text)
+    files = (config_path(path), path / RUN_CONFIG, archived_config_path(path)) if path.is_dir() else ()
+    return next((file for file in files if file.is_file()), path)
+
+
 def add_node(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="the file the node was started with")
+    text = "the file the node was started with, the node's state folder, or the output folder of its run"
+    which.add_argument("config", type=config_file, nargs="?", metavar="CONFIG", help=text)
     which.add_argument("--state-dir", type=Path, help="the node's state folder")
 
 
 def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG")
+    parser.add_argument("config", type=config_file, metavar="CONFIG")
     for name, (kind, what) in FLEET_FLAGS.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=kind, help=f"{what} (default: [fleet] of CONFIG, else the scheduler's variables)")
@@ -42,7 +51,9 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="a node's TOML, a model folder or a config.json")
+    parser.add_argument(
+        "config", type=config_file, nargs="?", metavar="CONFIG", help="a node's TOML, a model folder or a config.json"
+    )
     parser.add_argument("--preset", metavar="NAME", help=f"start from one of {', '.join(PRESETS)}")
     parser.add_argument("--gpus", type=int, dest="num_gpus", metavar="N", help="GPUs of the node")
     parser.add_argument("--gpu-gb", type=float, metavar="GB", help="memory of one GPU, in 10^9 bytes")

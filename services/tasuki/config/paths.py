@@ -196,6 +196,10 @@ def config_path(state_dir: Path) -> Path:
     return state_dir / "node.toml"
 
 
+RUN_CONFIG = "run.toml"
+"""Configuration that a run began with, in its output folder."""
+
+
 def archived_config_path(output_dir: Path) -> Path:
     """Copy of that configuration in a run's archive; its folder may contain the user's own."""
     return output_dir / "logs" / "node.toml"

@@ -9,21 +9,20 @@ from pathlib import Path
 from tasuki.client.loop_state import checkpoint_order, complete_checkpoints
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
-from tasuki.config.paths import training_output_path
+from tasuki.config.paths import RUN_CONFIG, training_output_path
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
+from tasuki.node.hub import with_local_files
 from tasuki.runs.earlier_run import RunHead, read_head
 from tasuki.runs.folder import CHECKPOINTS, read_steps
 from tasuki.runs.recipe import file_digest
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import read_path
 
-_CONFIG_FILE = "run.toml"
-
 
 def write_run_config(output_dir: Path, config: NodeConfig) -> None:
     """Records the configuration with which the run's latest command trains."""
-    save_config(config, output_dir / _CONFIG_FILE)
+    save_config(config, output_dir / RUN_CONFIG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ def evaluation_of(step: Step) -> dict[str, float]:
 def find_run(place: Path, *, overrides: Sequence[str] = ()) -> RecordedRun:
     """place: a run's output folder, the state folder of the node that trained it, or its CONFIG. Raises PathNotFound, InvalidArgument."""
     if not place.is_dir():
-        config = load_config(place, overrides=overrides)
+        config = with_local_files(load_config(place, overrides=overrides))
         run = config.train or config.sft
         if run is None:
             raise InvalidArgument("train", f"{place} has neither a [train] nor an [sft] table")
@@ -88,11 +87,11 @@ def find_run(place: Path, *, overrides: Sequence[str] = ()) -> RecordedRun:
     if head is None and training_output_path(place).is_file():
         output_dir = read_path(training_output_path(place))
         head = read_head(output_dir)
-    if head is None or not (output_dir / _CONFIG_FILE).is_file():
+    if head is None or not (output_dir / RUN_CONFIG).is_file():
         raise PathNotFound(
-            f"{output_dir} has no run.json or no {_CONFIG_FILE}; give a run's output folder, or its CONFIG", path=place
+            f"{output_dir} has no run.json or no {RUN_CONFIG}; give a run's output folder, or its CONFIG", path=place
         )
-    config = load_config(output_dir / _CONFIG_FILE, overrides=overrides)
+    config = load_config(output_dir / RUN_CONFIG, overrides=overrides)
     table, run = ("train", config.train) if config.sft is None else ("sft", config.sft)
     assert run is not None
     here = run.model_copy(update={"output_dir": output_dir})  # the folder may have been moved
