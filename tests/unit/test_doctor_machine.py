@@ -50,8 +50,8 @@ def test_a_disk_without_room_is_found(tmp_path: Path):
     with tmpfs(tmp_path / "disk", num_kib=1024) as disk:
         found = host.check_disk("state_dir", disk.folder / "new" / "node", needed_bytes=0)
         assert is_bad(found, Verdict.FAIL, found=f"at {disk.folder}", advice="choose another state_dir")
-    found = host.check_disk("train.output_dir", tmp_path, needed_bytes=10**18)
-    assert is_bad(found, Verdict.WARN, found="1000000000.0 GB wanted", advice="free space")
+    found = host.check_disk("train.output_dir", tmp_path, needed_bytes=10**18, what="5 checkpoints")
+    assert is_bad(found, Verdict.WARN, found="5 checkpoints take 1000000000.0 GB", advice="free space")
 
 
 def test_a_port_that_is_taken_is_found(node_file: Path, capsys: pytest.CaptureFixture[str]):

@@ -51,6 +51,21 @@ def test_a_preset_prints_every_stage_and_the_answers(name: str, capsys: pytest.C
     assert ("trainer.moments: gpu -> host: " in printed) is not fits
 
 
+@pytest.mark.parametrize(("settings", "num_checkpoints"), [
+    (["num_steps=100", "save_every=10"], 5), (["num_steps=100", "save_every=10", "keep_last=1"], 3), (["num_steps=30", "save_every=10"], 3),
+    (["num_steps=100"], 0), (["save_every=10"], 5),
+])  # fmt: skip
+def test_the_disk_of_a_run_is_told(
+    node: Path, capsys: pytest.CaptureFixture[str], settings: list[str], num_checkpoints: int
+) -> None:
+    given = ['sft.dataset="rows.jsonl"', 'sft.output_dir="run"', *(f"sft.{setting}" for setting in settings)]
+    main(["plan", str(node), "--gpu-gb", "80", *(argument for each in given for argument in ("--set", each))])
+    # 149,440 parameters in bfloat16, and three float32 numbers for each in a checkpoint.
+    checkpoint, whole = 149_440 * 12 / 1e9, 149_440 * (2 + 12 * num_checkpoints) / 1e9
+    shown = f"Disk: {whole:.3f} GB for the model and up to {num_checkpoints} checkpoints of {checkpoint:.3f} GB."
+    assert shown in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_a_nodes_configuration_is_planned_unchanged(node: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["plan", str(node), "--gpu-gb", "80", "--host-gb", "100", "--set", "rollout.kv_ratio=0.5", "--json"]
     assert main(arguments) == 0

@@ -16,6 +16,7 @@ from tasuki.planner.node_traffic import Traffic
 from tasuki.planner.plan import Plan, StagePlan
 from tasuki.planner.residency import gpu_names, stay_and_leave
 from tasuki.planner.seconds import expected_seconds, stages_to
+from tasuki.planner.trainer_bytes import checkpoint_bytes, run_disk
 from tasuki.wire.stages import Phase
 
 COLUMNS: dict[str, tuple[Part, ...]] = {
@@ -76,6 +77,11 @@ def details(planned: Plan, advice: Advice) -> list[str]:
     own = host_memory()
     allowed = f" that {own.limited_by} allows" if own.limited_by is not None and own.total_bytes == node.host_bytes else ""
     lines.append(f"Host peak: {host.stage}, {gb(host.host_bytes)} of {gb(node.host_bytes)} GB{allowed}.")
+    num_checkpoints, disk_bytes = run_disk(node)
+    if disk_bytes:
+        lines.append(
+            f"Disk: {gb(disk_bytes)} GB for the model and up to {num_checkpoints} checkpoints of {gb(checkpoint_bytes(node))} GB."
+        )
     if node.trainer.expert_parallel:
         lines.append(_experts(node))
     size = f"{gb(planned.kv_pool.num_bytes)} GB {'on a GPU' if node.device == 'cuda' else 'of a rank'}"

@@ -16,7 +16,7 @@ from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.environment import otlp_endpoint, otlp_headers_file
 from tasuki.config.lock import TRAINING_LOCK, StateLock, holder
-from tasuki.config.paths import client_target
+from tasuki.config.paths import client_target, training_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.node.exit_report import explained
 from tasuki.node.fleet_place import check_run
@@ -28,6 +28,7 @@ from tasuki.runs.archive import archived
 from tasuki.runs.earlier_run import EarlierRun, run_has_ended
 from tasuki.runs.folder import MetricsFile, changeovers_of, name_run, write_summary
 from tasuki.runs.inputs import check_output, read_inputs
+from tasuki.runs.kept_checkpoints import best_checkpoint, remove_checkpoints
 from tasuki.runs.progress import duration
 from tasuki.runs.recorded_run import write_run_config
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
@@ -221,6 +222,9 @@ def _train(
 
             def report(step: Step) -> None:
                 metrics.report(step)
+                if "save" in step.seconds:
+                    log = training_log_path(config.state_dir)
+                    remove_checkpoints(settings.output_dir, metrics.steps, keep_last=settings.keep_last, log=log)
                 lines.report(step)
                 request.end_if_met()
 
@@ -232,6 +236,8 @@ def _train(
     training.draw(metrics.steps)
     seconds = sum(step.total_seconds() for step in start.steps) + time.monotonic() - started
     summary = training.summary(metrics.steps, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
+    if best := best_checkpoint(settings.output_dir, metrics.steps):
+        summary |= {"best_checkpoint": best[0].name, "best_checkpoint_step": best[1].step}
     write_summary(settings.output_dir, summary)
     table = [f"{name:<20} {value}" for name, value in summary.items() if value is not None]
     lines.display.write("\n".join([*table, str(settings.output_dir)]))

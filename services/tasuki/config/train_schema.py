@@ -255,6 +255,8 @@ class TrainConfig(Schema):
     samples: SamplesConfig = SamplesConfig()
     save_every: PositiveInt | None = None
     """Steps between checkpoints for `tasuki train --resume`; none by default."""
+    keep_last: PositiveInt = 3
+    """Newest checkpoints that are kept, besides the one with the best evaluation; a second one is there if the newest is damaged."""
 
     @model_validator(mode="before")
     @classmethod
@@ -356,6 +358,8 @@ class SftConfig(Schema):
     """Steps between held-out losses. With an eval_dataset, they are always computed for the first and last steps."""
     save_every: PositiveInt | None = None
     """Steps between checkpoints for `tasuki train --resume`; none by default."""
+    keep_last: PositiveInt = 3
+    """Newest checkpoints that are kept, besides the one with the best evaluation; a second one is there if the newest is damaged."""
 
     @model_validator(mode="after")
     def _fits_the_loop(self) -> SftConfig:

@@ -105,8 +105,8 @@ def check_shared_memory(path: Path = Path("/dev/shm"), *, num_ranks: int = 1) ->
     return warn(name, text, advice) if num_ranks > 1 and free < _GIB else ok(name, text)
 
 
-def check_disk(key: str, folder: Path, *, needed_bytes: int) -> Finding:
-    """Checks space and permission. needed_bytes: expected size of what a run writes there."""
+def check_disk(key: str, folder: Path, *, needed_bytes: int, what: str = "") -> Finding:
+    """Checks space and permission. needed_bytes: expected size of `what` a run writes there."""
     place = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.exists(each))
     name = f"disk of {key}"
     if not place.is_dir():
@@ -118,9 +118,9 @@ def check_disk(key: str, folder: Path, *, needed_bytes: int) -> Finding:
     if free < 200 * _MIB:
         return fail(name, text, f"free space, or choose another {key}: a node stops if it cannot write journal and logs")
     if free < needed_bytes:
-        advice = "free space for the training log, two checkpoints and the model"
-        return warn(name, f"{text}, {needed_bytes / 1e9:.1f} GB wanted", advice)
-    return ok(name, text)
+        advice = "free space, or lower keep_last of the run"
+        return warn(name, f"{text}, {what} take {needed_bytes / 1e9:.1f} GB", advice)
+    return ok(name, f"{text}, {what} take {needed_bytes / 1e9:.1f} GB" if needed_bytes else text)
 
 
 def check_port(key: str, host: str, port: int) -> Finding:

@@ -23,7 +23,8 @@ from tasuki.node.fleet_place import check_place
 from tasuki.node.model_folder import check_model_folders
 from tasuki.node.start import check_node_installed, check_state_folder
 from tasuki.planner.choose import plan_node
-from tasuki.planner.model_shape import read_model_shape
+from tasuki.planner.node import node_of
+from tasuki.planner.trainer_bytes import run_disk
 from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.port import check_ports
 from tasuki.runs.inputs import read_inputs
@@ -33,9 +34,6 @@ from tasuki.trackers.adapters import check_installed
 from tasuki.wire.address import split_host_port
 from tasuki.wire.denied_path import denied
 from tasuki.wire.errors import TasukiError
-
-_STATE_BYTES = 14
-"""Bytes of a parameter in a checkpoint: float32 weight and both moments, plus its share of the exported model."""
 
 
 def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) -> Iterable[Finding]:
@@ -74,9 +72,10 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) 
     yield check_passing("cpu")
     if config.device == "cuda" and gpus and not runs:
         yield check_passing("cuda:0")
-    needed = _STATE_BYTES * read_model_shape(config.model.path).num_parameters if has_model else 0
+    num_checkpoints, needed = run_disk(node_of(config, gpu_bytes=1, host_bytes=1)) if has_model else (0, 0)
     for key, folder in _folders(config).items():
-        yield check_disk(key, folder, needed_bytes=needed)
+        num_bytes = 0 if key == "state_dir" else needed
+        yield check_disk(key, folder, needed_bytes=num_bytes, what=f"{num_checkpoints} checkpoints and the model")
     for key, target in _ports(config).items() if not runs else ():
         yield check_port(key, *split_host_port(target))
 

@@ -134,6 +134,11 @@ class Node:
         return _ELEMENT_BYTES[self.config.rollout.dtype]
 
     @property
+    def exported_bytes(self) -> int:
+        """Bytes of the exported model."""
+        return _ELEMENT_BYTES[self.config.export_dtype] * self.model.num_parameters
+
+    @property
     def param_bytes(self) -> int:
         """Bytes per element of trained weights, gradients and moments."""
         return _ELEMENT_BYTES[self.trainer.param_dtype]

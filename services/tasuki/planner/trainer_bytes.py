@@ -44,6 +44,22 @@ def gradient_bytes(node: Node) -> int:
     return sum(size for network in node.networks() for size in _kept_tensors(network)[1])
 
 
+def checkpoint_bytes(node: Node) -> int:
+    """A checkpoint: trained weights and optimizer state of all networks and ranks."""
+    return node.num_ranks * (gradient_bytes(node) + sum(_moments(node)))
+
+
+def run_disk(node: Node) -> tuple[int, int]:
+    """Most checkpoints of the node's run at a time, while the best is old and one is written; and bytes of them and the exported model."""
+    run = node.config.train or node.config.sft
+    if run is None:
+        return 0, 0
+    most = run.keep_last + 2
+    if run.save_every is None or run.num_steps is not None:
+        most = 0 if run.save_every is None else min(most, (run.num_steps or 0) // run.save_every)
+    return most, most * checkpoint_bytes(node) + node.exported_bytes
+
+
 def host_moments(node: Node) -> int:
     """Host memory of one rank for optimizer state that stays there."""
     return sum(rounded_up(size, ALIGNMENT) for size in _moments(node)) if node.trainer.optimizer_on_host else 0

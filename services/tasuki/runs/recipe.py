@@ -19,7 +19,7 @@ from tasuki.wire.errors import InvalidArgument
 
 Recipe = Mapping[str, Any]
 # Paths are compared by their contents.
-_FREE_RUN_KEYS = {"dataset", "eval_dataset", "output_dir", "num_steps", "eval_every", "save_every"}
+_FREE_RUN_KEYS = {"dataset", "eval_dataset", "output_dir", "num_steps", "eval_every", "save_every", "keep_last"}
 _FREE_TRAIN_KEYS = _FREE_RUN_KEYS | {"reward", "samples", "stop_at_eval_score", "max_prompt_tokens"}
 _FREE_SFT_KEYS = _FREE_RUN_KEYS | {"num_epochs", "max_tokens"}
 # Every recipe contains exactly one of them, which identifies the run's table.

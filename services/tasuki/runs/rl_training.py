@@ -101,6 +101,7 @@ def rl_run_settings(train: TrainConfig) -> RunSettings:
         num_steps=train.num_steps,
         length_key="train.num_steps",
         save_every=train.save_every,
+        keep_last=train.keep_last,
         stop_at_eval_score=train.stop_at_eval_score,
     )
 

@@ -19,6 +19,7 @@ class RunSettings:
     length_key: str
     """Key that determines num_steps: "train.num_steps", "sft.num_epochs"."""
     save_every: int | None
+    keep_last: int
     stop_at_eval_score: float | None = None
 
 

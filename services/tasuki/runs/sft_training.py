@@ -49,6 +49,7 @@ class SftTraining:
             num_steps=num_steps,
             length_key=f"sft.{key}",
             save_every=sft.save_every,
+            keep_last=sft.keep_last,
         )
 
     @property

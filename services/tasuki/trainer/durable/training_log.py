@@ -179,6 +179,16 @@ def read_training_log(path: Path) -> list[TrainingRecord]:
         raise PathNotFound(f"there is no training log at {path}", path=path) from error
 
 
+def read_base(path: Path) -> Path | None:
+    """The checkpoint that a log builds on, even while a trainer writes it; None for the initial weights. Raises as read_training_log."""
+    try:
+        with named_if_denied(path), open_regular(path) as file:
+            first = next(_records(file.fileno(), path), None)
+    except FileNotFoundError:
+        return None
+    return None if first is None or not first.HasField("checkpoint") else Path(first.checkpoint.path).resolve()
+
+
 def _without_content(record: TrainingRecord) -> TrainingRecord:
     bare = TrainingRecord(request_id=record.request_id)
     command = record.WhichOneof("command")
