@@ -155,7 +155,6 @@ class Feed:
             "output_dir": None if place.output_dir is None else str(place.output_dir),
             "archive": str(place.archive),
             "summary": summary,
-            "settings": _settings_of(self._config),
             "steps": self._steps.bounds(),
             "last": self._steps.last(),
             "problems": self._problems,
@@ -163,7 +162,7 @@ class Feed:
 
     def node(self) -> dict[str, Any]:
         """The node's current state, with the last duration of each stage."""
-        return {**self._node.read(), "last_seconds": self._journal.last_seconds(), "restarts": self.restarts()}
+        return {**self._node.read(), "last_seconds": self._journal.last_seconds(), "restarts": self._restarts.read()}
 
     def curves(self, *, first: int, last: int, points: int) -> dict[str, Any]:
         with self._answering:
@@ -183,9 +182,6 @@ class Feed:
         """Raises InvalidArgument for an unreadable journal."""
         restarts_now = self._restarts.coordinator_restarts_now()
         return page(self.place.journal, before=before, limit=limit, only_failed=only_failed, restarts_now=restarts_now)
-
-    def restarts(self) -> dict[str, Any]:
-        return self._restarts.read()
 
     def memory(self, *, changeovers: int) -> dict[str, Any]:
         with self._answering:
@@ -336,17 +332,3 @@ def _model_of(place: RunPlace, config: NodeConfig | None) -> Path | None:
     if config is not None and (config.model.path / "tokenizer.json").is_file():
         return config.model.path
     return None if place.output_dir is None else place.output_dir / "model"
-
-
-def _settings_of(config: NodeConfig | None) -> dict[str, Any]:
-    """The main settings of a node's configuration."""
-    return (
-        {}
-        if config is None
-        else {
-            "model": config.model.path.name,
-            "device": config.device,
-            "trainer_ranks": config.trainer.num_ranks,
-            "engines": f"{config.dp_size} x TP {config.rollout.tp_size}",
-        }
-    )

@@ -139,7 +139,6 @@ def _figures(feed: Feed, path: str, query: Query) -> object:
         "/api/changes": feed.changes,
         "/api/run": feed.run,
         "/api/node": feed.node,
-        "/api/restarts": feed.restarts,
         "/api/curves": lambda: feed.curves(
             first=_number(query, "first", 0),
             last=_number(query, "last", _MAX_NUMBER),

@@ -19,6 +19,7 @@ export function makeChangeovers(host, api, fail) {
   const columns = ["changeover", "begun", "leads to", "status", "seconds", "stages", "cause"];
   host.append(head, h("div", { class: "card" },
     h("div", { class: "tools" }, h("h2", {}, "Changeovers"), h("label", {}, failed, "only with failures")),
+    h("ul", { class: "legend", "aria-label": "Colours of the stages" }, STAGES.map((stage, place) => h("li", {}, h("span", { class: "key", style: { background: color(place) } }), stage))),
     h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "hidden" }, "Changeovers, newest first"),
       h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col", class: name === "seconds" ? "number" : name === "stages" || name === "begun" ? "optional" : null }, name)))), body)),
     more), restarted);
@@ -38,7 +39,7 @@ export function makeChangeovers(host, api, fail) {
     parts: ["changeovers"],
     leastMs: 5000,
     async refresh() {
-      const [page, logged] = await Promise.all([api(path(null)), api("/api/restarts")]);
+      const [page, { restarts: logged }] = await Promise.all([api(path(null)), api("/api/node")]);
       if (!older.length) hasMore = page.next;
       const known = new Map([...older, ...page.changeovers].map((one) => [one.number, one]));
       const all = [...known.values()].sort((one, other) => other.number - one.number);

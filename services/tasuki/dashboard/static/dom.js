@@ -115,7 +115,7 @@ export function block(title, text, level = "h3") {
 }
 
 export function pairs(list) {
-  return h("dl", { class: "pairs spaced" }, list.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))]));
+  return h("dl", { class: "pairs spaced" }, list.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value ?? "–"))]));
 }
 
 const MARKS = { DONE: "✓", FAILED: "✕", UNDONE: "↶", STARTED: "…", HELD: "=" };

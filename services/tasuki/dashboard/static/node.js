@@ -11,7 +11,7 @@ export function makeNode(host, api) {
     parts: ["node", "run", "changeovers"],
     async refresh() {
       const [node, run] = await Promise.all([api("/api/node"), api("/api/run")]);
-      put(host, headline(node, run), ring(node), node.is_live ? services(node) : offline(node, run));
+      put(host, headline(node, run), ring(node), node.is_live ? services(node) : offline(node));
     },
   };
 }
@@ -29,7 +29,6 @@ function headline(node, run) {
     shown.push(["Node", node.is_silent ? "no answer" : "not running"], ["Version", version(last.policy_version)]);
   }
   shown.push(restarts(node.restarts));
-  if (run.steps) shown.push(["Step", number(run.steps[1])], ["Reward", number(last.mean_reward, 3)], ["Held-out", number(last.eval_score, 3)]);
   return facts(shown);
 }
 
@@ -101,13 +100,12 @@ function services(node) {
     service("Rollout", absent.rollout, [["Engines", `${rollout.dp_size} × TP ${rollout.tp_size}`], ["Health", health], ["Address", node.node.rollout_target]]));
 }
 
-function service(name, absent, pairs) {
-  return h("div", { class: "card" }, h("h2", {}, name), absent ? h("p", { class: "cause" }, absent) : h("dl", { class: "pairs" }, pairs.flatMap(([key, value]) => [h("dt", {}, key), h("dd", {}, String(value ?? "–"))])));
+function service(name, absent, list) {
+  return h("div", { class: "card" }, h("h2", {}, name), absent ? h("p", { class: "cause" }, absent) : pairs(list));
 }
 
-function offline(node, run) {
-  const settings = Object.entries(run.settings).map(([name, value]) => [name.replaceAll("_", " "), value]);
-  return h("div", { class: "card" }, h("h2", {}, "Node"), h("p", { class: "note" }, `${sentence(node.note)} The ring shows the last seconds of each stage, from the journal.`), pairs(settings));
+function offline(node) {
+  return h("div", { class: "card" }, h("h2", {}, "Node"), h("p", { class: "note" }, `${sentence(node.note)} The ring shows the last seconds of each stage, from the journal.`));
 }
 
 function sentence(text) {
