@@ -26,12 +26,14 @@ from tests.models import make_model, save_checkpoint
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guides/python.md"])
-def test_first_client_program_of_the_page_works(page: str, node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
+def test_client_programs_of_the_page_work(page: str, node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
-    program = next(block for block in blocks if block.startswith("from tasuki.client import"))
-    with contextlib.chdir(node.state_dir.parent):
-        exec(program, {"__name__": "__main__"})
-    assert int(capsys.readouterr().out.split()[-1]) >= 1
+    programs = [block for block in blocks if block.startswith("from tasuki.client import") and "with Client(" in block]
+    assert len(programs) == (1 if page == "README.md" else 2)
+    for program in programs:
+        with contextlib.chdir(node.state_dir.parent):
+            exec(program, {"__name__": "__main__"})
+        assert int(capsys.readouterr().out.split()[-1]) >= 1
 
 
 @pytest.fixture
