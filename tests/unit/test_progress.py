@@ -87,6 +87,21 @@ def test_a_restart_of_a_service_is_named_once(tmp_path: Path, capsys: pytest.Cap
     assert progress.record().waits_for.startswith("rollout restarts: killed by signal 9")
 
 
+def test_a_terminals_line_is_cleared_before_others_and_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    display = ProgressDisplay(Progress(), tmp_path)
+    display._is_terminal = True
+    display._show(ProgressRecord(activity="generate", done=3, total=1000, step=1, steps=5))
+    display.write("interrupted", is_warning=True)
+    display._show(ProgressRecord(activity="reward", step=1, steps=5))
+    display._show(ProgressRecord(activity="stop", step=1, steps=5))
+    clear = "\r\x1b[K"
+    shown = ("step 1/5  generate 3 of 1000 ", "interrupted\n", "step 1/5  reward  0 s", "")
+    assert capsys.readouterr().err == "".join(f"{clear}{line}" for line in shown)
+
+
 def test_progress_without_a_terminal_is_seldom_and_plain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     display = ProgressDisplay(Progress(), tmp_path)
     record = ProgressRecord(activity="evaluate", step=0, steps=5, activity_s=11.0)

@@ -23,7 +23,7 @@ class ProgressRecord:
 
     activity: str
     """Part of a step, as in its `seconds`, such as "evaluate", "generate", "reward" or "to_train"; "start" until the node is up and the
-    run begins, "export" while the model is written."""
+    run begins, "export" while the model is written, "stop" until its node has ended."""
     done: int = 0
     """Of `total`: completions of "evaluate" and "generate", optimizer steps of "forward_backward" and "critic"."""
     total: int = 0

@@ -49,7 +49,8 @@ class ProgressDisplay:
 
     def _show(self, record: ProgressRecord) -> None:
         self._name_restarts()
-        if record.activity == "start":  # told by the node's start
+        if record.activity in ("start", "stop"):  # told by the node's start and end
+            self._clear()
             self._last_line = time.monotonic()
             return
         with self._lock:

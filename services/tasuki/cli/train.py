@@ -172,8 +172,10 @@ def _run(
                 lines = StepLines(progress, display)
                 _train(config, training, make_loop, earlier, request, lines, config_dir=config_dir, started=started)
             except KeyboardInterrupt:
-                sys.stderr.write(f"interrupted; {how_to_continue(training.settings)}\n")
+                display.write(f"interrupted; {how_to_continue(training.settings)}", is_warning=True)
                 raise
+            finally:
+                progress.begin(progress.record().step, "stop")
     continue_children()
     return 0
 
