@@ -218,14 +218,26 @@ def test_samples_have_the_trainers_log_probs_close_to_rollouts(run: Run):
     files = sorted((run.output / "samples").iterdir())
     assert [file.name for file in files] == SAMPLE_FILES
     lines = [json.loads(line) for line in files[-1].read_text().splitlines()]
-    assert len(lines) == 4 * 8 and {line["policy_version"] for line in lines} == {NUM_STEPS - 1}
+    assert len(lines) == 64 * 8 and {line["policy_version"] for line in lines} == {NUM_STEPS - 1}
+    lines = [line for line in lines if "token_ids" in line]
+    assert len(lines) == 4 * 8
     step = json.loads((run.output / "metrics.jsonl").read_text().splitlines()[NUM_STEPS - 1])
     assert 0 < max(line["log_prob_gap_max"] for line in lines) <= step["metrics"]["log_prob_gap_max"] + 1e-8
 
 
+def test_held_out_completions_explain_the_score(run: Run):
+    scores = {
+        step["step"]: step["eval_score"] for step in map(json.loads, (run.output / "metrics.jsonl").read_text().splitlines())
+    }
+    for file in (run.output / "evaluations").iterdir():
+        rewards = [json.loads(line)["reward"] for line in file.read_text().splitlines()]
+        assert sum(rewards) / len(rewards) == pytest.approx(scores.pop(int(file.stem.removeprefix("step-"))))
+    assert set(scores.values()) == {None}
+
+
 def test_logs_have_no_prompt(run: Run):
     shown = [json.loads(line) for file in (run.output / "samples").iterdir() for line in file.read_text().splitlines()]
-    prompts = {line["prompt"] for line in shown}
+    prompts = {line["prompt"] for line in shown if "prompt" in line}
     assert len(prompts) > NUM_STEPS and all(prompt.endswith(">") for prompt in prompts)
     logs = "".join(log.read_text() for log in (run.output / "logs").iterdir())
     assert "event=stage" in logs
