@@ -312,7 +312,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.train import resume, run
+    from tasuki.cli.train import how_to_continue, resume, run
     from tasuki.node.hub import with_local_files
     from tasuki.runs.recorded_run import find_run
 
@@ -324,7 +324,12 @@ def _train(arguments: argparse.Namespace) -> int:
         config_dir = arguments.config.resolve().parent
         config = with_local_files(load_beside_node(arguments.config, overrides=arguments.overrides))
     warn_of_settings(config)
-    return train(config, config_dir=config_dir, may_start=not arguments.no_start)
+    try:
+        return train(config, config_dir=config_dir, may_start=not arguments.no_start)
+    except KeyboardInterrupt:
+        overrides = [word for override in arguments.overrides for word in ("--set", override)]
+        sys.stderr.write(f"{how_to_continue(config, arguments.config, overrides)}\n")
+        raise
 
 
 def _eval(arguments: argparse.Namespace) -> int:

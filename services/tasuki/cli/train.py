@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tasuki.client.progress import Progress
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.environment import otlp_endpoint, otlp_headers_file
-from tasuki.config.lock import TRAINING_LOCK, StateLock, holder
+from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder
 from tasuki.config.paths import client_target, training_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.node.exit_report import explained
@@ -33,7 +34,6 @@ from tasuki.runs.progress import duration
 from tasuki.runs.recorded_run import write_run_config
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining
-from tasuki.runs.settings import RunSettings
 from tasuki.runs.sft_training import read_sft
 from tasuki.runs.training import MakeLoop, SaveRequest, Training
 from tasuki.trackers.adapters import check_installed
@@ -171,20 +171,18 @@ def _run(
             try:
                 lines = StepLines(progress, display)
                 _train(config, training, make_loop, earlier, request, lines, config_dir=config_dir, started=started)
-            except KeyboardInterrupt:
-                display.write(f"interrupted; {how_to_continue(training.settings)}", is_warning=True)
-                raise
             finally:
                 progress.begin(progress.record().step, "stop")
     continue_children()
     return 0
 
 
-def how_to_continue(settings: RunSettings) -> str:
-    """Says whether an interrupted run can go on once its node has ended."""
-    if settings.save_every:
-        return "--resume continues the run"
-    return f"--resume continues the run only while its node runs, since {settings.table}.save_every is not set"
+def how_to_continue(config: NodeConfig, given: Path, overrides: Sequence[str]) -> str:
+    """Commands that continue an interrupted run without the loss of a step. given: CONFIG or a run's folder. overrides: words."""
+    file = given / "run.toml" if given.is_dir() else given
+    node = "" if holder(config.state_dir, name=NODE_LOCK) is not None else shlex.join(["up", str(file), *overrides, "--resume"])
+    train = shlex.join(["train", str(given), *overrides, "--resume"])
+    return f"nothing is lost; to continue: {f'tasuki {node}, then ' if node else ''}tasuki {train}"
 
 
 def check_longest_sample(num_tokens: int, *, limit: int) -> None:
