@@ -22,8 +22,8 @@ from tools import api_page, config_page, error_pages, grafana_dashboard, knobs_t
 
 _ROOT = Path(__file__).parents[1]
 _PAGES = [*(_ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *sorted((_ROOT / "docs").rglob("*.md"))]
-_PAGES += [_ROOT / "client/examples/arithmetic/README.md"]
-_CONFIGS = [*sorted((_ROOT / "deploy/config").glob("*.toml")), *sorted((_ROOT / "client/examples/arithmetic").glob("*.toml"))]
+_PAGES += sorted((_ROOT / "client/examples").glob("*/README.md"))
+_CONFIGS = [*sorted((_ROOT / "deploy/config").glob("*.toml")), *sorted((_ROOT / "client/examples").glob("*/*.toml"))]
 _BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 _ROWS_OF_METRICS = re.compile(r"(^\| `tasuki_.*\n)+", re.MULTILINE)
 

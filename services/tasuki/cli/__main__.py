@@ -14,7 +14,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tasuki.cli.arguments import FLEET_FLAGS, add_fleet_arguments, add_node, add_overrides, add_plan_arguments, config_file
+from tasuki.cli.arguments import (
+    FLEET_FLAGS,
+    add_fleet_arguments,
+    add_init_arguments,
+    add_node,
+    add_overrides,
+    add_plan_arguments,
+    config_file,
+)
 from tasuki.cli.config import warn_of_settings, warn_of_tokenizer
 from tasuki.config.load import load_beside_node, load_config
 from tasuki.config.paths import config_path, training_output_path
@@ -153,6 +161,8 @@ def _add_node_commands(commands: _Commands) -> None:
 
 
 def _add_run_commands(commands: _Commands) -> None:
+    text = "write a configuration, a reward and a sample of data; asks what no flag says"
+    add_init_arguments(_command(commands, "init", _init, text))
     train = _command(commands, "train", _train, "train as set in CONFIG's [train] or [sft] table; start the node if none runs")
     train.add_argument("config", type=Path, metavar="CONFIG", help="also a run's output folder, or its node's state folder")
     train.add_argument(
@@ -309,6 +319,12 @@ def _watch(arguments: argparse.Namespace) -> int:
     from tasuki.cli.node_view import watch
 
     return watch(_running_config(arguments))
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.init import run
+
+    return run(arguments)
 
 
 def _train(arguments: argparse.Namespace) -> int:

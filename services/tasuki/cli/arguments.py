@@ -74,3 +74,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_overrides(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_init_arguments(init: argparse.ArgumentParser) -> None:
+    init.add_argument("folder", type=Path, metavar="DIR", help="a folder, in which no file is replaced")
+    init.add_argument("--model", help="a Hugging Face model folder, or an id of the hub")
+    init.add_argument("--data", type=Path, metavar="FILE", help="the dataset (default: a small sample)")
+    init.add_argument("--task", choices=["math", "match", "sft"], help="a number to reach, a text to match, or supervised")
+    init.add_argument("--device", choices=["cuda", "cpu"])
+    init.add_argument("--gpu-memory-gb", metavar="GB", help="memory of the GPU (default: this machine's)")

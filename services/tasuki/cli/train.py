@@ -179,7 +179,8 @@ def _run(
 
 def how_to_continue(config: NodeConfig, given: Path, overrides: Sequence[str]) -> str:
     """Commands that continue an interrupted run without the loss of a step. given: CONFIG or a run's folder. overrides: words."""
-    file = given / "run.toml" if given.is_dir() else given
+    run = config.train if config.sft is None else config.sft
+    file = given if run is None or not given.is_dir() else run.output_dir / "run.toml"
     node = "" if holder(config.state_dir, name=NODE_LOCK) is not None else shlex.join(["up", str(file), *overrides, "--resume"])
     train = shlex.join(["train", str(given), *overrides, "--resume"])
     return f"nothing is lost; to continue: {f'tasuki {node}, then ' if node else ''}tasuki {train}"

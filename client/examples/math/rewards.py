@@ -1,0 +1,1 @@
+../../../services/tasuki/cli/math_rewards.py

@@ -1,0 +1,173 @@
+"""`tasuki init`: writes a configuration, a reward and, without data, a sample of it, for a model and a machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tasuki.cli.arguments import DEFAULT_HOST_GB
+from tasuki.cli.plan_report import verdict
+from tasuki.cli.train import check_data
+from tasuki.config.gpus import smallest_gpu_bytes
+from tasuki.config.load import config_of, load_config, put, value_at
+from tasuki.memory.host import host_memory
+from tasuki.models.tokenizer import read_tokenizer
+from tasuki.node.hub import with_local_files
+from tasuki.node.model_folder import check_model_folder
+from tasuki.planner.advice import advise
+from tasuki.planner.choose import choose
+from tasuki.planner.node import GB, Node, node_of
+from tasuki.planner.plan import Plan, plan
+from tasuki.wire.errors import InvalidArgument, PathExists, PathNotFound
+
+TASKS = ("math", "match", "sft")
+DEVICES = ("cuda", "cpu")
+_LONGEST_PROMPT, _NUM_SAMPLES = 512, 64
+_MATCH = '''"""Reward: whether the completion is the row's `answer`."""
+
+
+def exact(completion: str, answer: str) -> float:
+    return float(completion.strip() == str(answer).strip())
+'''
+_HEAD = "# docs/reference/config.md has every key. Relative paths are relative to this file.\n"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0, or 1 if the node does not fit whatever changes. Raises PathExists for a file that is there, and InvalidArgument."""
+    folder: Path = arguments.folder
+    model = _asked(arguments.model, "model", "Model: a Hugging Face folder, or an id of the hub")
+    task = _asked(arguments.task, "task", f"Task: {', '.join(TASKS)}", choices=TASKS, default="math")
+    device = _asked(arguments.device, "device", "Device: cuda or cpu", choices=DEVICES, default="cuda")
+    gpu_gb = None if device == "cpu" else _gpu_gb(arguments)
+    data = arguments.data
+    if data is None and arguments.model is None:
+        data = Path(given) if (given := input("Data: a JSONL file (none: a sample): ").strip()) else None
+    if data is not None and not data.is_file():
+        raise PathNotFound(f"data: {data} is not a file; give a JSONL file, or none to begin with a sample", path=data)
+    planned, table = _fitting(_tables(model, task=task, device=device, data=data), gpu_gb=gpu_gb)
+    files = {"node.toml": _HEAD + _toml(table)}
+    if task != "sft":
+        files["rewards.py"] = (
+            _MATCH if task == "match" else resources.files("tasuki.cli").joinpath("math_rewards.py").read_text()
+        )
+    if data is None:
+        files["train.jsonl"] = _sample(task, is_chat=bool(read_tokenizer(planned.node.config.model.path).templates))
+    _write(folder, files)
+    config = folder / "node.toml"
+    if Path(model).is_dir():
+        check_data(load_config(config))
+    lines = verdict(planned, advise(planned))
+    name = shlex.quote(str(config))
+    steps = [f"tasuki doctor {name}", f"tasuki train {name}", f"tasuki dashboard {shlex.quote(str(folder / 'run'))}"]
+    sys.stdout.write(
+        "\n".join([f"wrote {', '.join(files)} to {folder}", *lines, "Next:", *(f"  {step}" for step in steps), ""])
+    )
+    return 0 if planned.fits else 1
+
+
+def _asked(given: str | None, flag: str, question: str, *, choices: tuple[str, ...] = (), default: str = "") -> str:
+    """The flag's value, or the answer on the terminal. Raises InvalidArgument without either."""
+    while not given:
+        if not sys.stdin.isatty():
+            known = f" {{{','.join(choices)}}}" if choices else ""
+            raise InvalidArgument(f"--{flag}", f"give --{flag}{known}: there is no terminal to ask on")
+        answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+        given = answer if answer in choices or not choices else None
+    return given
+
+
+def _gpu_gb(arguments: argparse.Namespace) -> float:
+    """GB of a GPU: the flag's, this machine's, or the answer."""
+    found = smallest_gpu_bytes() if arguments.gpu_memory_gb is None else None
+    text = str(arguments.gpu_memory_gb) if found is None and arguments.gpu_memory_gb is not None else None
+    text = f"{found / GB:.1f}" if found is not None else _asked(text, "gpu-memory-gb", "Memory of the GPU in GB, such as 24")
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 1 <= size <= 10_000:
+        raise InvalidArgument("--gpu-memory-gb", f"must be the memory of a GPU in GB, such as 24, not {text}")
+    return size
+
+
+def _tables(model: str, *, task: str, device: str, data: Path | None) -> dict[str, Any]:
+    """A small run of the task, with lengths that the model can have. Paths are as node.toml has them."""
+    if is_folder := Path(model).is_dir():
+        check_model_folder(Path(model))
+    dataset = "train.jsonl" if data is None else str(data.resolve())
+    is_cpu, table = device == "cpu", {"state_dir": "node", "device": device}
+    table |= {"model": {"path": str(Path(model).resolve()) if is_folder else model}}
+    table |= {"trainer": {"learning_rate": 1e-5 if task == "sft" else 1e-6}, "rollout": {}}
+    if task == "sft":
+        return table | {
+            "sft": {"dataset": dataset, "output_dir": "run", "num_epochs": 3, "samples_per_step": 8 if is_cpu else 32}
+        }
+    longest = _node(table, gpu_gb=1.0).longest_sequence
+    prompt = min(_LONGEST_PROMPT, longest // 2)
+    train = {"dataset": dataset, "output_dir": "run", "num_steps": 20 if is_cpu else 200}
+    train |= {"prompts_per_step": 8 if is_cpu else 32, "group_size": 8, "max_prompt_tokens": prompt}
+    train |= {"max_new_tokens": min(128 if is_cpu else 1024, longest - prompt), "save_every": 10 if is_cpu else 20}
+    return table | {"train": train | {"reward": {"function": "rewards:exact" if task == "match" else "rewards:correct"}}}
+
+
+def _node(table: Mapping[str, Any], *, gpu_gb: float | None) -> Node:
+    config = with_local_files(config_of(json.loads(json.dumps(table))), has_weights=False)
+    host_bytes = host_memory().total_bytes if config.device == "cpu" else DEFAULT_HOST_GB * GB
+    return node_of(config, gpu_bytes=int((gpu_gb or 1.0) * GB), host_bytes=int(host_bytes))
+
+
+def _fitting(table: dict[str, Any], *, gpu_gb: float | None) -> tuple[Plan, dict[str, Any]]:
+    """The plan, and the tables with the planner's advice for this GPU."""
+    planned = plan(choose(_node(table, gpu_gb=gpu_gb)))
+    for rung in advise(planned).ladder:
+        put(table, rung.setting, value_at(rung.plan.node.config, rung.setting))
+        planned = rung.plan
+    if planned.node.lora is not None:
+        table["trainer"]["learning_rate"] = 1e-4 if "sft" in table else 1e-5  # ten times as large, as adapters need
+    return planned, table
+
+
+def _toml(table: Mapping[str, Any]) -> str:
+    """TOML with one level of tables; deeper keys are dotted."""
+    rest = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in rest.items()]
+    for name, keys in table.items():
+        if isinstance(keys, dict) and keys:
+            lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in _leaves(keys))]
+    return "\n".join(lines) + "\n"
+
+
+def _leaves(keys: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in keys.items():
+        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+    return found
+
+
+def _sample(task: str, *, is_chat: bool) -> str:
+    """Rows of sums: to be replaced by the user's own."""
+    rows: list[dict[str, Any]] = []
+    for number in range(_NUM_SAMPLES):
+        one, other = 11 + 7 * number % 89, 13 + 5 * number % 87
+        question, answer = f"{one} + {other} =", str(one + other)
+        chat = [{"role": "user", "content": f"{question} ? Answer with the number only."}]
+        prompt: Any = chat if is_chat else question
+        rows.append({"prompt": prompt, "completion" if task == "sft" else "answer": answer})
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Raises PathExists before anything is written."""
+    for name in files:
+        if (folder / name).exists():
+            raise PathExists(f"{folder / name} is there already; give a new folder", path=folder / name)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        with (folder / name).open("x") as file:
+            file.write(text)

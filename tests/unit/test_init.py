@@ -1,0 +1,100 @@
+"""`tasuki init`: what it writes can be planned and trained, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli import init
+from tasuki.cli.__main__ import main
+from tasuki.cli.train import check_data
+from tasuki.config.load import load_config
+from tests.sparse_weights import write_sparse_weights
+from tests.unit.memory_folder import write_tokenizer
+from tests.unit.test_model_shape import write_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_sparse_weights(write_model(folder))
+    write_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    return folder
+
+
+def flags(model: Path, *, task: str = "match", device: str = "cpu") -> list[str]:
+    return ["--model", str(model), "--task", task, "--device", device]
+
+
+@pytest.mark.parametrize("task", init.TASKS)
+def test_what_it_writes_is_planned_and_has_rows_that_can_be_trained(
+    task: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "own"
+    assert main(["init", str(folder), *flags(model, task=task)]) == 0
+    printed = capsys.readouterr().out
+    assert "\nIt fits: " in printed and f"\n  tasuki train {folder}/node.toml\n" in printed
+    config = load_config(folder / "node.toml")
+    check_data(config)
+    assert (config.sft is not None, (folder / "rewards.py").exists()) == (task == "sft", task != "sft")
+    assert main(["plan", str(folder / "node.toml")]) == 0
+
+
+def test_no_file_is_replaced_and_none_written_then(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "rewards.py").write_text("mine")
+    assert main(["init", str(tmp_path / "own"), *flags(model)]) == 2
+    assert "error PATH_EXISTS: " in capsys.readouterr().err
+    assert [(file.name, file.read_text()) for file in (tmp_path / "own").iterdir()] == [("rewards.py", "mine")]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ([], "--model: give --model: there is no terminal"),
+        (["--model", "m"], "--task: give --task {math,match,sft}: "),
+        (["--model", "m", "--task", "sft", "--device", "cuda", "--gpu-memory-gb", "24GB"], "--gpu-memory-gb: must be "),
+        (["--model", "m", "--task", "sft", "--device", "cpu", "--data", "nowhere.jsonl"], "data: nowhere.jsonl is not a file"),
+        (["--model", "./nowhere", "--task", "sft", "--device", "cpu"], "nowhere does not exist"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_named_and_nothing_is_written(
+    given: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False)
+    assert main(["init", str(tmp_path / "own"), *given]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tasuki: error ") and named in error and error.count("\n") == 1
+    assert not (tmp_path / "own").exists()
+
+
+def test_what_no_flag_says_is_asked_until_it_is_an_answer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([str(model), "sums", "", "cpu", ""])
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: next(answers))
+    assert main(["init", str(tmp_path / "own")]) == 0
+    config = load_config(tmp_path / "own" / "node.toml")
+    assert config.train is not None and config.train.reward.function == "rewards:correct"
+
+
+def test_a_card_without_room_for_all_parameters_trains_adapters_at_their_rate(model: Path, tmp_path: Path) -> None:
+    larger = {"hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 24, "head_dim": 128}
+    write_model(model, **larger, num_attention_heads=32, num_key_value_heads=8, vocab_size=32_000)
+    write_sparse_weights(model)
+    assert main(["init", str(tmp_path / "own"), *flags(model, device="cuda"), "--gpu-memory-gb", "48"]) == 0
+    text = (tmp_path / "own" / "node.toml").read_text()
+    assert "\nlora.rank = 32\n" in text and "\nlearning_rate = 1e-05\n" in text
+    assert main(["plan", str(tmp_path / "own" / "node.toml"), "--gpu-gb", "48"]) == 0
+
+
+def test_own_rows_that_cannot_be_trained_are_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"question": "1 + 2 ="}) + "\n")
+    assert main(["init", str(tmp_path / "own"), *flags(model), "--data", str(data)]) == 2
+    error = capsys.readouterr().err
+    assert "prompt" in error and f"{data}" in error
