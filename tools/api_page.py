@@ -25,6 +25,33 @@ HEAD = """# Python API
 `from tasuki.client import ...`: every public name with its signature, shapes, units and errors. [python.md](../guides/python.md) says how
 to use them, [errors.md](errors.md) what each error means. `TokenIds` is a sequence or array of integers, `[T]` an array with one entry
 for each completion token. Sizes are in bytes, times in seconds. This page is made by `tools/api_page.py` out of the docstrings.
+
+The verbs in one program:
+
+```python
+from tasuki.client import Client, Phase, Role, SamplingParams, TrainingSample
+
+with Client(state_dir="node") as client:
+    client.begin_run()
+    samples = client.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8), num_samples=4)
+    for sample in client.generate_stream([[5, 6, 7], [8]], SamplingParams(max_new_tokens=8)):
+        print(sample.prompt_index, sample.token_ids, sample.finish_reason)
+    batch = [TrainingSample.of(sample, advantages=index - 1.5) for index, sample in enumerate(samples)]
+    print(client.compute_log_probs(batch, role=Role.REFERENCE)[0])
+    for part in (batch[:2], batch[2:]):
+        client.forward_backward(part, step_samples=batch)
+    print(client.optim_step(learning_rate=1e-5).grad_norm)
+    done = client.forward_backward_custom(batch, lambda samples, log_probs: sum(row.square().mean() for row in log_probs))
+    client.discard_gradients()
+    client.save("checkpoint")
+    client.load("checkpoint")
+    client.export_model("exported")
+    client.acquire(Phase.ROLLOUT)
+    print(client.changeovers(limit=1)[0].stages[0].seconds, client.rollout_state().stop_token_ids)
+    for watched in client.watch():
+        print(Phase.of(watched.state.phase), client.trainer_state().policy_version)
+        break
+```
 """
 # Listed last on the page: results of the verbs.
 RESULTS = (
@@ -201,7 +228,7 @@ def _documented(tree: ast.ClassDef) -> Iterator[tuple[ast.Name, str]]:
 
 def _text(value: Any) -> str:
     """Returns a docstring as paragraphs; "" without one."""
-    return "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(value) or "").split("\n\n"))
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(value.__doc__ or "").split("\n\n"))
 
 
 def _plain(text: str) -> str:

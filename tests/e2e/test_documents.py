@@ -25,11 +25,15 @@ from tests.integration.node_process import wait_for
 from tests.models import make_model, save_checkpoint
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guides/python.md"])
-def test_client_programs_of_the_page_work(page: str, node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("page", "num_programs"), [("README.md", 1), ("docs/guides/python.md", 2), ("docs/reference/api.md", 1)]
+)
+def test_client_programs_of_the_page_work(
+    page: str, num_programs: int, node: RunningNode, capsys: pytest.CaptureFixture[str]
+) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     programs = [block for block in blocks if block.startswith("from tasuki.client import") and "with Client(" in block]
-    assert len(programs) == (1 if page == "README.md" else 2)
+    assert len(programs) == num_programs
     for program in programs:
         with contextlib.chdir(node.state_dir.parent):
             exec(program, {"__name__": "__main__"})
