@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from tasuki.runs.rl_training import rl_run_settings
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError
 from tests.integration.scripted_node import ScriptedNode, scripted_node
+from tests.unit.test_plan_cli import CONFIG
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
     for folder in ("run", "model"):
         (tmp_path / folder).mkdir()
     save_file({}, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "node.toml").write_text(
         'state_dir = "node"\n[model]\npath = "model"\n[train]\ndataset = "train.jsonl"\noutput_dir = "run"\n'
