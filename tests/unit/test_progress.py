@@ -38,8 +38,13 @@ def test_time_left_counts_the_steps_and_evaluations_to_come() -> None:
     progress.finished(Step(0, num_policy_steps=1, seconds={"evaluate": 30.0, "generate": 6.0}))
     progress.finished(Step(1, num_policy_steps=1, seconds={"generate": 10.0}))
     progress.begin(2, "generate")
+    assert progress.record().tokens_per_second is None
     # Eight steps of 8 s; evaluations at 4, 8 and the end.
     assert progress.record().eta_s == pytest.approx(8 * 8.0 + 3 * 30.0, abs=1.0)
+    progress.finished(Step(9, num_policy_steps=1, metrics={"num_tokens": 600.0}, seconds={"evaluate": 30.0, "optim_step": 6.0}))
+    assert progress.record().tokens_per_second is None
+    progress.begin(10, "forward_backward")
+    assert progress.record().tokens_per_second == 100.0
     progress.begin(10, "evaluate")
     assert progress.record().eta_s == pytest.approx(30.0, abs=1.0)
 

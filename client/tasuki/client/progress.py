@@ -29,7 +29,7 @@ class ProgressRecord:
     total: int = 0
     """0 for a part that is not counted."""
     tokens_per_second: float | None = None
-    """Tokens of the finished completions per second of this part; None for other parts, and before the first completion."""
+    """Tokens of the finished completions per second of this part; of a supervised run, trained tokens per second of its last step."""
     step: int = 0
     """Number of the current step, from 0. Equal to `steps` in the final evaluation."""
     steps: int = 0
@@ -56,6 +56,7 @@ class Progress:
         self._step, self._step_started = 0, self._started
         self._recent: deque[Step] = deque(maxlen=_RECENT_STEPS)
         self._eval_s = 0.0
+        self._trained_per_s: float | None = None
         self._begin("start", 0, 0)
 
     def begin(self, step: int, activity: str, *, done: int = 0, total: int = 0) -> None:
@@ -95,6 +96,9 @@ class Progress:
         """Takes a finished step into the estimate of those to come, also one of the run's earlier lives."""
         with self._lock:
             self._eval_s = step.seconds.get("evaluate", self._eval_s)
+            spent_s = step.total_seconds() - step.seconds.get("evaluate", 0.0)
+            if "num_tokens" in step.metrics and spent_s:
+                self._trained_per_s = step.metrics["num_tokens"] / spent_s
             if not step.is_evaluation:
                 self._recent.append(step)
 
@@ -102,11 +106,12 @@ class Progress:
         with self._lock:
             now = time.monotonic()
             activity_s = now - self._activity_started
+            trained_per_s = self._trained_per_s if self._activity == "forward_backward" else None
             return ProgressRecord(
                 activity=self._activity,
                 done=self._done,
                 total=self._total,
-                tokens_per_second=self._num_tokens / activity_s if self._num_tokens else None,
+                tokens_per_second=self._num_tokens / activity_s if self._num_tokens else trained_per_s,
                 step=self._step,
                 steps=self._num_steps,
                 activity_s=activity_s,
