@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from tasuki.models.families import FAMILIES, read_model
-from tasuki.wire.errors import InvalidArgument, UnsupportedModel
+from tasuki.wire.errors import InvalidArgument, TasukiError, UnsupportedModel
+from tests.models import CONFIGS, make_model, save_checkpoint
 
 SIZES = {
     "vocab_size": 128,
@@ -140,3 +144,30 @@ def test_a_note_that_transformers_cannot_read_is_refused_by_key(key: str, value:
     with pytest.raises(InvalidArgument) as refused:
         read_model(table_of(**{key: value}))
     assert refused.value.metadata["field"] == key
+
+
+def test_a_number_of_another_kind_or_null_is_refused_or_read_by_transformers(tmp_path: Path) -> None:
+    keys = {
+        "rms_norm_eps",
+        "head_dim",
+        "num_key_value_heads",
+        "max_window_layers",
+        "decoder_sparse_step",
+        "query_pre_attn_scalar",
+    }
+    keys |= {"attn_logit_softcapping", "final_logit_softcapping", "original_max_position_embeddings"}
+    refused: set[str] = set()
+    for kind in CONFIGS:
+        save_checkpoint(make_model(kind, seed=0), tmp_path / kind)
+        table = json.loads((tmp_path / kind / "config.json").read_text())
+        for key in keys & table.keys():
+            for value in (1, 1.0, None):
+                changed = table | {key: value}
+                (tmp_path / kind / "config.json").write_text(json.dumps(changed))
+                try:
+                    read_model(changed)
+                except TasukiError:
+                    refused.add(key)
+                else:
+                    AutoConfig.from_pretrained(tmp_path / kind)
+    assert refused == keys

@@ -139,11 +139,18 @@ _KEYS_WITHOUT_EFFECT = frozenset({
 })  # fmt: skip
 
 # What transformers refuses in some of these once services start.
-_IDS, _FLAG, _TEXT = (int, type(None)), (bool, type(None)), (str, type(None))
+_IDS, _FLAG, _TEXT, _CAP = (int, type(None)), (bool, type(None)), (str, type(None)), (float, type(None))
 _KINDS_OF_NOTES: Mapping[str, tuple[type, ...]] = {
     "architectures": (list,), "transformers_version": _TEXT, "bos_token_id": _IDS, "pad_token_id": _IDS, "eos_token_id": (*_IDS, list),
     "use_cache": (bool,), "return_dict": _FLAG, "output_hidden_states": _FLAG, "output_router_logits": (bool,), "pretraining_tp": _IDS,
+    "rms_norm_eps": (float,), "attn_logit_softcapping": _CAP, "final_logit_softcapping": _CAP,
     "initializer_range": (float,), "router_aux_loss_coef": (float,), "id2label": (dict, type(None)), "label2id": (dict, type(None)),
+}  # fmt: skip
+# By key, the model types whose class in transformers takes no null.
+_NEVER_NULL: Mapping[str, tuple[str, ...]] = {
+    "head_dim": ("qwen3", "gemma2", "gemma3_text", "glm4"), "max_window_layers": ("qwen2", "qwen3"),
+    "num_key_value_heads": ("qwen3_moe", "mistral", "gemma2", "gemma3_text", "glm4", "mixtral"), "decoder_sparse_step": ("qwen3_moe",),
+    "query_pre_attn_scalar": ("gemma2", "gemma3_text"), "original_max_position_embeddings": ("phi3",),
 }  # fmt: skip
 _DTYPES = (None, "float32", "bfloat16", "float16", "float64")
 
@@ -189,6 +196,9 @@ def _check_notes(config: Config) -> None:
         if key in config and type(config[key]) not in kinds:
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
             raise InvalidArgument(key, f"must be {names} in the model's config.json, not {config[key]!r}")
+    for key, model_types in _NEVER_NULL.items():
+        if key in config and config[key] is None and config["model_type"] in model_types:
+            raise InvalidArgument(key, "must not be null in the model's config.json; give a number, or remove the key")
     if isinstance(config.get("eos_token_id"), list):
         elements(config, "eos_token_id", of=int)
     padding, vocab_size = config.get("pad_token_id"), config.get("vocab_size")
