@@ -74,4 +74,7 @@ def test_a_folder_without_a_run_and_a_version_without_a_checkpoint_are_named(fol
     write_loop_state(saved, LoopState(STEPS[0], {}))
     with pytest.raises(PathNotFound, match="those of versions 1, not of version 2"):
         found.checkpoint("2")
+    with pytest.raises(PathNotFound, match=r"is not a checkpoint: it has no checkpoint\.json"):
+        found.checkpoint(str(saved))
+    (saved / "checkpoint.json").touch()
     assert (found.checkpoint("1"), found.checkpoint(str(saved))) == (saved, saved)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tasuki.cli.progress import ProgressDisplay
 from tasuki.cli.train import read_training
 from tasuki.client.durable import write_durably
-from tasuki.client.loop_state import read_loop_state
+from tasuki.client.loop_state import LOOP_FILE, read_loop_state
 from tasuki.client.progress import Progress
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
@@ -43,7 +43,9 @@ def run(place: Path, *, model: Path | None, checkpoint: str | None, overrides: S
     version = None
     if checkpoint is not None:
         path = found.checkpoint(checkpoint)
-        version = read_loop_state(path).step.next_version()
+        version = (
+            read_loop_state(path).step.next_version() if (path / LOOP_FILE).is_file() else None
+        )  # none if saved by a client
     elif not path.is_dir():
         raise PathNotFound(
             f"{path} is not a folder; the run exports it at its end, --checkpoint N takes a checkpoint", path=path

@@ -16,6 +16,7 @@ from tasuki.node.hub import with_local_files
 from tasuki.runs.earlier_run import RunHead, read_head
 from tasuki.runs.folder import CHECKPOINTS, read_steps
 from tasuki.runs.recipe import file_digest
+from tasuki.trainer.durable.saves import FACTS_FILE
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import read_path
 
@@ -47,9 +48,12 @@ class RecordedRun:
         return next((step for step in reversed(steps) if policy_version in (None, step.policy_version)), None)
 
     def checkpoint(self, given: str) -> Path:
-        """A complete checkpoint, by policy version or path. Raises PathNotFound naming those that are there."""
+        """A complete checkpoint, by policy version or path. Raises PathNotFound, for a version naming those that are there."""
         if not given.isdecimal():
-            return Path(given).absolute()
+            path = Path(given).absolute()
+            if not (path / FACTS_FILE).is_file():
+                raise PathNotFound(f"{path} is not a checkpoint: it has no {FACTS_FILE}", path=path)
+            return path
         there = {(checkpoint_order(path) or (0,))[0]: path for path in complete_checkpoints(self.output_dir / CHECKPOINTS)}
         if int(given) not in there:
             known = f"those of versions {', '.join(map(str, there))}" if there else "no complete checkpoint"
