@@ -23,7 +23,7 @@ from tasuki.wire.regular_file import read_regular
 MAX_CONFIG_BYTES = 4_000_000
 _SHOWN_CHARACTERS = 200
 _DTYPES = (("trainer", "compute_dtype"), ("rollout", "dtype"))
-SLOW_BFLOAT16 = "this CPU has no bf16 instructions, so products in bfloat16 are two to eight times slower than in float32"
+SLOW_BFLOAT16 = "this CPU has no bf16 instructions, so bfloat16 takes 2 to 20 times as long as float32"
 _HUB_MODEL = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 _HUB_DATASET = re.compile(rf"{_HUB_MODEL.pattern}(:[\w.-]*){{0,2}}")
 _DATA_SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
