@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -16,7 +14,7 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client import encode, generation
-from tasuki.client.connection import READ_TIMEOUT_S, Connection, resolve_target
+from tasuki.client.connection import READ_TIMEOUT_S, Connection, check_seconds, resolve_target
 from tasuki.client.custom_loss import LINEAR, CustomLoss, linearized
 from tasuki.client.encode import TokenIds
 from tasuki.client.messages import message_of
@@ -54,7 +52,6 @@ _Request: TypeAlias = (
     | trainer_pb2.LoadCheckpointRequest
     | trainer_pb2.ExportModelRequest
 )
-_PAGE_SIZE = 200
 _MAX_LOSSES = 4
 
 
@@ -89,8 +86,8 @@ class AsyncClient:
 
         otlp_headers_file: headers for it, one `name: value` per line, in a file that only you can read.
         """
-        _check_seconds("timeout_s", timeout_s)
-        _check_seconds("recovery_timeout_s", recovery_timeout_s, is_zero_allowed=True)
+        check_seconds("timeout_s", timeout_s)
+        check_seconds("recovery_timeout_s", recovery_timeout_s, is_zero_allowed=True)
         if not isinstance(credentials, Credentials | None):  # callers may have no types
             raise InvalidArgument("credentials", f"is of type {type(credentials).__name__}; give Credentials(ca=...)")
         check_tracing_installed(otlp_endpoint)
@@ -282,7 +279,7 @@ class AsyncClient:
             call = (await self._connection.trainer()).ComputeLogProbs(messages(), timeout=timeout_s)
             return [np.array(one.log_probs, dtype=np.float32) async for response in call for one in response.samples]
 
-        return _complete(await self._phases.train(give), num_samples=len(samples))
+        return encode.complete(await self._phases.train(give), num_samples=len(samples))
 
     async def compute_values(self, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
         """Computes the critic's value of each completion token, given the tokens before it: [T] for each sample, in order.
@@ -296,7 +293,7 @@ class AsyncClient:
             call = (await self._connection.trainer()).ComputeValues(messages, timeout=timeout_s)
             return [np.array(one.values, dtype=np.float32) async for response in call for one in response.samples]
 
-        return _complete(await self._phases.train(give), num_samples=len(samples))
+        return encode.complete(await self._phases.train(give), num_samples=len(samples))
 
     async def save(self, path: Path | str, *, request_id: str | None = None) -> SaveResult:
         """Saves model, optimizer, random state and version to a new folder, for `load`.
@@ -369,21 +366,7 @@ class AsyncClient:
         """Returns the latest changeovers in the journal, newest first."""
         if not isinstance(limit, int) or limit < 0:  # callers may have no types
             raise InvalidArgument("limit", f"is {limit!r}; give a whole number of changeovers, at least 0")
-        found: list[Changeover] = []
-        page_token = ""
-        while len(found) < limit:
-            request = coordinator_pb2.ListChangeoversRequest(
-                page_size=min(limit - len(found), _PAGE_SIZE), page_token=page_token
-            )
-            page = await self._connection.read(functools.partial(self._list, request))
-            found += page.changeovers
-            page_token = page.next_page_token
-            if not page_token:
-                break
-        return found
-
-    async def _list(self, request: coordinator_pb2.ListChangeoversRequest) -> coordinator_pb2.ListChangeoversResponse:
-        return await self._connection.coordinator.ListChangeovers(request, timeout=READ_TIMEOUT_S)
+        return await self._connection.changeovers(limit)
 
     async def _train(
         self,
@@ -410,17 +393,3 @@ class AsyncClient:
                 tracer=open_tracer(self._otlp_endpoint, service="client", headers=self._otlp_headers),
             )
         return self._opened
-
-
-def _complete(scores: list[NDArray[np.float32]], *, num_samples: int) -> list[NDArray[np.float32]]:
-    if len(scores) != num_samples:
-        raise InternalError(f"trainer answered for {len(scores)} of {num_samples} samples")
-    return scores
-
-
-def _check_seconds(name: str, seconds: float, *, is_zero_allowed: bool = False) -> None:
-    is_number = isinstance(seconds, int | float)  # callers may have no types
-    if not is_number or not (0 < seconds < math.inf or (is_zero_allowed and seconds == 0)):
-        raise InvalidArgument(
-            name, f"is {seconds!r}; give a finite number of seconds {'of at least' if is_zero_allowed else 'above'} 0"
-        )

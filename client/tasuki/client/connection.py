@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import grpc.aio
 
-from tasuki.client.types import NodeState, Phase
+from tasuki.client.types import Changeover, NodeState, Phase
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 READ_TIMEOUT_S = 10.0
 _MAX_REPEATS = 2
+_PAGE_SIZE = 200
 _REPEAT_AFTER_S = 0.2
 _LONGEST_PAUSE_S = 2.0
 _STALE_TIMEOUT_S = 30.0
@@ -55,6 +58,15 @@ def resolve_target(target: str | None, state_dir: Path | str | None) -> str:
     if not isinstance(target, str | None):  # callers may have no types
         raise InvalidArgument("target", f'is {target!r}; give the coordinator\'s address, such as "127.0.0.1:50050"')
     return target if target is not None else unix_target(Path(state_dir or ""), service="coordinator")
+
+
+def check_seconds(name: str, seconds: float, *, is_zero_allowed: bool = False) -> None:
+    """Raises InvalidArgument naming the argument."""
+    is_number = isinstance(seconds, int | float)  # callers may have no types
+    if not is_number or not (0 < seconds < math.inf or (is_zero_allowed and seconds == 0)):
+        raise InvalidArgument(
+            name, f"is {seconds!r}; give a finite number of seconds {'of at least' if is_zero_allowed else 'above'} 0"
+        )
 
 
 class Connection:
@@ -115,6 +127,21 @@ class Connection:
                     is_late = True
                 elif not await self._outlasts(failure, loss):
                     raise failure from None
+
+    async def changeovers(self, limit: int) -> list[Changeover]:
+        """The latest changeovers, newest first."""
+        found: list[Changeover] = []
+        page_token = ""
+        while len(found) < limit:
+            request = coordinator_pb2.ListChangeoversRequest(
+                page_size=min(limit - len(found), _PAGE_SIZE), page_token=page_token
+            )
+            page = await self.read(partial(self.coordinator.ListChangeovers, request, timeout=READ_TIMEOUT_S))
+            found += page.changeovers
+            page_token = page.next_page_token
+            if not page_token:
+                break
+        return found
 
     def take(self, state: NodeState) -> None:
         """Updates the node's state from a coordinator's message. Raises NodeDown if the message comes from another node."""

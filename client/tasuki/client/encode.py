@@ -18,7 +18,7 @@ from tasuki.client.messages import message_of
 from tasuki.client.types import FinishReason, Phase, Role, Sample, TrainingSample
 from tasuki.v1 import loss_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InternalError, InvalidArgument
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 _Part = TypeVar("_Part", rollout_pb2.Prompt, types_pb2.TrainingSample)
@@ -147,3 +147,10 @@ def training_chunks(samples: Sequence[TrainingSample]) -> list[trainer_pb2.Train
         raise InvalidArgument("samples", "empty; give at least one")
     parts = [training_sample_to_proto(sample, index=index) for index, sample in enumerate(samples)]
     return [trainer_pb2.TrainingSamples(samples=chunk) for _, chunk in cut(parts, field="samples")]
+
+
+def complete(scores: list[NDArray[np.float32]], *, num_samples: int) -> list[NDArray[np.float32]]:
+    """Raises InternalError if scores are missing."""
+    if len(scores) != num_samples:
+        raise InternalError(f"trainer answered for {len(scores)} of {num_samples} samples")
+    return scores
