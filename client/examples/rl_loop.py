@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tasuki.algorithms.advantages import soft_overlong_penalty
 from tasuki.algorithms.loss_types import OldPolicy
 from tasuki.client.dataset import Dataset, Row
+from tasuki.client.episodes import EpisodePool, Episodes
 from tasuki.client.estimation import (
     Estimator,
     EstimatorState,
@@ -43,6 +44,19 @@ _NOTE_EVERY = 128
 """Updates of a step after which they are recorded as made: the trainer remembers a thousand calls."""
 
 
+@dataclass(slots=True)
+class Made:
+    """Completions of P rows, G of each, in order; or episodes, whose tokens after the first prompt are the completion."""
+
+    prompts: list[list[int]]
+    """[P]"""
+    samples: list[Sample]
+    """[P * G]"""
+    branches: Sequence[Sequence[TrainingSample]] = ()
+    """[P * G] of episodes, else empty."""
+    ran: Episodes | None = None
+
+
 class Tokenizer(Protocol):
     def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
     def decode(self, token_ids: NDArray[np.int32]) -> str: ...
@@ -56,7 +70,7 @@ class RlLoop:
     dataset: Dataset
     eval_rows: Sequence[Row]
     tokenizer: Tokenizer
-    rewards: RewardPool
+    rewards: RewardPool | EpisodePool
     settings: TrainConfig
     state: EstimatorState = field(default_factory=EstimatorState)
     dump: SampleDump | None = None
@@ -120,11 +134,8 @@ class RlLoop:
         )
         with self.progress.timed(step, "evaluate", total=len(self.eval_rows) * evaluation.num_samples):
             call_number = step.step << _PART_BITS
-            prompts, samples = self.complete(
-                self.eval_rows, sampling, num_samples=evaluation.num_samples, call_number=call_number
-            )
-            completions = self.completions(prompts, samples)
-            scores = self.rewards.score(self.eval_rows, completions, group_size=evaluation.num_samples)
+            made = self.make(self.eval_rows, sampling, num_samples=evaluation.num_samples, call_number=call_number)
+            samples, completions, scores = made.samples, *self.scored_completions(self.eval_rows, made)
             figures = eval_figures(scores, evaluation)
         if self.eval_dump is not None:
             shown = self.eval_dump.begin(step.step)
@@ -184,20 +195,24 @@ class RlLoop:
             has_greedy = settings.advantages.estimator is Estimator.GREEDY_BASELINE
             with self.progress.timed(step, "generate", total=num_prompts * (settings.group_size + has_greedy)):
                 greedy = self.greedy_samples(rows)
-                prompts, samples = self.complete(rows, self.sampling, num_samples=settings.group_size, call_number=call_number)
+                made = self.make(rows, self.sampling, num_samples=settings.group_size, call_number=call_number)
             if is_last:
                 # Nothing more will be generated: the trainer resumes while rewards are computed.
                 step.begin_acquire(self.client, Phase.TRAIN)
             with self.progress.timed(step, "reward"):
-                completions = self.completions(prompts, samples)
-                scores = self.rewards.score(rows, completions, group_size=settings.group_size)
-                greedy_rewards = self.greedy_rewards(rows, prompts, greedy)
+                completions, scores = self.scored_completions(rows, made)
+                greedy_rewards = self.greedy_rewards(rows, made.prompts, greedy)
+            samples = made.samples
             generated.append((samples, scores))
+            step.metrics |= {} if made.ran is None else made.ran.figures()
             rewards_S = self.shaped(samples, scores.rewards)
             shown.add(rows, completions, samples, scores, rewards_S)
             size = settings.group_size
-            groups = zip(range(0, len(samples), size), prompts, rewards_S.reshape(-1, size), greedy_rewards, strict=True)
-            return [Group(prompt, samples[place : place + size], rewards, greedy) for place, prompt, rewards, greedy in groups]
+            groups = zip(range(0, len(samples), size), made.prompts, rewards_S.reshape(-1, size), greedy_rewards, strict=True)
+            return [
+                Group(prompt, samples[place : place + size], rewards, greedy, made.branches[place : place + size])
+                for place, prompt, rewards, greedy in groups
+            ]
 
         groups: list[Group] = []
         num_generated = 0
@@ -216,6 +231,23 @@ class RlLoop:
             step.metrics["reward_std"] = 0.0 if np.ma.is_masked(spread) else float(spread)
         return groups
 
+    def make(self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, call_number: int) -> Made:
+        """Generates completions, or runs episodes."""
+        if isinstance(self.rewards, EpisodePool):
+            count = self.progress.counter()
+            ran = self.rewards.run(self.client, rows, sampling, num_samples=num_samples, number=call_number, on_progress=count)
+            samples = [one.sample() for one in ran.episodes]
+            prompts = [np.asarray(sample.prompt_token_ids, dtype=np.int32).tolist() for sample in samples[::num_samples]]
+            return Made(prompts, samples, [one.training_samples() for one in ran.episodes], ran)
+        return Made(*self.complete(rows, sampling, num_samples=num_samples, call_number=call_number))
+
+    def scored_completions(self, rows: Sequence[Row], made: Made) -> tuple[list[Completion], Scores]:
+        completions = self.completions(made.prompts, made.samples)
+        if isinstance(self.rewards, EpisodePool):
+            assert made.ran is not None
+            return completions, made.ran.scores
+        return completions, self.rewards.score(rows, completions, group_size=len(made.samples) // len(rows))
+
     def complete(
         self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, call_number: int | None = None
     ) -> tuple[list[list[int]], list[Sample]]:
@@ -233,7 +265,7 @@ class RlLoop:
         ]
 
     def score(self, rows: Sequence[Row], prompts: Sequence[list[int]], samples: Sequence[Sample]) -> Scores:
-        return self.rewards.score(rows, self.completions(prompts, samples), group_size=len(samples) // len(rows))
+        return self.scored_completions(rows, Made(list(prompts), list(samples)))[1]
 
     def shaped(self, samples: Sequence[Sample], rewards_S: NDArray[np.float32]) -> NDArray[np.float32]:
         """Applies DAPO's penalty for completions near the length limit."""
@@ -270,15 +302,13 @@ class RlLoop:
         Empty completions and those whose reward failed are left out.
         """
         settings = self.settings
-        completions = [(group, sample) for group in groups for sample in group.samples]
+        generated = [sample for group in groups for sample in group.samples]
+        made = [samples for group in groups for samples in group.training_samples()]
         has_reward = np.isfinite(np.concatenate([group.rewards for group in groups]))
-        places = [place for place, (_, sample) in enumerate(completions) if len(sample.token_ids) and has_reward[place]]
-        samples = [
-            TrainingSample.of(sample, prompt_token_ids=group.prompt_token_ids)
-            for group, sample in (completions[place] for place in places)
-        ]
+        kept = [place for place, sample in enumerate(generated) if len(sample.token_ids) and has_reward[place]]
+        samples, places = [sample for place in kept for sample in made[place]], [place for place in kept for _ in made[place]]
         if settings.mask_truncated:
-            samples = without_truncated(samples, [completions[place][1].finish_reason for place in places])
+            samples = without_truncated(samples, [generated[place].finish_reason for place in places])
         return samples, places
 
     def estimate(

@@ -27,6 +27,14 @@ class Group:
     """[G]; NaN for excluded samples."""
     greedy_reward: float | None = None
     """Reward of the prompt's greedy completion, for Estimator.GREEDY_BASELINE."""
+    branches: Sequence[Sequence[TrainingSample]] = ()
+    """[G], the training samples of each episode; empty for completions of one turn."""
+
+    def training_samples(self) -> list[list[TrainingSample]]:
+        """[G], of each completion or episode, without advantages."""
+        if self.branches:
+            return [list(each) for each in self.branches]
+        return [[TrainingSample.of(sample, prompt_token_ids=self.prompt_token_ids)] for sample in self.samples]
 
     def differs(self) -> bool:
         """Whether the rewards differ. Equal rewards give no gradient."""
@@ -69,7 +77,8 @@ def estimate_advantages(
     settings: AdvantageConfig,
     state: EstimatorState,
 ) -> Estimate:
-    """samples: [S], with ref_log_probs if kl_coef is not 0 and values for GAE. places: index of each in the flattened rewards_PG.
+    """samples: [S], with ref_log_probs if kl_coef is not 0 and values for GAE. places: index of each in the flattened rewards_PG;
+    branches of an episode have the same.
 
     greedy_rewards_P: for GREEDY_BASELINE. NaN marks a failed reward.
     """
@@ -89,7 +98,7 @@ def estimate_advantages(
         estimated, figures = _by_token(samples, tokens, rewards_N, settings=settings)
         metrics |= figures
     else:
-        shaped_PG.reshape(-1)[list(places)] -= kl_coef * tokens.sums(penalties_N * tokens.mask_N)
+        np.subtract.at(shaped_PG.reshape(-1), list(places), kl_coef * tokens.sums(penalties_N * tokens.mask_N))
         advantages_PG = _by_sample(shaped_PG, tokens, places, greedy_rewards_P, settings=settings, state=state)
         estimated = [
             replace(sample, advantages=float(advantages_PG.reshape(-1)[place]))
@@ -144,7 +153,7 @@ def _by_sample(
             return advantages.leave_one_out(rewards_PG)
         case Estimator.GROUP_BASELINE_WHITENED:
             counted = np.zeros(rewards_PG.size)
-            counted[list(places)] = tokens.sums(tokens.mask_N)
+            np.add.at(counted, list(places), tokens.sums(tokens.mask_N))
             return advantages.group_baseline_whitened(rewards_PG, num_counted_PG=counted.reshape(rewards_PG.shape).astype(int))
         case Estimator.GREEDY_BASELINE:
             assert greedy_rewards_P is not None

@@ -26,7 +26,7 @@ _TOLD_CHARACTERS = 1000
 _TOKEN_IDS = ("prompt_token_ids", "completion_token_ids")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _HIGH_FD = 512
-_is_worker = False
+_worker_pid: int | None = None
 
 
 class Signature(NamedTuple):
@@ -45,30 +45,36 @@ class Signature(NamedTuple):
 
 def is_worker() -> bool:
     """Whether this process scores for a pool. A script that has no guard around its pool is imported here."""
-    return _is_worker
+    return _worker_pid is not None
 
 
 def serve(connection_fd: int) -> NoReturn:
     """Tells the signatures of the functions, then makes one call after another, until the client has ended."""
-    global _is_worker
-    _is_worker = True
-    # Files that a reward opens after it has closed all low descriptors must not take the connection's number.
-    high = min(_HIGH_FD, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-    connection = Connection(fcntl.fcntl(connection_fd, fcntl.F_DUPFD_CLOEXEC, high))
-    os.close(connection_fd)
-    pid = os.getpid()
+    connection = become_worker(connection_fd)
     sources: list[Source] = connection.recv()
-    _answer(connection, [read_signature(*source) for source in sources], pid=pid)
+    send_answer(connection, [read_signature(*source) for source in sources])
     while True:
         try:
             call = connection.recv()
         except (EOFError, OSError):
             os._exit(0)
-        _answer(connection, score(*call), pid=pid)
+        send_answer(connection, score(*call))
 
 
-def _answer(connection: Connection, answer: object, *, pid: int) -> None:
-    if os.getpid() != pid:  # a fork that has returned from the user's code, too
+def become_worker(connection_fd: int) -> Connection:
+    """Makes this process a worker. Returns its connection to the client."""
+    global _worker_pid
+    _worker_pid = os.getpid()
+    # Files that a reward opens after it has closed all low descriptors must not take the connection's number.
+    high = min(_HIGH_FD, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    connection = Connection(fcntl.fcntl(connection_fd, fcntl.F_DUPFD_CLOEXEC, high))
+    os.close(connection_fd)
+    return connection
+
+
+def send_answer(connection: Connection, answer: object) -> None:
+    """Sends JSON to the client. Ends the process if the client is gone."""
+    if os.getpid() != _worker_pid:  # a fork that has returned from the user's code, too
         os._exit(0)
     try:
         connection.send_bytes(json.dumps(answer).encode())
@@ -76,14 +82,19 @@ def _answer(connection: Connection, answer: object, *, pid: int) -> None:
         os._exit(0)
 
 
-def read_signature(*source: *Source) -> Signature:
+def read_signature(*source: *Source, is_async: bool = False) -> Signature:
+    """What a function takes. is_async: whether it must be `async def`, as an episode's; a reward's must not."""
     try:
-        function = _load(*source)
+        function = load_function(*source)
         parameters = inspect.signature(function).parameters.values()
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything
-        return Signature(_told(error))
+        return Signature(told(error))
     called = function if inspect.isroutine(function) else type(function).__call__
-    if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called) or inspect.isgeneratorfunction(called):
+    if is_async and not inspect.iscoroutinefunction(called):
+        return Signature("it is not `async def`, as the function of an episode is")
+    if not is_async and (
+        inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called) or inspect.isgeneratorfunction(called)
+    ):
         return Signature("it is asynchronous or a generator; a reward returns a number")
     required = [parameter for parameter in parameters if parameter.default is inspect.Parameter.empty]
     for parameter in required:
@@ -103,20 +114,21 @@ def read_signature(*source: *Source) -> Signature:
 def score(source: Source, arguments: dict[str, object], num_completions: int | None) -> list[Answer]:
     """Calls the function, for one completion if `num_completions` is None. Returns an answer for each, or one failure for all."""
     try:
-        returned = _load(*source)(**{name: _plain(name, value) for name, value in arguments.items()})
+        returned = load_function(*source)(**{name: _plain(name, value) for name, value in arguments.items()})
         if num_completions is None:
-            return [_reward(returned)]
+            return [checked_reward(returned)]
         rewards = getattr(returned, "tolist", lambda: returned)()
         if not isinstance(rewards, list | tuple):
             return [(math.nan, f"returned {type(returned).__name__}, not a list of {num_completions} rewards")]
         if len(rewards) != num_completions:
             return [(math.nan, f"returned {len(rewards)} rewards for {num_completions} completions")]
-        return [_reward(reward) for reward in rewards]
+        return [checked_reward(reward) for reward in rewards]
     except BaseException as error:  # noqa: BLE001  the user's function may raise anything
-        return [(math.nan, f"raised {_told(error)}")]
+        return [(math.nan, f"raised {told(error)}")]
 
 
-def _reward(reward: object) -> Answer:
+def checked_reward(reward: object) -> Answer:
+    """The answer for what a function returned."""
     if not isinstance(reward, numbers.Real | np.bool_):
         return math.nan, f"returned {type(reward).__name__}, not a number"
     value = float(reward)
@@ -126,7 +138,7 @@ def _reward(reward: object) -> Answer:
     return value, ""
 
 
-def _told(error: BaseException) -> str:
+def told(error: BaseException) -> str:
     """The error as one printable line of bounded length; model output may be in its text."""
     try:
         text = str(error)
@@ -137,7 +149,7 @@ def _told(error: BaseException) -> str:
 
 
 @functools.cache
-def _load(module: str, name: str, folders: tuple[str, ...]) -> Callable[..., object]:
+def load_function(module: str, name: str, folders: tuple[str, ...]) -> Callable[..., object]:
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     function = getattr(importlib.import_module(module), name)
     if not callable(function):

@@ -25,7 +25,7 @@ from tasuki.client.worker_process import WorkerEnded, WorkerProcess
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 
 # Time for a worker to start: a new interpreter and the import of the reward's module.
-_START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0
 _MAX_LOST_STARTS = 3
 _LOOK_EVERY_S = 0.1
 
@@ -119,8 +119,8 @@ class RewardPool:
         if isinstance(folders, str | Path) or not all(isinstance(folder, str | Path) for folder in folders):
             raise InvalidArgument("folders", f"must be a list of paths, not {folders!r}")
         paths = tuple(str(Path(folder).absolute()) for folder in folders)
-        self._sources: list[Source] = [_source(reward.function, paths) for reward in self._rewards]
-        self._workers = [WorkerProcess(self._sources, start_s=_START_TIMEOUT_S) for _ in range(num_workers)]
+        self._sources: list[Source] = [source_of(reward.function, paths) for reward in self._rewards]
+        self._workers = [WorkerProcess(self._sources, start_s=START_TIMEOUT_S) for _ in range(num_workers)]
         self._starting, self._is_closed = set(self._workers), threading.Event()
         self._aside = Aside("tasuki-rewards")
         try:
@@ -244,7 +244,7 @@ class RewardPool:
     def _replace(self, worker: WorkerProcess) -> None:
         worker.end()
         self._starting.discard(worker)
-        another = self._workers[self._workers.index(worker)] = WorkerProcess(self._sources, start_s=_START_TIMEOUT_S)
+        another = self._workers[self._workers.index(worker)] = WorkerProcess(self._sources, start_s=START_TIMEOUT_S)
         self._starting.add(another)
 
     def _calls(
@@ -327,7 +327,7 @@ def _named(function: str | Sequence[NamedReward]) -> tuple[NamedReward, ...]:
     return tuple(function)
 
 
-def _source(function: str, folders: tuple[str, ...]) -> Source:
+def source_of(function: str, folders: tuple[str, ...]) -> Source:
     """A script's own functions are imported from its file."""
     module, name = _split(function)
     file = getattr(sys.modules["__main__"], "__file__", None) if module == "__main__" else None

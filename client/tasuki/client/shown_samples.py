@@ -113,7 +113,7 @@ class ShownSamples:
         shown = {id(one.sample): one for one in self.samples}
         for training, sample in zip(learned, samples, strict=True):
             one = shown.get(id(sample))
-            if one is not None:
+            if one is not None and len(training.completion_token_ids) == len(sample.token_ids):  # not another branch
                 one.learned, self._learned[id(training)] = training, one
                 if len(training.old_log_probs):
                     one.trainer_log_probs = np.asarray(training.old_log_probs)
@@ -158,7 +158,8 @@ class ShownSamples:
 def _gaps(sample: Sample, trainer_log_probs: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
     if trainer_log_probs is None or not len(trainer_log_probs):
         return None
-    return np.abs(trainer_log_probs - sample.rollout_log_probs)
+    gaps = np.abs(trainer_log_probs - sample.rollout_log_probs)
+    return gaps[np.asarray(sample.loss_mask, bool)] if len(sample.loss_mask) else gaps
 
 
 def _number(value: float, *, digits: int = _DIGITS) -> float | None:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -98,6 +99,10 @@ class Client:
     rollout_state = _verb(AsyncClient.rollout_state)
     watch = _stream(AsyncClient.watch)
     changeovers = _verb(AsyncClient.changeovers)
+
+    def submit(self, work: Callable[[AsyncClient], Coroutine[Any, Any, _Answer]]) -> Future[_Answer]:
+        """Begins an asynchronous function of the AsyncClient on its thread, beside the other verbs."""
+        return asyncio.run_coroutine_threadsafe(work(self._client), self._loop)
 
     async def _leave(self) -> None:
         await self._client.close()

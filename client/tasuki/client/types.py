@@ -104,6 +104,8 @@ class Sample:
     min_new_tokens or a penalty changed the distribution. Importance ratios from these log-probs are then biased."""
     prompt_token_ids: NDArray[np.int32] | tuple[()] = ()
     """The prompt that it completes."""
+    loss_mask: Sequence[float] | NDArray[np.float32] = ()
+    """[T], 0 for tokens of an episode that the policy did not draw; empty if it drew all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +152,7 @@ class TrainingSample:
             completion_token_ids=sample.token_ids,
             rollout_log_probs=sample.rollout_log_probs,
             advantages=advantages,
-            loss_mask=loss_mask,
+            loss_mask=loss_mask if len(loss_mask) else sample.loss_mask,
             policy_version=sample.policy_version,
             temperature=sample.temperature,
         )

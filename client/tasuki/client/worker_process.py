@@ -1,4 +1,4 @@
-"""A worker process of rewards, in a nest that ends with all that they have started."""
+"""A worker process of rewards or episodes, in a nest that ends with all that they have started."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 from tasuki.wire.process_tree import run_nested
 def work():
-    from tasuki.client.reward_worker import serve
-    serve(int(sys.argv[2]))
+    import importlib
+    importlib.import_module(sys.argv[4]).serve(int(sys.argv[2]))
 run_nested(work, lifeline_fd=int(sys.argv[3]))
 """
 _MAX_ANSWER_BYTES = 1 << 20
@@ -37,12 +37,13 @@ class WorkerEnded(Exception):
 
 
 class WorkerProcess:
-    """Answers one request at a time; the first, sent by the constructor, are the sources.
+    """Answers requests; the first, sent by the constructor, are the sources.
 
     What a reward starts lives until the worker ends, and no longer: also if this process is killed.
     """
 
-    def __init__(self, sources: Sequence[Source], *, start_s: float) -> None:
+    def __init__(self, sources: Sequence[Source], *, start_s: float, serves: str = "tasuki.client.reward_worker") -> None:
+        """start_s: time limit of the first answer. serves: the module whose `serve` the process runs."""
         nest_end, self._lifeline = Pipe(duplex=False)
         ours, theirs = socket.socketpair()
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # of a worker that stops in the middle of a message
@@ -52,7 +53,7 @@ class WorkerProcess:
         with theirs, nest_end:
             # A new interpreter, since a forked child would inherit gRPC's threads and locks in an unknown state.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, json.dumps([str(path) for path in sys.path]), *map(str, fds)],
+                [sys.executable, "-P", "-c", _START, json.dumps([str(path) for path in sys.path]), *map(str, fds), serves],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
                 start_new_session=True,  # Ctrl-C interrupts the run alone

@@ -109,6 +109,23 @@ class RewardConfig(Schema):
         return self
 
 
+class EpisodeConfig(Schema):
+    """Episodes of several turns, run by a function instead of one completion scored by `[train.reward]`."""
+
+    function: str
+    """"module:function": `async def`, called by keyword with `policy` and those of the dataset line's fields that its signature takes.
+    It returns the reward."""
+    num_workers: PositiveInt = 1
+    """Processes, each of which runs many episodes at once."""
+    timeout_s: PositiveFloat = 60.0
+    """Time limit of an episode, without the time that the policy takes."""
+    max_turns: PositiveInt = 16
+    max_tokens: PositiveInt | None = None
+    """Maximum tokens of an episode, prompts included; by default what the context and a micro-batch hold."""
+    on_error: Literal["fail", "zero", "skip"] = "fail"
+    """Action if the function raises or exceeds its limit: end the run, count 0, or skip the episode in baseline and loss."""
+
+
 class AdvantageConfig(Schema):
     """Advantages from rewards."""
 
@@ -203,7 +220,10 @@ class TrainConfig(Schema):
     column is the field of its name."""
     output_dir: Path
     """New folder for everything that the run writes; with --resume the run's own."""
-    reward: RewardConfig
+    reward: RewardConfig | None = None
+    """Scores single completions; either it or `episode`."""
+    episode: EpisodeConfig | None = None
+    """Runs episodes of several turns."""
     algorithm: Algorithm = "grpo"
     """Named defaults for `[train.advantages]`, `[train.loss]`, ... (docs/reference/algorithms.md). Explicit settings take precedence."""
     num_steps: PositiveInt = 100
@@ -265,6 +285,7 @@ class TrainConfig(Schema):
 
     @model_validator(mode="after")
     def _fits_the_loop(self) -> TrainConfig:
+        self._check_rewards()
         self._check_groups()
         self._check_loss()
         if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
@@ -278,6 +299,18 @@ class TrainConfig(Schema):
             )
             raise SettingError("critic_warmup_steps", problem)
         return self
+
+    def _check_rewards(self) -> None:
+        if (self.reward is None) == (self.episode is None):
+            raise SettingError(
+                "reward", "or train.episode is missing" if self.reward is None else "and train.episode exclude each other"
+            )
+        if self.episode is None:
+            return
+        if self.advantages.estimator is Estimator.GREEDY_BASELINE:
+            raise SettingError("advantages.estimator", '"greedy_baseline" is for single completions, not for train.episode')
+        if self.overlong_tokens is not None:
+            raise SettingError("overlong_tokens", "is for single completions, not for train.episode")
 
     def _check_groups(self) -> None:
         """Refuses groups, or a step, without a gradient, and steps so large that one could take kl_coef to 0 or below."""

@@ -28,7 +28,7 @@ from tasuki.planner.trainer_bytes import run_disk
 from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.port import check_ports
 from tasuki.runs.inputs import read_inputs
-from tasuki.runs.rl_training import check_reward_rows, open_rewards
+from tasuki.runs.rl_training import check_reward_rows, open_rewards, reward_functions
 from tasuki.runs.sft_training import read_sft
 from tasuki.trackers.adapters import check_installed
 from tasuki.wire.address import split_host_port
@@ -104,16 +104,15 @@ def _check_data(table: str, run: TrainConfig | SftConfig, read: Callable[[], obj
 
 
 def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:
-    """Imports the reward functions in a worker process and compares them with the rows, as `tasuki train` does before its first step."""
-    reward = train.reward
-    functions = [reward.function] if isinstance(reward.function, str) else reward.function.values()
+    """Imports the functions of rewards or episodes in a worker process and compares them with the rows, as `tasuki train` does."""
+    key, functions = reward_functions(train)
 
     def check() -> None:
-        with open_rewards(reward, folders, num_workers=1) as rewards:
+        with open_rewards(train, folders, tokenizer=None, max_tokens=0, is_check=True) as rewards:
             rows, eval_rows = (_readable_rows(path, train) for path in (train.dataset, train.eval_dataset))
             check_reward_rows(rewards, train, rows=rows, eval_rows=eval_rows)
 
-    return checked("reward of [train]", ", ".join(functions), check, key="train.reward")
+    return checked(f"{key.partition('.')[2]} of [train]", ", ".join(functions), check, key=key)
 
 
 def _readable_rows(path: Path | None, train: TrainConfig) -> list[Row]:

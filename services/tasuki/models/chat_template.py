@@ -61,11 +61,15 @@ class ChatTemplate:
         """Whether the template marks the assistant's text with `{% generation %}`."""
         return self._marks.is_used
 
+    def reads(self, key: str) -> bool:
+        """Whether the template may read a key of a message."""
+        return key in self._text
+
     def check_keys(self, messages: Sequence[Message], *, field: str) -> None:
         """Raises InvalidArgument for a key of a message that the template does not read and that would be lost."""
         for index, message in enumerate(messages):
             for name, value in message.items():
-                if value and name not in _OWN_KEYS and name not in self._text:
+                if value and name not in _OWN_KEYS and not self.reads(name):
                     problem = f"message {index} has `{name}`, which the model's chat template does not read; remove it"
                     raise InvalidArgument(field, f"{problem}, or use a template that reads it")
 

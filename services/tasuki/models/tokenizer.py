@@ -78,9 +78,9 @@ class FolderTokenizer:
         added = whole.ids[: inside[0]]
         return own if added and own[: len(added)] == added else [*added, *own]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Decodes without special tokens such as end of sequence."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, has_special: bool = False) -> str:
+        """Decodes, without special tokens such as end of sequence unless told."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=not has_special)
 
     def doubts(self) -> list[str]:
         """What is likely wrong, though it can be used."""

@@ -75,7 +75,12 @@ def graph_requests(config: NodeConfig) -> int | None:
 def longest_sample(config: NodeConfig) -> int | None:
     """Maximum tokens of prompt plus completion, as far as configured; else None."""
     train, limit = config.train, config.rollout.context_length
-    if train is None or train.max_prompt_tokens is None:
-        return None if train is None else limit
-    longest = train.max_prompt_tokens + train.max_new_tokens
+    if train is None:
+        return None
+    if train.episode is not None:
+        longest = train.episode.max_tokens
+    else:
+        longest = None if train.max_prompt_tokens is None else train.max_prompt_tokens + train.max_new_tokens
+    if longest is None:
+        return limit
     return longest if limit is None else min(longest, limit)

@@ -24,7 +24,7 @@ class TrainInputs:
     rows: list[Row]
     eval_rows: list[Row]
     longest_sample: int
-    """Tokens of the longest prompt in `rows` plus the longest allowed completion."""
+    """Tokens of the longest prompt in `rows` plus the longest allowed completion; of the longest allowed episode."""
     seed: int
 
 
@@ -41,6 +41,12 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
     _check_stop_tokens(config, train)
     tokenizer = ModelTokenizer(config.model.path)
     limit = min(_context_length(config), config.most_micro_batch_tokens)
+    if train.episode is not None and train.episode.max_tokens is not None:
+        if train.episode.max_tokens > limit:
+            raise InvalidArgument(
+                "train.episode.max_tokens", f"is {train.episode.max_tokens}; a sample may have {limit} tokens"
+            )
+        limit = train.episode.max_tokens
     most = train.max_prompt_tokens
     with field_as_key("dataset", "train.dataset"):
         longest = check_lengths(
@@ -65,7 +71,7 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
             max_prompt_tokens=most,
             path=str(train.eval_dataset),
         )
-    return TrainInputs(train, tokenizer, rows, eval_rows, longest, config.seed)
+    return TrainInputs(train, tokenizer, rows, eval_rows, longest if train.episode is None else limit, config.seed)
 
 
 def check_output(settings: RunSettings) -> None:

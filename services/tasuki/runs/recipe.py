@@ -37,7 +37,8 @@ def recipe(config: NodeConfig) -> Recipe:
     }
     if isinstance(run, TrainConfig):
         tables["rollout"] = config.rollout.model_dump(mode="json", include={"dtype", "engine", "lora"})
-        tables["train.reward"] = run.reward.model_dump(mode="json", include={"function", "weights", "on_error"})
+        if run.reward is not None:
+            tables["train.reward"] = run.reward.model_dump(mode="json", include={"function", "weights", "on_error"})
     values = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
     values["seed"] = config.seed
     values["model"] = model_digest(config)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasuki.client.dataset import Dataset, Row
+from tasuki.client.episodes import EpisodePool
 from tasuki.client.estimation import EstimatorState
 from tasuki.client.progress import Progress
 from tasuki.client.rewards import NamedReward, RewardPool
@@ -20,6 +21,7 @@ from tasuki.runs.continuation import Continuation
 from tasuki.runs.folder import EVALUATIONS, SAMPLES, draw_curve, summarize
 from tasuki.runs.inputs import TrainInputs
 from tasuki.runs.settings import RunSettings, field_as_key
+from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.runs.training import MakeLoop
 
 _EVAL_TEXTS = 256
@@ -50,9 +52,9 @@ class RlTraining:
 
     @contextmanager
     def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool], progress: Progress) -> Iterator[MakeLoop]:
-        inputs, reward = self.inputs, self.inputs.train.reward
+        inputs = self.inputs
         with (
-            open_rewards(reward, folders, num_workers=reward.num_workers) as rewards,
+            open_rewards(inputs.train, folders, tokenizer=inputs.tokenizer, max_tokens=inputs.longest_sample) as rewards,
             _sample_dump(inputs, SAMPLES) as dump,
             _sample_dump(inputs, EVALUATIONS) as eval_dump,
         ):
@@ -106,21 +108,51 @@ def rl_run_settings(train: TrainConfig) -> RunSettings:
     )
 
 
-def open_rewards(reward: RewardConfig, folders: Sequence[Path], *, num_workers: int) -> RewardPool:
-    """Starts the workers of `[train.reward]`, which import its functions. Raises InvalidArgument naming the key."""
-    with field_as_key("reward", "train.reward"):
+def open_rewards(
+    train: TrainConfig, folders: Sequence[Path], *, tokenizer: ModelTokenizer | None, max_tokens: int, is_check: bool = False
+) -> RewardPool | EpisodePool:
+    """Starts the workers of `[train.reward]` or `[train.episode]`, which import its functions. Raises InvalidArgument naming the key.
+
+    tokenizer, max_tokens: of episodes. is_check: whether one worker suffices.
+    """
+    key, _ = reward_functions(train)
+    with field_as_key(key.partition(".")[2], key):
+        if train.episode is not None:
+            return EpisodePool(
+                train.episode.function,
+                tokenizer=tokenizer,
+                max_tokens=max_tokens,
+                folders=folders,
+                num_workers=1 if is_check else train.episode.num_workers,
+                timeout_s=train.episode.timeout_s,
+                max_turns=train.episode.max_turns,
+                on_error=train.episode.on_error,
+            )
+        assert train.reward is not None
         return RewardPool(
-            named_rewards(reward),
+            named_rewards(train.reward),
             folders=folders,
-            num_workers=num_workers,
-            timeout_s=reward.timeout_s,
-            on_error=reward.on_error,
+            num_workers=1 if is_check else train.reward.num_workers,
+            timeout_s=train.reward.timeout_s,
+            on_error=train.reward.on_error,
         )
 
 
-def check_reward_rows(rewards: RewardPool, train: TrainConfig, *, rows: Sequence[Row], eval_rows: Sequence[Row]) -> None:
-    """Raises InvalidArgument for a reward that takes what a row lacks."""
-    with field_as_key("reward", "train.reward"):
+def reward_functions(train: TrainConfig) -> tuple[str, list[str]]:
+    """The key of the table, and the functions, that give a run its rewards."""
+    if train.episode is not None:
+        return "train.episode", [train.episode.function]
+    assert train.reward is not None
+    function = train.reward.function
+    return "train.reward", [function] if isinstance(function, str) else list(function.values())
+
+
+def check_reward_rows(
+    rewards: RewardPool | EpisodePool, train: TrainConfig, *, rows: Sequence[Row], eval_rows: Sequence[Row]
+) -> None:
+    """Raises InvalidArgument for a function that takes what a row lacks."""
+    key, _ = reward_functions(train)
+    with field_as_key(key.partition(".")[2], key):
         rewards.check_rows(rows, path=train.dataset)
         rewards.check_rows(eval_rows, path=str(train.eval_dataset))
 

@@ -14,9 +14,12 @@ from tasuki.client.dataset import Row
 from tasuki.models.chat_template import ChatTemplate
 from tasuki.models.stop_tokens import read_stop_token_ids
 from tasuki.models.tokenizer import read_tokenizer
+from tasuki.models.tool_calls import Call, ToolCallForm, form_of
 from tasuki.runs.settings import field_as_key
 from tasuki.wire.errors import InvalidArgument
 
+_ANSWER = "\ufdd2"
+"""Stands for an answer in a rendered chat: a noncharacter of Unicode, which no text contains."""
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 
 
@@ -27,6 +30,7 @@ class ModelTokenizer:
         """Raises as read_tokenizer."""
         model_path = Path(model_path)
         self._tokenizer = read_tokenizer(model_path)
+        self._forms: dict[int, ToolCallForm] = {}
         self._stop_token_ids = read_stop_token_ids(model_path, vocab_size=self._tokenizer.vocab_size)
 
     def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]:
@@ -35,10 +39,15 @@ class ModelTokenizer:
             _refuse_template_fields(fields)
             return self._tokenizer.encode_start(prompt)
         template, variables = self._template("prompt", fields)
-        template.check_keys(_checked(prompt), field="prompt")
+        prompt = _with_read_keys(_checked(prompt), template)
+        template.check_keys(prompt, field="prompt")
         with field_as_key("messages", "prompt"):
-            messages = template.settle(_checked(prompt), variables)
+            messages = template.settle(prompt, variables)
             return self._tokenizer.encode(template.render(messages, {**variables, "add_generation_prompt": True})).ids
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encodes a text without the tokens that begin a sequence."""
+        return self._tokenizer.encode(text).ids
 
     def encode_example(self, prompt: str, completion: str, fields: Row | None = None) -> ChatTokens:
         """Encodes both as one text and appends the end-of-sequence token. The prompt is as rollout encodes it, unless a token spans both,
@@ -75,6 +84,39 @@ class ModelTokenizer:
             render_prompt=lambda some: render(some, is_prompt=True),
             stop_token_ids=self._stop_token_ids,
         )
+
+    def encode_next(self, messages: Sequence[Message], place: int, fields: Row, *, is_stopped: bool) -> list[int]:
+        """Encodes what the chat template writes after the answer `messages[place]`, up to the next one's start.
+
+        The answer's own tokens are never rendered, so that the prompt extends them exactly. is_stopped: whether they end with a stop
+        token. Raises InvalidArgument for a template that does not write an answer as it is.
+        """
+        template, variables = self._template("messages", fields)
+        answer = {"role": ASSISTANT, "content": _ANSWER}
+        known = _with_read_keys([*messages[:place], answer, *messages[place + 1 :]], template)
+        template.check_keys(known, field="messages")
+        text = template.render(template.settle(known, variables), {**variables, "add_generation_prompt": True})
+        if text.count(_ANSWER) != 1:
+            problem = "the model's chat template does not write an answer as it is, so the next turn cannot extend it; use policy.generate"
+            raise InvalidArgument("messages", problem)
+        token_ids = self._tokenizer.encode(text.partition(_ANSWER)[2]).ids
+        return token_ids[1:] if is_stopped and token_ids[:1] and token_ids[0] in self._stop_token_ids else token_ids
+
+    def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, object]:
+        """The `text` of an answer, its `tool_calls` if the row has tools, and the `message` that the next prompt repeats."""
+        own = token_ids[:-1] if token_ids[-1:] and token_ids[-1] in self._stop_token_ids else token_ids
+        text, calls = self._tokenizer.decode(own), list[Call]()
+        if fields.get("tools"):
+            template, variables = self._template("messages", fields)
+            form = self._forms.get(id(template))
+            if form is None:
+                form = form_of(lambda some, is_prompt: template.render(some, {**variables, "add_generation_prompt": is_prompt}))
+                self._forms[id(template)] = form
+            text, calls = form.read(self._tokenizer.decode(own, has_special=True))
+        message: dict[str, object] = {"role": ASSISTANT, "content": text}
+        if valid := [call for call in calls if "function" in call]:
+            message["tool_calls"] = valid
+        return {"text": text, "tool_calls": calls, "message": message}
 
     def decode(self, token_ids: NDArray[np.int32]) -> str:
         """Decodes without special tokens such as end of sequence."""
@@ -125,6 +167,16 @@ def _refuse_template_fields(fields: Row | None) -> None:
     for name in ("tools", "chat_template_kwargs"):
         if (fields or {}).get(name):
             raise InvalidArgument(name, "is for the chat template, but `prompt` is a string; give it as chat messages")
+
+
+def _with_read_keys(messages: Sequence[Message], template: ChatTemplate) -> list[Message]:
+    """The messages with those keys of a tool's result that the template reads."""
+    return [
+        {key: value for key, value in message.items() if key in ("role", "content") or template.reads(key)}
+        if message["role"] == "tool"
+        else message
+        for message in messages
+    ]
 
 
 def _checked(prompt: object) -> Sequence[Message]:

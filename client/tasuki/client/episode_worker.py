@@ -1,0 +1,126 @@
+"""Code run in an episode's worker process: imports the user's function and runs many episodes at once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn, cast
+
+from tasuki.client.policy import Policy
+from tasuki.client.reward_worker import Source, become_worker, checked_reward, load_function, read_signature, send_answer, told
+
+_LOOK_EVERY_S = 0.2
+
+
+def serve(connection_fd: int) -> NoReturn:
+    """Tells the signature of the function, then runs episodes, until the client has ended."""
+    connection = become_worker(connection_fd)
+    (source,) = connection.recv()
+    send_answer(connection, [read_signature(*source, is_async=True)])
+    asyncio.run(_Episodes(connection, source).run())
+    raise AssertionError("runs until the client has ended")
+
+
+class _Episodes:
+    """Messages to the client are `[episode, number, kind, fields]`: a question to the policy, that the episode runs by itself, its end."""
+
+    def __init__(self, connection: Connection, source: Source) -> None:
+        self._connection, self._source = connection, source
+        self._timeout_s = math.inf
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._answers: dict[tuple[int, int], asyncio.Future[dict[str, Any]]] = {}
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._connection.fileno(), self._read)
+        threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
+        await asyncio.Event().wait()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Ends the process if an episode's code does not return to the event loop in time; all others would wait for it."""
+        seen, since = None, 0.0
+        while True:
+            time.sleep(_LOOK_EVERY_S)
+            task = asyncio.current_task(loop)
+            if task is None or task is not seen:
+                seen, since = task, time.monotonic()
+            elif time.monotonic() - since > self._timeout_s + _LOOK_EVERY_S:
+                episode = next((number for number, one in self._tasks.items() if one is task), None)
+                if episode is not None:
+                    why = f"blocked its worker for over {self._timeout_s:g} s; its code awaits what takes time, or runs it in a thread"
+                    send_answer(self._connection, [episode, None, "end", (math.nan, why)])
+                    os._exit(1)
+
+    def _read(self) -> None:
+        """Takes one message of the client: an episode to run, or an answer of the policy."""
+        try:
+            episode, number, fields = self._connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # tools may still run in threads
+        if number is None:
+            self._timeout_s = fields["timeout_s"]
+            self._tasks[episode] = asyncio.create_task(self._episode(episode, **fields))
+        elif (answer := self._answers.pop((episode, number), None)) is not None:
+            answer.set_result(fields)
+
+    async def _episode(self, episode: int, *, arguments: Mapping[str, Any], timeout_s: float) -> None:
+        """Runs one episode and tells its reward. timeout_s: without the time that the policy takes."""
+        clock, numbers_of_calls = _Clock(timeout_s), itertools.count()
+
+        async def ask(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+            number = next(numbers_of_calls)
+            answer = self._answers[episode, number] = asyncio.get_running_loop().create_future()
+            with clock.stopped():
+                send_answer(self._connection, [episode, number, kind, fields])
+                answered = await answer
+                send_answer(self._connection, [episode, number, "runs", None])
+            if "error" in answered:
+                raise ValueError(answered["error"])
+            return answered
+
+        send_answer(self._connection, [episode, None, "runs", None])
+        try:
+            async with clock.running():
+                function = cast(Callable[..., Awaitable[object]], load_function(*self._source))
+                answer = checked_reward(await function(policy=Policy(ask), **arguments))
+        except BaseException as error:  # noqa: BLE001  the user's function may raise anything
+            answer = math.nan, f"took over {timeout_s:g} s of its own time" if clock.has_run_out() else f"raised {told(error)}"
+        self._tasks.pop(episode)
+        send_answer(self._connection, [episode, None, "end", answer])
+
+
+class _Clock:
+    """The time limit of an episode, which stands still while the policy generates."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._num_stops = 0
+
+    def running(self) -> asyncio.Timeout:
+        self._timeout = asyncio.timeout(self._limit_s)
+        return self._timeout
+
+    def has_run_out(self) -> bool:
+        return self._timeout.expired()
+
+    def stopped(self) -> _Clock:
+        return self
+
+    def __enter__(self) -> None:
+        self._num_stops += 1
+        if self._num_stops == 1 and (ends := self._timeout.when()) is not None:
+            self._left_s = ends - asyncio.get_running_loop().time()
+            self._timeout.reschedule(None)
+
+    def __exit__(self, *error: object) -> None:
+        self._num_stops -= 1
+        if not self._num_stops:
+            with suppress(RuntimeError):  # the episode has ended meanwhile
+                self._timeout.reschedule(asyncio.get_running_loop().time() + self._left_s)

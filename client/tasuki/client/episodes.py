@@ -1,0 +1,432 @@
+"""Episodes: the user's functions run in worker processes, and take turns with the policy. P prompts, G episodes of each."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import connection
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from tasuki.client.aside import Aside
+from tasuki.client.async_client import AsyncClient
+from tasuki.client.dataset import Row
+from tasuki.client.reward_worker import Signature
+from tasuki.client.rewards import START_TIMEOUT_S, Scores, source_of
+from tasuki.client.sync_client import Client
+from tasuki.client.turns import Turn, Turns, as_json
+from tasuki.client.types import FinishReason, Sample, SamplingParams, TrainingSample
+from tasuki.client.worker_process import WorkerEnded, WorkerProcess
+from tasuki.wire.errors import InvalidArgument, RewardFailed
+
+_LOOK_EVERY_S = 0.1
+_GRACE_S = 10.0
+"""Beyond its time limit an episode is still waited for: its worker may be busy with others."""
+_MAX_LOSSES, _MAX_RUNS = 3, 20
+"""Times that an episode's worker may end while it runs by itself, and that it is begun: another of the worker's may be at fault."""
+_NO_TURN = {
+    "text": "", "tool_calls": [], "token_ids": [], "context": [], "finish_reason": "length", "message": {"role": "assistant", "content": ""}
+}  # fmt: skip
+_WORKER = "tasuki.client.episode_worker"
+
+
+class ChatTokenizer(Protocol):
+    def encode_text(self, text: str) -> list[int]: ...
+    def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
+    def encode_next(self, messages: Sequence[Mapping[str, Any]], place: int, fields: Row, *, is_stopped: bool) -> list[int]: ...
+    def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, Any]: ...
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """One run of the function for a row, and what it gave."""
+
+    index: int
+    row: Row
+    turns: Turns = field(default_factory=Turns)
+    num_runs: int = 0
+    num_losses: int = 0
+    reward: float = math.nan
+    failure: str = ""
+    """Why it has no reward, or an empty string."""
+    runs_since: float | None = None
+    """Time at which it last began to run by itself; None while it waits for the policy."""
+    num_open: int = 0
+    """Turns that the policy generates."""
+
+    def training_samples(self) -> list[TrainingSample]:
+        """One for each branch with tokens to train, without advantages."""
+        return [TrainingSample.of(sample) for sample in self.turns.samples() if np.any(sample.loss_mask)]
+
+    def sample(self) -> Sample:
+        """The longest branch; empty without a turn."""
+        empty = np.zeros(0, np.int32)
+        none = Sample(0, 0, empty, empty.astype(np.float32), FinishReason.CUT, 0)
+        return max(self.turns.samples(), key=lambda sample: len(sample.token_ids), default=none)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episodes:
+    """The episodes of P rows, G of each, in order."""
+
+    episodes: Sequence[Episode]
+    scores: Scores
+
+    def figures(self) -> dict[str, float]:
+        turns = [len(one.turns.turns) for one in self.episodes]
+        branches = [len(one.training_samples()) for one in self.episodes]
+        cut = [one.turns.is_truncated for one in self.episodes]
+        means = {"turns": turns, "branches": branches, "truncated": cut}
+        return {f"episode/{name}": float(np.mean(values)) for name, values in means.items()}
+
+
+class EpisodePool:
+    """Worker processes that run episodes. Use it in a `with` block, which ends them on exit."""
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        tokenizer: ChatTokenizer | None,
+        max_tokens: int,
+        folders: Sequence[Path | str] = (),
+        num_workers: int = 1,
+        timeout_s: float = 60.0,
+        max_turns: int = 16,
+        on_error: Literal["fail", "zero", "skip"] = "fail",
+    ) -> None:
+        """function: "module:function", an async function of `policy` and of fields of the row, which returns the reward.
+
+        tokenizer: None only checks the function. max_tokens: of an episode, prompts included. timeout_s: of an episode, without the
+        time that the policy takes.
+        Raises InvalidArgument when the function cannot be imported.
+        """
+        self._tokenizer, self._max_tokens, self._max_turns = tokenizer, max_tokens, max_turns
+        self._timeout_s, self._on_error, self._function = timeout_s, on_error, function
+        self._source = source_of(function, tuple(str(Path(folder).absolute()) for folder in folders))
+        self._workers = [self._start() for _ in range(num_workers)]
+        self._starting = set(self._workers)
+        self._aside = Aside("tasuki-episodes")
+        try:
+            self._signature = self._aside.call(self._read_signature)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> EpisodePool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the workers, and every process that their episodes have started, immediately."""
+        for worker in self._workers:
+            worker.end()
+        self._aside.close()
+
+    def check_rows(self, rows: Sequence[Row], *, path: Path | str) -> None:
+        """Raises InvalidArgument for an argument that a row does not have."""
+        for number, row in enumerate(rows, start=1):
+            missing = [name for name in self._signature.required if name not in row and name != "policy"]
+            if missing or "policy" in row:
+                name = missing[0] if missing else "policy"
+                problem = (
+                    f"takes `{name}`, but {path}: row {number} has only {', '.join(row)}; add the field, or give a default"
+                )
+                if not missing:
+                    problem = f"is given `policy`, but {path}: row {number} has a field of that name; rename it"
+                raise InvalidArgument("episode.function", f"{self._function} {problem}", argument=name)
+
+    def run(
+        self,
+        client: Client,
+        rows: Sequence[Row],
+        sampling: SamplingParams,
+        *,
+        num_samples: int,
+        number: int,
+        on_progress: Callable[[int, int], None] = lambda done, num_tokens: None,
+    ) -> Episodes:
+        """Runs `num_samples` episodes of each row. number: of this call; equal calls have equal seeds.
+
+        on_progress: called with the number of ended episodes and of tokens drawn so far.
+
+        Raises RewardFailed naming episode, row and cause if an episode fails and on_error is "fail".
+        """
+        episodes = [Episode(index, rows[index // num_samples]) for index in range(len(rows) * num_samples)]
+        batch = _Batch(episodes, number, sampling, on_progress)
+        is_over = threading.Event()  # also if the caller is interrupted
+        try:
+            self._aside.call(lambda: self._run(client, batch, is_over))
+        finally:
+            is_over.set()
+        return Episodes(batch.episodes, self._scores(batch.episodes, num_samples))
+
+    def _run(self, client: Client, batch: _Batch, is_over: threading.Event) -> None:
+        waiting = deque(batch.episodes)
+        try:
+            while (waiting or batch.running) and not is_over.is_set():
+                for episode in self._begun(batch, waiting):
+                    batch.running[episode.index] = episode
+                ended = self._told(client, batch, timeout_s=0.0 if batch.arrived.qsize() else _LOOK_EVERY_S)
+                while batch.arrived.qsize():
+                    self._answer(batch, *batch.arrived.get())
+                for worker, how in ended or self._overdue(batch):
+                    waiting.extend(self._lost(batch, worker, how))
+        finally:
+            for generated in batch.generated:
+                generated.cancel()
+            if batch.running:
+                for worker in self._workers:
+                    self._replace(worker)
+            batch.close()
+
+    def _begun(self, batch: _Batch, waiting: deque[Episode]) -> list[Episode]:
+        """Gives the waiting episodes to the workers in turn."""
+        begun: list[Episode] = []
+        ready = [worker for worker in self._workers if worker not in self._starting]
+        while waiting and ready:
+            episode = waiting.popleft()
+            worker = ready[episode.index % len(ready)]
+            episode.turns, episode.num_runs, episode.num_open = Turns(), episode.num_runs + 1, 0
+            taken = self._signature.taken
+            arguments = {name: value for name, value in episode.row.items() if taken is None or name in taken}
+            batch.worker_of[episode.index] = worker
+            episode.runs_since = None
+            begun.append(episode)
+            self._send(batch, episode, None, {"arguments": arguments, "timeout_s": self._timeout_s})
+        return begun
+
+    def _send(self, batch: _Batch, episode: Episode, number: int | None, fields: Mapping[str, Any]) -> None:
+        """A worker that has ended is told by the next look at it."""
+        with suppress(WorkerEnded):
+            batch.worker_of[episode.index].ask((episode.index, number, fields), timeout_s=math.inf)
+
+    def _told(self, client: Client, batch: _Batch, *, timeout_s: float) -> list[tuple[WorkerProcess, str]]:
+        """Waits a moment for the workers and the policy. Returns the workers that have ended, and how."""
+        readable = set(connection.wait([batch.wake, *(each for worker in self._workers for each in worker.waits())], timeout_s))
+        ended: list[tuple[WorkerProcess, str]] = []
+        if batch.wake in readable:
+            os.read(batch.wake, 1 << 16)
+        for worker in list(self._workers):
+            try:
+                message = worker.answer(readable)
+            except WorkerEnded as error:
+                ended.append((worker, str(error)))
+                continue
+            if message is None:
+                continue
+            if worker in self._starting:
+                self._starting.discard(worker)
+            elif (episode := batch.running.get(message[0])) is not None and batch.worker_of[episode.index] is worker:
+                self._take(client, batch, episode, *message[1:])
+        return ended
+
+    def _take(self, client: Client, batch: _Batch, episode: Episode, number: int | None, kind: str, fields: Any) -> None:
+        """A message of an episode: that it runs by itself, its end, or a turn that it asks for."""
+        if kind == "runs":
+            episode.runs_since = time.monotonic()
+            return
+        if kind == "end":
+            episode.reward, episode.failure = fields
+            if episode.failure and self._on_error == "fail":
+                raise self._failed(episode, batch)
+            del batch.running[episode.index]
+            batch.count(ended=1)
+            return
+        try:
+            if kind == "encode":
+                assert self._tokenizer is not None
+                self._send(batch, episode, number, {"token_ids": self._tokenizer.encode_text(fields["text"])})
+                return
+            turn = self._asked(episode, kind, fields)
+        except InvalidArgument as error:
+            self._send(batch, episode, number, {"error": error.message})
+            return
+        room = self._max_tokens - turn.num_tokens
+        if room < 1 or len(episode.turns.turns) + episode.num_open >= self._max_turns:
+            episode.turns.is_truncated = True
+            self._send(batch, episode, number, _NO_TURN)
+            return
+        wanted = [limit for limit in (fields["max_new_tokens"], batch.sampling.max_new_tokens, room) if limit is not None]
+        sampling = replace(batch.sampling, max_new_tokens=min(wanted))
+        call = _call_number(batch.number, episode.index, len(episode.turns.turns) + episode.num_open)
+        generated = client.submit(partial(_generate, turn=turn, sampling=sampling, call_number=call))
+        batch.generated.add(generated)
+        episode.num_open += 1
+        episode.runs_since = None
+        generated.add_done_callback(lambda done: batch.arrive(episode, episode.num_runs, number, turn, done))
+
+    def _asked(self, episode: Episode, kind: str, fields: Mapping[str, Any]) -> _Asked:
+        """The prompt of a turn as an extension of an earlier one. Raises InvalidArgument."""
+        turns, row = episode.turns, episode.row
+        if kind == "generate":
+            token_ids = np.array(fields["token_ids"], np.int32)
+            parent = turns.extended_by_tokens(token_ids)
+            before = np.zeros(0, np.int32) if parent is None else parent.token_ids()
+            return _Asked(parent, before, token_ids[len(before) :], (), row)
+        assert self._tokenizer is not None
+        messages, tools = fields["messages"], fields["tools"]
+        asked = {**row, "tools": tools} if tools else row
+        parent = turns.extended_by_chat(messages)
+        if parent is None:
+            new = self._tokenizer.encode_prompt(messages, asked)
+            return _Asked(None, np.zeros(0, np.int32), np.array(new, np.int32), as_json(messages), asked)
+        is_stopped = parent.sample.finish_reason is FinishReason.STOP
+        new = self._tokenizer.encode_next(messages, len(parent.messages) - 1, asked, is_stopped=is_stopped)
+        return _Asked(parent, parent.token_ids(), np.array(new, np.int32), as_json(messages), asked)
+
+    def _answer(self, batch: _Batch, episode: Episode, run: int, number: int, asked: _Asked, done: Future[Sample]) -> None:
+        """Records a turn and passes it to its episode."""
+        batch.generated.discard(done)
+        if episode.num_runs != run or episode.index not in batch.running:
+            return  # begun again meanwhile, or over
+        episode.num_open -= 1
+        assert self._tokenizer is not None
+        try:
+            sample = done.result()
+            token_ids = sample.token_ids.tolist()
+            answer = self._tokenizer.read_answer(token_ids, asked.row)
+        except InvalidArgument as error:  # of what the episode has asked
+            self._send(batch, episode, number, {"error": error.message})
+            return
+        batch.count(tokens=len(token_ids))
+        messages = [*asked.messages, *as_json([answer["message"]])] if asked.messages else ()
+        episode.turns.turns.append(Turn(asked.parent, asked.new_token_ids, sample, messages))
+        context = [*asked.token_ids_before.tolist(), *asked.new_token_ids.tolist(), *token_ids]
+        reason = sample.finish_reason.lower()
+        self._send(batch, episode, number, {**answer, "token_ids": token_ids, "context": context, "finish_reason": reason})
+
+    def _overdue(self, batch: _Batch) -> list[tuple[WorkerProcess, str]]:
+        """Workers with an episode that has not ended in time: its code blocks the worker's event loop."""
+        limit = time.monotonic() - self._timeout_s - _GRACE_S
+        late = {batch.worker_of[one.index] for one in batch.running.values() if one.runs_since and one.runs_since < limit}
+        return [(worker, f"blocked its worker for over {self._timeout_s:g} s; it was killed") for worker in late]
+
+    def _lost(self, batch: _Batch, worker: WorkerProcess, how: str) -> list[Episode]:
+        """Replaces a worker. Returns its episodes, which begin again; those lost too often have failed."""
+        lost = [one for one in batch.running.values() if batch.worker_of[one.index] is worker]
+        self._replace(worker)
+        again: list[Episode] = []
+        for episode in lost:
+            del batch.running[episode.index]
+            episode.num_losses += episode.runs_since is not None
+            if episode.num_losses < _MAX_LOSSES and episode.num_runs < _MAX_RUNS:
+                again.append(episode)
+                continue
+            episode.failure = how
+            if self._on_error == "fail":
+                raise self._failed(episode, batch)
+        if not lost and worker in self._starting:
+            raise RewardFailed(f"a worker of {self._function} could not start: it {how}", cause=how)
+        return again
+
+    def _start(self) -> WorkerProcess:
+        return WorkerProcess([self._source], start_s=START_TIMEOUT_S, serves=_WORKER)
+
+    def _replace(self, worker: WorkerProcess) -> None:
+        worker.end()
+        self._starting.discard(worker)
+        another = self._workers[self._workers.index(worker)] = self._start()
+        self._starting.add(another)
+
+    def _read_signature(self) -> Signature:
+        worker = self._workers[0]
+        while True:
+            try:
+                answer = worker.answer(set(connection.wait(worker.waits(), timeout=_LOOK_EVERY_S)))
+            except WorkerEnded as error:
+                raise InvalidArgument("episode.function", f"cannot use {self._function}: its import {error}") from error
+            if answer is not None:
+                self._starting.discard(worker)
+                signature = Signature(*answer[0])
+                if not signature.problem and signature.taken is not None and "policy" not in signature.taken:
+                    signature = signature._replace(problem="it does not take `policy`")
+                if signature.problem:
+                    raise InvalidArgument("episode.function", f"cannot use {self._function}: {signature.problem}")
+                return signature
+
+    def _scores(self, episodes: Sequence[Episode], num_samples: int) -> Scores:
+        failed = 0.0 if self._on_error == "zero" else math.nan
+        rewards = np.array([failed if one.failure else one.reward for one in episodes], np.float32)
+        return Scores(rewards, sum(bool(one.failure) for one in episodes), {"episode": rewards})
+
+    def _failed(self, episode: Episode, batch: _Batch) -> RewardFailed:
+        size = len({id(one.row) for one in batch.episodes})
+        prompt = episode.index * size // len(batch.episodes)
+        text = f"episode {self._function} failed for sample {episode.index} (prompt {prompt}): {episode.failure}"
+        return RewardFailed(text, sample=episode.index, prompt=prompt, cause=episode.failure, reward="episode")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """A turn that an episode asks for."""
+
+    parent: Turn | None
+    token_ids_before: np.ndarray[Any, np.dtype[np.int32]]
+    new_token_ids: np.ndarray[Any, np.dtype[np.int32]]
+    messages: Sequence[str]
+    row: Row
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_before) + len(self.new_token_ids)
+
+
+class _Batch:
+    """The episodes of one call."""
+
+    def __init__(
+        self, episodes: Sequence[Episode], number: int, sampling: SamplingParams, on_progress: Callable[[int, int], None]
+    ) -> None:
+        self.episodes, self.number, self.sampling, self._on_progress = episodes, number, sampling, on_progress
+        self._num_ended = self._num_tokens = 0
+        self.running: dict[int, Episode] = {}
+        self.worker_of: dict[int, WorkerProcess] = {}
+        self.generated: set[Future[Sample]] = set()
+        self.arrived: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        self.wake, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closing = threading.Lock()
+
+    def count(self, *, ended: int = 0, tokens: int = 0) -> None:
+        self._num_ended, self._num_tokens = self._num_ended + ended, self._num_tokens + tokens
+        self._on_progress(self._num_ended, self._num_tokens)
+
+    def arrive(self, *arrival: Any) -> None:
+        """Called on the client's thread."""
+        self.arrived.put(arrival)
+        with self._closing:
+            if self._wakes >= 0:
+                with suppress(BlockingIOError):  # it wakes anyway
+                    os.write(self._wakes, b"\0")
+
+    def close(self) -> None:
+        with self._closing:
+            os.close(self.wake)
+            os.close(self._wakes)
+            self._wakes = -1
+
+
+async def _generate(client: AsyncClient, *, turn: _Asked, sampling: SamplingParams, call_number: int) -> Sample:
+    prompt = np.concatenate([turn.token_ids_before, turn.new_token_ids])
+    (sample,) = await client.generate([prompt], sampling, call_number=call_number)
+    return sample
+
+
+def _call_number(number: int, episode: int, turn: int) -> int:
+    digest = hashlib.sha256(f"{number}/{episode}/{turn}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")

@@ -1,0 +1,141 @@
+"""What the function of an episode is given: the policy, chats with it, and tools that the policy may call."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+Tool = Callable[..., object]
+Ask = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
+_MAX_RESULT_CHARACTERS = 100_000
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the policy wrote in one turn."""
+
+    text: str
+    """Without special tokens and tool calls."""
+    token_ids: list[int]
+    """As drawn, with the stop token. Empty if the episode has no room or no turn left: `finish_reason` is then "length"."""
+    context: list[int]
+    """The turn's prompt and `token_ids`: what a prompt of the next turn begins with, if it is given in token ids."""
+    finish_reason: str
+    """"stop", "length" or "cut"."""
+    tool_calls: list[dict[str, Any]]
+    """Calls of tools, as chat templates take them; `error` instead of `function` for one that cannot be read."""
+    message: Message
+    """The assistant's message for a chat: append it as it is, and the next turn extends this one."""
+
+
+class Policy:
+    """The model that learns. Calls of one episode may run at once."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a text by the model's tokenizer, without the tokens that begin a sequence."""
+        return (await self._ask("encode", {"text": text}))["token_ids"]
+
+    async def generate(self, token_ids: Sequence[int], *, max_new_tokens: int | None = None) -> Reply:
+        """Continues a prompt of token ids. A prompt that begins with an earlier turn's tokens extends it; any other begins a branch."""
+        return Reply(**await self._ask("generate", {"token_ids": list(token_ids), "max_new_tokens": max_new_tokens}))
+
+    async def chat_completion(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, max_new_tokens: int | None = None
+    ) -> Reply:
+        """Answers a chat by the model's chat template. tools: JSON schemas, of the first turn of a chat.
+
+        Messages that begin with an earlier turn's, its answer included, extend its tokens; any others begin a branch.
+        """
+        fields = {"messages": list(messages), "tools": list(tools), "max_new_tokens": max_new_tokens}
+        return Reply(**await self._ask("chat", fields))
+
+    def chat(self, messages: Sequence[Message] = (), *, tools: Sequence[Tool] = ()) -> Chat:
+        """A conversation that begins with `messages`, such as a system prompt. tools: Python functions with a docstring."""
+        return Chat(self, list(messages), {tool.__name__: tool for tool in tools})
+
+
+class Chat:
+    """A conversation with the policy, which keeps its messages."""
+
+    def __init__(self, policy: Policy, messages: list[Message], tools: Mapping[str, Tool]) -> None:
+        self.messages = messages
+        self._policy, self._tools = policy, tools
+        self._schemas = [tool_schema(tool) for tool in tools.values()]
+
+    async def say(self, content: str, *, max_new_tokens: int | None = None) -> Reply:
+        """Adds a user's message. Runs the tools that the policy calls until it answers without one, or the episode has no turn left."""
+        self.messages.append({"role": "user", "content": content})
+        while True:
+            reply = await self._policy.chat_completion(self.messages, self._schemas, max_new_tokens=max_new_tokens)
+            if reply.token_ids:
+                self.messages.append(reply.message)
+            if not reply.tool_calls or not self._tools:
+                return reply
+            for call in reply.tool_calls:
+                result = call["error"] if "error" in call else await self._run(**call["function"])
+                self.messages.append({"role": "tool", "name": call.get("function", {}).get("name", ""), "content": result})
+
+    async def _run(self, name: str, arguments: dict[str, Any]) -> str:
+        """The tool's result as text. What it raises is told to the policy, whose call may be at fault."""
+        tool = self._tools.get(name)
+        if tool is None:
+            return f"error: there is no tool {name!r}; there are {', '.join(self._tools)}"
+        try:
+            inspect.signature(tool).bind(**arguments)
+            result = (
+                await tool(**arguments) if inspect.iscoroutinefunction(tool) else await asyncio.to_thread(tool, **arguments)
+            )
+            text = result if isinstance(result, str) else json.dumps(result)
+        except Exception as error:  # noqa: BLE001  the user's tool may raise anything
+            text = f"error: {type(error).__name__}: {error}"
+        return text[:_MAX_RESULT_CHARACTERS]
+
+
+def tool_schema(tool: Tool) -> dict[str, Any]:
+    """The JSON schema of a function, as chat templates take it: from its signature and docstring.
+
+    Lines `name: text` of the docstring describe parameters. Raises TypeError naming a parameter without a type that JSON has.
+    """
+    hints = typing.get_type_hints(tool)
+    text = inspect.getdoc(tool) or ""
+    if not text:
+        raise TypeError(f"tool {tool.__name__} has no docstring, from which the policy learns what it does")
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for name, parameter in inspect.signature(tool).parameters.items():
+        told = re.search(rf"^\s*{name}\s*(?:\([^)]*\))?:\s*(.+)$", text, re.MULTILINE)
+        try:
+            properties[name] = _json_type(hints[name]) | ({"description": told[1].strip()} if told else {})
+        except KeyError:
+            problem = f"tool {tool.__name__}: parameter `{name}` needs a type: str, int, float, bool, list, dict or a Literal"
+            raise TypeError(problem) from None
+        if parameter.default is inspect.Parameter.empty:
+            required.append(name)
+    about = text.split("\n\n")[0].replace("\n", " ")
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": tool.__name__, "description": about, "parameters": parameters}}
+
+
+def _json_type(hint: Any) -> dict[str, Any]:
+    """Raises KeyError for a type that JSON lacks."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return {"type": _JSON_TYPES[type(inner[0])], "enum": list(inner)}
+    if origin in (typing.Union, types.UnionType):
+        (kept,) = [one for one in inner if one is not type(None)] if len(inner) == 2 else [None]
+        return _json_type(kept)
+    if origin is list and inner:
+        return {"type": "array", "items": _json_type(inner[0])}
+    return {"type": _JSON_TYPES[origin or hint]}

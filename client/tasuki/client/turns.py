@@ -1,0 +1,108 @@
+"""Turns of an episode as a tree of tokens, and the samples it gives. T is the number of tokens after the first prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.client.types import FinishReason, Sample
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """A prompt that extends the tokens of an earlier turn exactly, and the tokens drawn for it."""
+
+    parent: Turn | None
+    prompt_token_ids: NDArray[np.int32]
+    """The part of the prompt after the parent's last token; all of it without a parent."""
+    sample: Sample
+    messages: Sequence[str] = ()
+    """The chat up to its answer, a JSON text each; empty for a prompt of token ids."""
+
+    def path(self) -> list[Turn]:
+        """The turns from the first one to this one."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    def token_ids(self) -> NDArray[np.int32]:
+        return np.concatenate([part for turn in self.path() for part in (turn.prompt_token_ids, turn.sample.token_ids)])
+
+
+@dataclass(slots=True, eq=False)
+class Turns:
+    """The turns of one episode. A prompt that extends no earlier turn begins a branch."""
+
+    turns: list[Turn] = field(default_factory=list)
+    is_truncated: bool = False
+    """Whether a turn was refused for want of tokens or turns."""
+
+    def extended_by_tokens(self, token_ids: NDArray[np.int32]) -> Turn | None:
+        """The latest of the longest turns whose tokens begin `token_ids`, none if no turn does."""
+        found: tuple[int, Turn | None] = (0, None)
+        for turn in self.turns:
+            own = turn.token_ids()
+            if found[0] <= len(own) < len(token_ids) and np.array_equal(token_ids[: len(own)], own):
+                found = len(own), turn
+        return found[1]
+
+    def extended_by_chat(self, messages: Sequence[Message]) -> Turn | None:
+        """The latest of the longest turns whose chat, answer included, begins `messages`; none if no turn's does."""
+        asked = as_json(messages)
+        found: tuple[int, Turn | None] = (0, None)
+        for turn in self.turns:
+            length = len(turn.messages)
+            if length and found[0] <= length < len(asked) and asked[:length] == list(turn.messages):
+                found = length, turn
+        return found[1]
+
+    def samples(self) -> Iterator[Sample]:
+        """Yields a sample for each branch.
+
+        Its `loss_mask` is 1 for tokens that were drawn, in the first branch that has them, and 0 for all others: each is trained
+        once, under the prefix it was drawn from.
+        """
+        parents = {id(turn.parent) for turn in self.turns}
+        trained: set[int] = set()
+        for last in self.turns:
+            if id(last) not in parents:
+                path = last.path()
+                yield _joined(path, trained, is_truncated=self.is_truncated)
+                trained |= {id(turn) for turn in path}
+
+
+def as_json(messages: Sequence[Message]) -> list[str]:
+    return [json.dumps(message, sort_keys=True) for message in messages]
+
+
+def _joined(path: Sequence[Turn], trained: set[int], *, is_truncated: bool) -> Sample:
+    """One sample of a path's turns."""
+    token_ids, log_probs, masks = [], [], []
+    for turn in path:
+        given = 0 if turn.parent is None else len(turn.prompt_token_ids)
+        token_ids += [turn.prompt_token_ids[len(turn.prompt_token_ids) - given :], turn.sample.token_ids]
+        log_probs += [np.zeros(given, np.float32), turn.sample.rollout_log_probs]
+        masks += [np.zeros(given, np.float32), np.full(len(turn.sample.token_ids), id(turn) not in trained, np.float32)]
+    last = path[-1].sample
+    return Sample(
+        prompt_index=last.prompt_index,
+        sample_index=last.sample_index,
+        token_ids=np.concatenate(token_ids),
+        rollout_log_probs=np.concatenate(log_probs),
+        finish_reason=FinishReason.LENGTH if is_truncated else last.finish_reason,
+        policy_version=last.policy_version,
+        temperature=last.temperature,
+        has_exact_log_probs=all(turn.sample.has_exact_log_probs for turn in path),
+        prompt_token_ids=path[0].prompt_token_ids,
+        loss_mask=np.concatenate(masks),
+    )

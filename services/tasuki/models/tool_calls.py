@@ -1,0 +1,75 @@
+"""Reads tool calls in the form in which a model's own chat template writes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tasuki.models.chat_template import Message
+from tasuki.wire.errors import InvalidArgument
+
+_NAME, _KEY, _VALUE = "tool_name", "argument_name", "argument_value"
+_CALL = {"type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
+_QUESTION: Message = {"role": "user", "content": "question"}
+Call = dict[str, Any]
+"""`{"type": "function", "function": {"name", "arguments"}}`, or `{"error": text}` for what cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallForm:
+    """How a template writes a call: `prefix`, then JSON with a name and arguments."""
+
+    prefix: str
+    arguments_key: str
+
+    def read(self, text: str) -> tuple[str, list[Call]]:
+        """Returns the text before the first call, and the calls."""
+        start = text.find(self.prefix) if self.prefix else len(text) - len(text.lstrip())
+        if start < 0 or (not self.prefix and not text.startswith(("{", "["), start)):
+            return text, []
+        parts = text[start:].split(self.prefix)[1:] if self.prefix else [text[start:]]
+        return text[:start].rstrip(), [call for part in parts for call in self._calls(part.lstrip())]
+
+    def _calls(self, text: str) -> list[Call]:
+        try:
+            found, _ = json.JSONDecoder().raw_decode(text)
+        except (ValueError, RecursionError) as error:
+            return [{"error": f"error: the tool call is not JSON: {error}"}]
+        return [self._call(one) for one in (found if isinstance(found, list) else [found])]
+
+    def _call(self, found: object) -> Call:
+        name = found.get("name") if isinstance(found, dict) else None
+        arguments = found.get(self.arguments_key, {}) if isinstance(found, dict) else None
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return {"error": f'error: a tool call is {{"name": TEXT, "{self.arguments_key}": OBJECT}}'}
+        return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def form_of(render: Callable[[Sequence[Message], bool], str]) -> ToolCallForm:
+    """Finds the form from a call that the template writes itself.
+
+    render: of messages, with the generation prompt or without. Raises InvalidArgument for calls that are not JSON.
+    """
+    prompt = render([_QUESTION], True)
+    written = render([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], False)
+    shared = next((place for place, pair in enumerate(zip(prompt, written, strict=False)) if pair[0] != pair[1]), len(prompt))
+    answer = written[shared:]
+    for place, char in enumerate(answer):
+        if char in "{[" and (form := _form(answer, place)) is not None:
+            return form
+    problem = "the model's chat template writes tool calls in another form than JSON, which tasuki cannot read; read them in the function"
+    raise InvalidArgument("tools", problem)
+
+
+def _form(answer: str, place: int) -> ToolCallForm | None:
+    try:
+        found, _ = json.JSONDecoder().raw_decode(answer, place)
+    except (ValueError, RecursionError):
+        return None
+    call: object = found[0] if isinstance(found, list) and found else found
+    if not isinstance(call, Mapping) or call.get("name") != _NAME:
+        return None
+    keys = [key for key, value in call.items() if value == {_KEY: _VALUE}]
+    return ToolCallForm(answer[:place].strip(), keys[0]) if keys else None

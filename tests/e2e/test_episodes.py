@@ -1,0 +1,168 @@
+"""Episodes against a real node: tokens, log-probs, repeats, branches, and functions that fail in every way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tasuki.client import Client, Phase, SamplingParams
+from tasuki.client import episodes as episodes_module
+from tasuki.client.dataset import Row
+from tasuki.client.episodes import EpisodePool, Episodes
+from tasuki.runs.tokenizer import ModelTokenizer
+from tasuki.wire.errors import InvalidArgument, RewardFailed
+from tests.conftest import RunningNode
+from tests.models import char_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+FUNCTIONS = """
+import asyncio, os, signal, time
+
+async def three_turns(policy, prompt):
+    chat = policy.chat([{"role": "system", "content": "be brief"}])
+    for _ in range(3):
+        await chat.say(prompt)
+    return float(len(chat.messages))
+
+async def rewrites(policy, prompt):
+    chat = policy.chat()
+    await chat.say(prompt)
+    await chat.say("more")
+    chat.messages[0] = {"role": "user", "content": "another"}
+    await chat.say("again")
+    first = await policy.generate(await policy.encode("xy"), max_new_tokens=2)
+    await policy.generate([*first.context, 7], max_new_tokens=2)
+    await asyncio.gather(*(policy.generate([9, 9]) for _ in range(2)))
+    return 1.0
+
+async def goes_on(policy, prompt):
+    chat = policy.chat()
+    while (await chat.say(prompt)).token_ids:
+        pass
+    return 2.0
+
+async def fails(policy, prompt):
+    await policy.chat().say("hello")
+    match prompt:
+        case "raises": raise RuntimeError("no\\nluck")
+        case "text": return "1.0"
+        case "sleeps": await asyncio.sleep(60)
+        case "blocks": time.sleep(60)
+        case "kills": os.kill(os.getpid(), signal.SIGKILL)
+        case "exits": os._exit(3)
+        case "forks": os.fork()
+        case "nan": return float("nan")
+        case "wrong": await policy.generate([])
+    return 1.0
+
+async def careless(prompt): return 1.0
+def blocking(policy): return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("episodes")
+    (folder / "agents.py").write_text(FUNCTIONS)
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(node: RunningNode) -> Iterator[Client]:
+    with Client(state_dir=node.state_dir) as client:
+        client.acquire(Phase.ROLLOUT)
+        yield client
+
+
+def run(client: Client, folder: Path, function: str, rows: list[Row], *, num_samples: int = 2, **settings: object) -> Episodes:
+    options = {"max_tokens": 96, **settings}
+    tokenizer = ModelTokenizer(folder / "tokenizer")
+    with EpisodePool(f"agents:{function}", tokenizer=tokenizer, folders=[folder], **options) as pool:
+        pool.check_rows(rows, path="rows.jsonl")
+        return pool.run(client, rows, SamplingParams(max_new_tokens=6), num_samples=num_samples, number=5)
+
+
+def test_turns_are_one_sequence_whose_log_probs_the_trainer_has_too(client: Client, folder: Path):
+    ran = run(client, folder, "three_turns", [{"prompt": "ab"}, {"prompt": "cd"}])
+    tokenizer = ModelTokenizer(folder / "tokenizer")
+    samples = [sample for episode in ran.episodes for sample in episode.training_samples()]
+    assert len(samples) == 4
+    assert ran.scores.rewards.tolist() == [7.0] * 4
+    for episode, sample in zip(ran.episodes, samples, strict=True):
+        mask = np.asarray(sample.loss_mask)
+        assert mask.sum() == sum(len(turn.sample.token_ids) for turn in episode.turns.turns)
+        start = tokenizer.encode_prompt(
+            [{"role": "system", "content": "be brief"}, {"role": "user", "content": episode.row["prompt"]}]
+        )
+        assert np.asarray(sample.prompt_token_ids).tolist() == start
+    scored = client.compute_log_probs(samples)
+    client.acquire(Phase.ROLLOUT)
+    for sample, row in zip(samples, scored, strict=True):
+        drawn = np.asarray(sample.loss_mask) > 0
+        assert np.abs(row - np.asarray(sample.rollout_log_probs))[drawn].max() < 0.1  # both in bfloat16
+    again = run(client, folder, "three_turns", [{"prompt": "ab"}, {"prompt": "cd"}])
+    assert [one.sample().token_ids.tolist() for one in again.episodes] == [
+        one.sample().token_ids.tolist() for one in ran.episodes
+    ]
+    assert len({tuple(one.sample().token_ids.tolist()) for one in ran.episodes}) == 4
+
+
+def test_a_rewritten_history_begins_a_branch(client: Client, folder: Path):
+    ran = run(client, folder, "rewrites", [{"prompt": "ab"}], num_samples=1)
+    (episode,) = ran.episodes
+    assert not episode.failure
+    lengths = [len(turn.path()) for turn in episode.turns.turns]
+    assert lengths == [1, 2, 1, 1, 2, 1, 1]
+    assert len(episode.training_samples()) == 5
+    assert ran.figures() == {"episode/turns": 7.0, "episode/branches": 5.0, "episode/truncated": 0.0}
+
+
+def test_an_episode_without_room_or_turns_ends_truncated(client: Client, folder: Path):
+    for settings, most in (({"max_turns": 3}, 3), ({"max_tokens": 40}, 40)):
+        ran = run(client, folder, "goes_on", [{"prompt": "ab"}], **settings)
+        assert ran.scores.rewards.tolist() == [2.0, 2.0]
+        assert ran.figures()["episode/truncated"] == 1.0
+        for episode in ran.episodes:
+            assert len(episode.turns.turns) <= most
+            assert len(episode.turns.turns[-1].token_ids()) <= settings.get("max_tokens", 96)
+            assert episode.sample().finish_reason == "LENGTH"
+
+
+def test_functions_that_fail_leave_the_others_alone(client: Client, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(episodes_module, "_GRACE_S", 0.5)
+    ways = ["fine", "raises", "text", "sleeps", "blocks", "kills", "exits", "forks", "nan", "wrong", "fine"]
+    rows: list[Row] = [{"prompt": way} for way in ways]
+    ran = run(client, folder, "fails", rows, num_samples=1, timeout_s=2.0, on_error="skip", num_workers=2)
+    told = {way: one.failure for way, one in zip(ways, ran.episodes, strict=True)}
+    assert ran.scores.rewards[[0, 7, 10]].tolist() == [1.0] * 3, told
+    assert ran.scores.num_failed == 8
+    assert told["raises"] == "raised RuntimeError: no\\nluck"
+    assert told["text"] == "returned str, not a number"
+    assert "2 s of its own time" in told["sleeps"]
+    assert "blocked its worker" in told["blocks"]
+    assert "ended its worker process" in told["kills"]
+    assert "ended its worker process" in told["exits"]
+    assert "not finite" in told["nan"]
+    assert "give at least one token" in told["wrong"]
+    with pytest.raises(RewardFailed, match=r"agents:fails failed for sample 1 \(prompt 1\): raised RuntimeError"):
+        run(client, folder, "fails", rows[:2], num_samples=1)
+
+
+def test_functions_that_are_no_episodes_are_refused(client: Client, folder: Path):
+    for function, problem in (
+        ("careless", "does not take `policy`"),
+        ("blocking", "is not `async def`"),
+        ("missing", "no attribute"),
+    ):
+        with pytest.raises(InvalidArgument, match=problem):
+            run(client, folder, function, [])
+    with pytest.raises(InvalidArgument, match=r"rows.jsonl: row 1 has only question"):
+        run(client, folder, "three_turns", [{"question": "a"}])

@@ -1,0 +1,138 @@
+"""Tools of an episode: their schemas, calls as templates write them, and prompts that extend an answer exactly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from tasuki.client.policy import tool_schema
+from tasuki.runs.tokenizer import ModelTokenizer
+from tasuki.wire.errors import InvalidArgument
+from tests.models import EOS, char_tokenizer
+
+ROLES = (
+    "{%- if tools %}[tools]{{ tools[0].function.name }}<eos>{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}CALLS<eos>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CALLS = {
+    "hermes": "{% for c in m.tool_calls %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}",
+    "llama": '{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}{% endfor %}',
+    "mistral": "{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ c.function | tojson }}{{ ', ' if not loop.last }}"
+    "{% endfor %}]{% endif %}",
+    "xml": "{% for c in m.tool_calls %}<call name={{ c.function.name }}>{% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v }}"
+    "{% endfor %}{% endfor %}",
+}
+WRITTEN = {
+    "hermes": 'so<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+    "llama": '{"name": "add", "parameters": {"a": 1}}',
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]',
+}
+ROW = {"tools": [{"type": "function", "function": {"name": "add"}}]}
+
+
+def folder_with(folder: Path, template: str) -> ModelTokenizer:
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return ModelTokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def by_form(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenizer]:
+    return {form: folder_with(tmp_path_factory.mktemp(form), ROLES.replace("CALLS", calls)) for form, calls in CALLS.items()}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_calls_are_read_as_the_template_writes_them(by_form: dict[str, ModelTokenizer], form: str):
+    read = by_form[form].read_answer([*by_form[form].encode_text(WRITTEN[form]), EOS], ROW)
+    names = ["add"] if form == "llama" else ["add", "f"]
+    calls = [{"type": "function", "function": {"name": name, "arguments": {"a": 1} if name == "add" else {}}} for name in names]
+    assert read["tool_calls"] == calls
+    assert read["message"] == {"role": "assistant", "content": "so" if form == "hermes" else "", "tool_calls": calls}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_a_call_that_cannot_be_read_is_told_to_the_policy(by_form: dict[str, ModelTokenizer], form: str):
+    text = WRITTEN[form].replace('{"a": 1}', "{a}")
+    read = by_form[form].read_answer(by_form[form].encode_text(text), ROW)
+    assert "JSON" in read["tool_calls"][0]["error"]
+    text = WRITTEN[form].replace('"name": "add"', '"name": 3')
+    read = by_form[form].read_answer(by_form[form].encode_text(text), ROW)
+    assert "a tool call is" in read["tool_calls"][0]["error"]
+
+
+def test_an_answer_without_calls_is_text(by_form: dict[str, ModelTokenizer]):
+    for form in WRITTEN:
+        read = by_form[form].read_answer([*by_form[form].encode_text("4 {x}"), EOS], ROW)
+        assert (read["text"], read["tool_calls"]) == ("4 {x}", [])
+
+
+def test_calls_in_another_form_than_json_are_refused(by_form: dict[str, ModelTokenizer]):
+    with pytest.raises(InvalidArgument, match="another form than JSON"):
+        by_form["xml"].read_answer([5, EOS], ROW)
+
+
+@pytest.mark.parametrize("form", CALLS)
+def test_the_next_prompt_is_what_the_template_renders_after_the_answer(by_form: dict[str, ModelTokenizer], form: str):
+    tokenizer = by_form[form]
+    chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}, {"role": "tool", "content": "3"}]
+    drawn = [*tokenizer.encode_text("2"), EOS]
+    extended = [*tokenizer.encode_prompt(chat[:1], ROW), *drawn, *tokenizer.encode_next(chat, 1, ROW, is_stopped=True)]
+    assert extended == tokenizer.encode_prompt(chat, ROW)
+    cut = [*tokenizer.encode_prompt(chat[:1], ROW), *drawn[:-1], *tokenizer.encode_next(chat, 1, ROW, is_stopped=False)]
+    assert cut == extended
+
+
+def test_a_template_that_rewrites_earlier_answers_is_bridged_and_one_that_hides_them_refused(tmp_path: Path):
+    forgetful = (
+        "{% for m in messages %}[{{ m.role }}]{% if loop.last %}(thought){% endif %}{{ m.content }}<eos>{% endfor %}[assistant]"
+    )
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    tokenizer = folder_with(tmp_path / "forgetful", forgetful)
+    assert tokenizer.encode_next(chat, 1, {}, is_stopped=True) == tokenizer.encode_text("[user](thought)c<eos>[assistant]")
+    hides = "{% for m in messages if m.role == 'user' %}{{ m.content }}<eos>{% endfor %}"
+    with pytest.raises(InvalidArgument, match="does not write an answer as it is"):
+        folder_with(tmp_path / "hides", hides).encode_next(chat, 1, {}, is_stopped=True)
+
+
+def test_schemas_come_from_signature_and_docstring():
+    def find(text: str, most: int = 3, kind: Literal["a", "b"] = "a", only: list[int] | None = None) -> str:
+        """Finds a text.
+
+        text: what to find
+        most (int): how many
+        """
+        return text
+
+    assert json.loads(json.dumps(tool_schema(find))) == {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "description": "Finds a text.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string", "description": "what to find"},
+                    "most": {"type": "integer", "description": "how many"},
+                    "kind": {"type": "string", "enum": ["a", "b"]},
+                    "only": {"type": "array", "items": {"type": "integer"}},
+                },
+                "required": ["text"],
+            },
+        },
+    }
+
+    def bare(x: int) -> int:
+        return x
+
+    def untyped(x) -> int:
+        """Takes anything."""
+        return 1
+
+    for tool, problem in ((bare, "no docstring"), (untyped, "`x` needs a type")):
+        with pytest.raises(TypeError, match=problem):
+            tool_schema(tool)
