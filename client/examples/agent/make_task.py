@@ -1,7 +1,7 @@
 """Makes the agent's task from scratch: tokenizer with a chat template, tiny model, supervised start, prompts.
 
 The problem: say the number of a name. The model cannot know it, only look it up with a tool. The teacher of the supervised start looks
-up in three of ten cases and else guesses, so that the model learns how a tool is called; only the reward tells when.
+up in one of seven cases and else guesses, so that the model learns how a tool is called; only the reward tells when.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import random
 from pathlib import Path
 
 import torch
-from agent import look_up
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 NUM_EVAL = 20
-LOOKS_UP = 0.3
+LOOKS_UP = 0.15
 STEPS, BATCH_SIZE, LEARNING_RATE = 800, 64, 3e-3
 CALL, END = '<tool_call>{"name": "look_up", "arguments": {"name": "', '"}}</tool_call>'
 SPECIALS = ["<pad>", "<eos>", "<unk>"]
@@ -30,13 +29,15 @@ TEMPLATE = """{{- '' if tools }}{%- for message in messages %}
 
 
 def make_task(folder: Path, *, seed: int) -> None:
-    """Writes model/, train.jsonl and eval.jsonl to a folder."""
+    """Writes model/, numbers.json, train.jsonl and eval.jsonl to a folder."""
     random_ = random.Random(seed)
     torch.manual_seed(seed)
     (folder / "model").mkdir(parents=True, exist_ok=True)
     names = [f"{name:02d}" for name in random_.sample(range(100), 100)]
+    numbers = {name: f"{random_.randrange(100):02d}" for name in names}
+    (folder / "numbers.json").write_text(json.dumps(numbers))
     for file, some in (("eval", names[:NUM_EVAL]), ("train", names[NUM_EVAL:])):
-        rows = ({"prompt": name, "answer": look_up(name)} for name in some)
+        rows = ({"prompt": name, "answer": numbers[name]} for name in some)
         (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder / "model")

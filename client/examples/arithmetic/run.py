@@ -92,7 +92,7 @@ def remove_earlier(output: Path) -> None:
 def compare(config: NodeConfig, output: Path, *, started: float) -> int:
     """Print the held-out scores. Returns 1 if plain transformers scores the exported model differently, 2 if it does not score it."""
     assert config.train is not None
-    assert isinstance(config.train.reward.function, dict)
+    assert config.train.reward is not None and isinstance(config.train.reward.function, dict)
     reward = config.train.reward.function["exact"].partition(":")[2]
     options = [
         "--reward",

@@ -182,10 +182,13 @@ class EpisodePool:
             while (waiting or batch.running) and not is_over.is_set():
                 for episode in self._begun(batch, waiting):
                     batch.running[episode.index] = episode
-                ended = self._told(client, batch, timeout_s=0.0 if batch.arrived.qsize() else _LOOK_EVERY_S)
-                while batch.arrived.qsize():
-                    self._answer(batch, *batch.arrived.get())
-                for worker, how in ended or self._overdue(batch):
+                if not batch.lost:
+                    batch.lost += self._told(client, batch, timeout_s=0.0 if batch.arrived.qsize() else _LOOK_EVERY_S)
+                    while batch.arrived.qsize():
+                        self._answer(batch, *batch.arrived.get())
+                lost = dict(batch.lost or self._overdue(batch))
+                batch.lost.clear()
+                for worker, how in lost.items():
                     waiting.extend(self._lost(batch, worker, how))
         finally:
             for generated in batch.generated:
@@ -212,9 +215,11 @@ class EpisodePool:
         return begun
 
     def _send(self, batch: _Batch, episode: Episode, number: int | None, fields: Mapping[str, Any]) -> None:
-        """A worker that has ended is told by the next look at it."""
-        with suppress(WorkerEnded):
-            batch.worker_of[episode.index].ask((episode.index, number, fields), timeout_s=math.inf)
+        worker = batch.worker_of[episode.index]
+        try:
+            worker.ask((episode.index, number, fields), timeout_s=math.inf)
+        except WorkerEnded as error:
+            batch.lost.append((worker, str(error)))
 
     def _told(self, client: Client, batch: _Batch, *, timeout_s: float) -> list[tuple[WorkerProcess, str]]:
         """Waits a moment for the workers and the policy. Returns the workers that have ended, and how."""
@@ -398,6 +403,8 @@ class _Batch:
         self.running: dict[int, Episode] = {}
         self.worker_of: dict[int, WorkerProcess] = {}
         self.generated: set[Future[Sample]] = set()
+        self.lost: list[tuple[WorkerProcess, str]] = []
+        """Workers that have ended, and how."""
         self.arrived: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         self.wake, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._closing = threading.Lock()
