@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from tasuki.algorithms.advantages import soft_overlong_penalty
 from tasuki.algorithms.loss_types import OldPolicy
 from tasuki.client.dataset import Dataset, Row
-from tasuki.client.episodes import EpisodePool, Episodes
+from tasuki.client.episode import Episodes
+from tasuki.client.episodes import EpisodePool
 from tasuki.client.estimation import (
     Estimator,
     EstimatorState,

@@ -10,7 +10,8 @@ import pytest
 
 from tasuki.client import Client, Phase, SamplingParams
 from tasuki.client.dataset import Row
-from tasuki.client.episodes import EpisodePool, Episodes
+from tasuki.client.episode import Episodes
+from tasuki.client.episodes import EpisodePool
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 from tests.conftest import RunningNode

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.client.episodes import Episode
+from tasuki.client.episode import Episode
 from tasuki.client.turns import Turn, Turns, as_json
 from tasuki.client.types import FinishReason, Sample
 

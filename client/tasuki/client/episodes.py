@@ -10,12 +10,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from multiprocessing import connection
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -24,11 +22,12 @@ import numpy as np
 from tasuki.client.aside import Aside
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.dataset import Row
+from tasuki.client.episode import Asked, Batch, Episode, Episodes
 from tasuki.client.reward_worker import Signature
 from tasuki.client.rewards import START_TIMEOUT_S, Scores, source_of
 from tasuki.client.sync_client import Client
 from tasuki.client.turns import Turn, Turns, as_json
-from tasuki.client.types import FinishReason, Sample, SamplingParams, TrainingSample
+from tasuki.client.types import FinishReason, Sample, SamplingParams
 from tasuki.client.worker_process import WorkerEnded, WorkerProcess
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 
@@ -48,49 +47,6 @@ class ChatTokenizer(Protocol):
     def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
     def encode_next(self, messages: Sequence[Mapping[str, Any]], place: int, fields: Row, *, is_stopped: bool) -> list[int]: ...
     def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, Any]: ...
-
-
-@dataclass(slots=True, eq=False)
-class Episode:
-    """One run of the function for a row, and what it gave."""
-
-    index: int
-    row: Row
-    turns: Turns = field(default_factory=Turns)
-    num_runs: int = 0
-    num_losses: int = 0
-    reward: float = math.nan
-    failure: str = ""
-    """Why it has no reward, or an empty string."""
-    runs_since: float | None = None
-    """Time at which it last began to run by itself; None while it waits for the policy."""
-    num_open: int = 0
-    """Turns that the policy generates."""
-
-    def training_samples(self) -> list[TrainingSample]:
-        """One for each branch with tokens to train, without advantages."""
-        return [TrainingSample.of(sample) for sample in self.turns.samples() if np.any(sample.loss_mask)]
-
-    def sample(self) -> Sample:
-        """The longest branch; empty without a turn."""
-        empty = np.zeros(0, np.int32)
-        none = Sample(0, 0, empty, empty.astype(np.float32), FinishReason.CUT, 0)
-        return max(self.turns.samples(), key=lambda sample: len(sample.token_ids), default=none)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Episodes:
-    """The episodes of P rows, G of each, in order."""
-
-    episodes: Sequence[Episode]
-    scores: Scores
-
-    def figures(self) -> dict[str, float]:
-        turns = [len(one.turns.turns) for one in self.episodes]
-        branches = [len(one.training_samples()) for one in self.episodes]
-        cut = [one.turns.is_truncated for one in self.episodes]
-        means = {"turns": turns, "branches": branches, "truncated": cut}
-        return {f"episode/{name}": float(np.mean(values)) for name, values in means.items()}
 
 
 class EpisodePool:
@@ -168,7 +124,7 @@ class EpisodePool:
         Raises RewardFailed naming episode, row and cause if an episode fails and on_error is "fail".
         """
         episodes = [Episode(index, rows[index // num_samples]) for index in range(len(rows) * num_samples)]
-        batch = _Batch(episodes, number, sampling, on_progress)
+        batch = Batch(episodes, number, sampling, on_progress)
         is_over = threading.Event()  # also if the caller is interrupted
         try:
             self._aside.call(lambda: self._run(client, batch, is_over))
@@ -176,7 +132,7 @@ class EpisodePool:
             is_over.set()
         return Episodes(batch.episodes, self._scores(batch.episodes, num_samples))
 
-    def _run(self, client: Client, batch: _Batch, is_over: threading.Event) -> None:
+    def _run(self, client: Client, batch: Batch, is_over: threading.Event) -> None:
         waiting = deque(batch.episodes)
         try:
             while (waiting or batch.running) and not is_over.is_set():
@@ -198,7 +154,7 @@ class EpisodePool:
                     self._replace(worker)
             batch.close()
 
-    def _begun(self, batch: _Batch, waiting: deque[Episode]) -> list[Episode]:
+    def _begun(self, batch: Batch, waiting: deque[Episode]) -> list[Episode]:
         """Gives the waiting episodes to the workers in turn."""
         begun: list[Episode] = []
         ready = [worker for worker in self._workers if worker not in self._starting]
@@ -214,14 +170,14 @@ class EpisodePool:
             self._send(batch, episode, None, {"arguments": arguments, "timeout_s": self._timeout_s})
         return begun
 
-    def _send(self, batch: _Batch, episode: Episode, number: int | None, fields: Mapping[str, Any]) -> None:
+    def _send(self, batch: Batch, episode: Episode, number: int | None, fields: Mapping[str, Any]) -> None:
         worker = batch.worker_of[episode.index]
         try:
             worker.ask((episode.index, number, fields), timeout_s=math.inf)
         except WorkerEnded as error:
             batch.lost.append((worker, str(error)))
 
-    def _told(self, client: Client, batch: _Batch, *, timeout_s: float) -> list[tuple[WorkerProcess, str]]:
+    def _told(self, client: Client, batch: Batch, *, timeout_s: float) -> list[tuple[WorkerProcess, str]]:
         """Waits a moment for the workers and the policy. Returns the workers that have ended, and how."""
         readable = set(connection.wait([batch.wake, *(each for worker in self._workers for each in worker.waits())], timeout_s))
         ended: list[tuple[WorkerProcess, str]] = []
@@ -241,7 +197,7 @@ class EpisodePool:
                 self._take(client, batch, episode, *message[1:])
         return ended
 
-    def _take(self, client: Client, batch: _Batch, episode: Episode, number: int | None, kind: str, fields: Any) -> None:
+    def _take(self, client: Client, batch: Batch, episode: Episode, number: int | None, kind: str, fields: Any) -> None:
         """A message of an episode: that it runs by itself, its end, or a turn that it asks for."""
         if kind == "runs":
             episode.runs_since = time.monotonic()
@@ -276,26 +232,26 @@ class EpisodePool:
         episode.runs_since = None
         generated.add_done_callback(lambda done: batch.arrive(episode, episode.num_runs, number, turn, done))
 
-    def _asked(self, episode: Episode, kind: str, fields: Mapping[str, Any]) -> _Asked:
+    def _asked(self, episode: Episode, kind: str, fields: Mapping[str, Any]) -> Asked:
         """The prompt of a turn as an extension of an earlier one. Raises InvalidArgument."""
         turns, row = episode.turns, episode.row
         if kind == "generate":
             token_ids = np.array(fields["token_ids"], np.int32)
             parent = turns.extended_by_tokens(token_ids)
             before = np.zeros(0, np.int32) if parent is None else parent.token_ids()
-            return _Asked(parent, before, token_ids[len(before) :], (), row)
+            return Asked(parent, before, token_ids[len(before) :], (), row)
         assert self._tokenizer is not None
         messages, tools = fields["messages"], fields["tools"]
         asked = {**row, "tools": tools} if tools else row
         parent = turns.extended_by_chat(messages)
         if parent is None:
             new = self._tokenizer.encode_prompt(messages, asked)
-            return _Asked(None, np.zeros(0, np.int32), np.array(new, np.int32), as_json(messages), asked)
+            return Asked(None, np.zeros(0, np.int32), np.array(new, np.int32), as_json(messages), asked)
         is_stopped = parent.sample.finish_reason is FinishReason.STOP
         new = self._tokenizer.encode_next(messages, len(parent.messages) - 1, asked, is_stopped=is_stopped)
-        return _Asked(parent, parent.token_ids(), np.array(new, np.int32), as_json(messages), asked)
+        return Asked(parent, parent.token_ids(), np.array(new, np.int32), as_json(messages), asked)
 
-    def _answer(self, batch: _Batch, episode: Episode, run: int, number: int, asked: _Asked, done: Future[Sample]) -> None:
+    def _answer(self, batch: Batch, episode: Episode, run: int, number: int, asked: Asked, done: Future[Sample]) -> None:
         """Records a turn and passes it to its episode."""
         batch.generated.discard(done)
         if episode.num_runs != run or episode.index not in batch.running:
@@ -316,13 +272,13 @@ class EpisodePool:
         reason = sample.finish_reason.lower()
         self._send(batch, episode, number, {**answer, "token_ids": token_ids, "context": context, "finish_reason": reason})
 
-    def _overdue(self, batch: _Batch) -> list[tuple[WorkerProcess, str]]:
+    def _overdue(self, batch: Batch) -> list[tuple[WorkerProcess, str]]:
         """Workers with an episode that has not ended in time: its code blocks the worker's event loop."""
         limit = time.monotonic() - self._timeout_s - _GRACE_S
         late = {batch.worker_of[one.index] for one in batch.running.values() if one.runs_since and one.runs_since < limit}
         return [(worker, f"blocked its worker for over {self._timeout_s:g} s; it was killed") for worker in late]
 
-    def _lost(self, batch: _Batch, worker: WorkerProcess, how: str) -> list[Episode]:
+    def _lost(self, batch: Batch, worker: WorkerProcess, how: str) -> list[Episode]:
         """Replaces a worker. Returns its episodes, which begin again; those lost too often have failed."""
         lost = [one for one in batch.running.values() if batch.worker_of[one.index] is worker]
         self._replace(worker)
@@ -370,65 +326,14 @@ class EpisodePool:
         rewards = np.array([failed if one.failure else one.reward for one in episodes], np.float32)
         return Scores(rewards, sum(bool(one.failure) for one in episodes), {"episode": rewards})
 
-    def _failed(self, episode: Episode, batch: _Batch) -> RewardFailed:
+    def _failed(self, episode: Episode, batch: Batch) -> RewardFailed:
         size = len({id(one.row) for one in batch.episodes})
         prompt = episode.index * size // len(batch.episodes)
         text = f"episode {self._function} failed for sample {episode.index} (prompt {prompt}): {episode.failure}"
         return RewardFailed(text, sample=episode.index, prompt=prompt, cause=episode.failure, reward="episode")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
-    """A turn that an episode asks for."""
-
-    parent: Turn | None
-    token_ids_before: np.ndarray[Any, np.dtype[np.int32]]
-    new_token_ids: np.ndarray[Any, np.dtype[np.int32]]
-    messages: Sequence[str]
-    row: Row
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids_before) + len(self.new_token_ids)
-
-
-class _Batch:
-    """The episodes of one call."""
-
-    def __init__(
-        self, episodes: Sequence[Episode], number: int, sampling: SamplingParams, on_progress: Callable[[int, int], None]
-    ) -> None:
-        self.episodes, self.number, self.sampling, self._on_progress = episodes, number, sampling, on_progress
-        self._num_ended = self._num_tokens = 0
-        self.running: dict[int, Episode] = {}
-        self.worker_of: dict[int, WorkerProcess] = {}
-        self.generated: set[Future[Sample]] = set()
-        self.lost: list[tuple[WorkerProcess, str]] = []
-        """Workers that have ended, and how."""
-        self.arrived: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
-        self.wake, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._closing = threading.Lock()
-
-    def count(self, *, ended: int = 0, tokens: int = 0) -> None:
-        self._num_ended, self._num_tokens = self._num_ended + ended, self._num_tokens + tokens
-        self._on_progress(self._num_ended, self._num_tokens)
-
-    def arrive(self, *arrival: Any) -> None:
-        """Called on the client's thread."""
-        self.arrived.put(arrival)
-        with self._closing:
-            if self._wakes >= 0:
-                with suppress(BlockingIOError):  # it wakes anyway
-                    os.write(self._wakes, b"\0")
-
-    def close(self) -> None:
-        with self._closing:
-            os.close(self.wake)
-            os.close(self._wakes)
-            self._wakes = -1
-
-
-async def _generate(client: AsyncClient, *, turn: _Asked, sampling: SamplingParams, call_number: int) -> Sample:
+async def _generate(client: AsyncClient, *, turn: Asked, sampling: SamplingParams, call_number: int) -> Sample:
     prompt = np.concatenate([turn.token_ids_before, turn.new_token_ids])
     (sample,) = await client.generate([prompt], sampling, call_number=call_number)
     return sample

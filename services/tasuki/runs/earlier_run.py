@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,7 +75,7 @@ def provenance(config: NodeConfig, *, config_dir: Path) -> dict[str, str]:
         "folder": str(Path.cwd()),
         "config_dir": str(config_dir.resolve()),
         "begun": datetime.now(UTC).isoformat(timespec="seconds"),
-        "tasuki": version("tasuki"),
+        "tasuki": next((found.version for found in distributions(name="tasuki")), "unknown"),  # run from a checkout
         "model": str(config.model.path),
         "dataset": str(run.dataset),
     }

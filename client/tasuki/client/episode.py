@@ -1,0 +1,115 @@
+"""Episodes of one call: their state, turns and results. P prompts, G episodes of each."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from tasuki.client.dataset import Row
+from tasuki.client.rewards import Scores
+from tasuki.client.turns import Turn, Turns
+from tasuki.client.types import FinishReason, Sample, SamplingParams, TrainingSample
+from tasuki.client.worker_process import WorkerProcess
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """One run of the function for a row, and what it gave."""
+
+    index: int
+    row: Row
+    turns: Turns = field(default_factory=Turns)
+    num_runs: int = 0
+    num_losses: int = 0
+    reward: float = math.nan
+    failure: str = ""
+    """Why it has no reward, or an empty string."""
+    runs_since: float | None = None
+    """Time at which it last began to run by itself; None while it waits for the policy."""
+    num_open: int = 0
+    """Turns that the policy generates."""
+
+    def training_samples(self) -> list[TrainingSample]:
+        """One for each branch with tokens to train, without advantages."""
+        return [TrainingSample.of(sample) for sample in self.turns.samples() if np.any(sample.loss_mask)]
+
+    def sample(self) -> Sample:
+        """The longest branch; empty without a turn."""
+        empty = np.zeros(0, np.int32)
+        none = Sample(0, 0, empty, empty.astype(np.float32), FinishReason.CUT, 0)
+        return max(self.turns.samples(), key=lambda sample: len(sample.token_ids), default=none)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episodes:
+    """The episodes of P rows, G of each, in order."""
+
+    episodes: Sequence[Episode]
+    scores: Scores
+
+    def figures(self) -> dict[str, float]:
+        turns = [len(one.turns.turns) for one in self.episodes]
+        branches = [len(one.training_samples()) for one in self.episodes]
+        cut = [one.turns.is_truncated for one in self.episodes]
+        means = {"turns": turns, "branches": branches, "truncated": cut}
+        return {f"episode/{name}": float(np.mean(values)) for name, values in means.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """A turn that an episode asks for."""
+
+    parent: Turn | None
+    token_ids_before: np.ndarray[Any, np.dtype[np.int32]]
+    new_token_ids: np.ndarray[Any, np.dtype[np.int32]]
+    messages: Sequence[str]
+    row: Row
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_before) + len(self.new_token_ids)
+
+
+class Batch:
+    """The episodes of one call."""
+
+    def __init__(
+        self, episodes: Sequence[Episode], number: int, sampling: SamplingParams, on_progress: Callable[[int, int], None]
+    ) -> None:
+        self.episodes, self.number, self.sampling, self._on_progress = episodes, number, sampling, on_progress
+        self._num_ended = self._num_tokens = 0
+        self.running: dict[int, Episode] = {}
+        self.worker_of: dict[int, WorkerProcess] = {}
+        self.generated: set[Future[Sample]] = set()
+        self.lost: list[tuple[WorkerProcess, str]] = []
+        """Workers that have ended, and how."""
+        self.arrived: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        self.wake, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closing = threading.Lock()
+
+    def count(self, *, ended: int = 0, tokens: int = 0) -> None:
+        self._num_ended, self._num_tokens = self._num_ended + ended, self._num_tokens + tokens
+        self._on_progress(self._num_ended, self._num_tokens)
+
+    def arrive(self, *arrival: Any) -> None:
+        """Called on the client's thread."""
+        self.arrived.put(arrival)
+        with self._closing:
+            if self._wakes >= 0:
+                with suppress(BlockingIOError):  # it wakes anyway
+                    os.write(self._wakes, b"\0")
+
+    def close(self) -> None:
+        with self._closing:
+            os.close(self.wake)
+            os.close(self._wakes)
+            self._wakes = -1
