@@ -25,13 +25,13 @@ DEPLOY = ROOT / "deploy"
 ENDLESS = ("tasuki watch", "tail -F")
 ENDLESS_S = 30
 # They print nothing, or not always.
-SILENT = ("--detach", "docker rm", "node rm", " stop ", "mkdir", "tar --")
+SILENT = ("--detach", "node rm", " stop ", "mkdir", "tar --")
 # Text that a command must print, beside the exit status 0.
 SHOWN = {
     "tasuki doctor": " 0 fail",
     "tasuki plan": "It fits: ",
     "run --rm train": "/runs/first",
-    "docker logs": "/runs/first",
+    "compose logs --follow train": "has finished",
     "tasuki audit": "clean",
     "compose ps": "(healthy)",
     "GetState": '"phase"',
@@ -87,7 +87,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         node = node.replace(ours, tests)
     (ports,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     sized = ports.replace("[rollout]", "[rollout]\ncontext_length = 64\nengine.max_total_tokens = 4096")
-    pool = '[memory]\npool = true\nhost_budget_bytes = "600MB"\n'
+    pool = '[memory]\nhost_budget_bytes = "600MB"\n'
     (config / "node.toml").write_text(node.replace("[train]", f"{sized}\n{pool}\n[train]", 1))
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)

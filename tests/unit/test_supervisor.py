@@ -14,7 +14,7 @@ from tasuki.config.paths import exit_path, log_path
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.node.exit_report import KILLED_FOR_MEMORY, explained, find_error, node_down, why_it_ended, write_exit_report
 from tasuki.node.processes import continue_children
-from tasuki.node.rotation import rotate, rotated_paths
+from tasuki.node.rotation import rotate, rotate_open, rotated_paths
 from tasuki.wire.errors import Draining, NodeDown, PeerUnavailable, ServiceFailed, TasukiError, UnsupportedModel
 from tasuki.wire.process_tree import parent_and_state
 from tests.conftest import ENVIRONMENT
@@ -40,6 +40,21 @@ def test_the_last_ones_are_kept_and_the_oldest_goes(tmp_path: Path) -> None:
     assert [path.name for path in rotated_paths(log, keep=3)] == ["trainer.log.old", "trainer.log.old.1", "trainer.log.old.2"]
     assert [path.read_text() for path in (log, *rotated_paths(log, keep=3))] == ["4", "3", "2", "1"]
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_log_is_rotated_under_its_writer_once_it_is_large(tmp_path: Path) -> None:
+    log = tmp_path / "trainer.log"
+    with log.open("ab", buffering=0) as writer:
+        for text in (b"first", b"second", b"third"):
+            writer.write(text)
+            rotate_open(log, keep=2, limit_bytes=6)
+    assert [path.read_text() for path in (log, *rotated_paths(log, keep=2)) if path.exists()] == ["third", "firstsecond"]
+    rotate_open(log, keep=2, limit_bytes=5)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "trainer.log": "",
+        "trainer.log.old": "third",
+        "trainer.log.old.1": "firstsecond",
+    }
 
 
 RANK_FAILED = """\

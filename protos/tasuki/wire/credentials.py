@@ -142,7 +142,8 @@ def check_secret(field: str, path: Path) -> None:
         with named_if_denied(path, key=field):
             mode = path.stat().st_mode
     except OSError as error:
-        raise InvalidArgument(field, f"{path} cannot be read: {error.strerror}") from error
+        advice = "; `tasuki certs` makes it" if field == "security.key" and isinstance(error, FileNotFoundError) else ""
+        raise InvalidArgument(field, f"{path} cannot be read: {error.strerror}{advice}") from error
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         raise InvalidArgument(field, f"{path} is open to every user of the machine; chmod 600 {path}")
 

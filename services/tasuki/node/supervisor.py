@@ -35,7 +35,7 @@ from tasuki.node.processes import (
     end_descendants,
     kill_service,
 )
-from tasuki.node.rotation import KEPT_LOGS, rotate
+from tasuki.node.rotation import KEPT_LOGS, rotate, rotate_open
 from tasuki.node.services import ServiceCommand, listens
 from tasuki.node.watchdog import Watchdog, dump_stacks
 from tasuki.wire.errors import DeadlineExceeded, TasukiError
@@ -198,6 +198,8 @@ class Supervisor:
         if self._starter_is_gone():
             return "the process that started the node ended", None
         self._see_who_serves()
+        for name in self._services:
+            rotate_open(log_path(self._state_dir, name), keep=KEPT_LOGS)
         ended = self._ended()
         lack = self._lack_of_memory() if ended else ""
         for name, how in ended.items():
@@ -312,7 +314,7 @@ def _fresh_log(path: Path) -> BinaryIO:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         rotate(path, keep=KEPT_LOGS)
         path.touch(mode=0o600)
-        return path.open("wb")
+        return path.open("ab")  # for rotate_open
     except OSError as error:
         _log.error("event=no_log path=%s error=%s", path, error)
         return Path(os.devnull).open("wb")
