@@ -103,6 +103,9 @@ async def test_the_calls_of_a_step_have_one_denominator(client: TrainerClient) -
     parts = [await client.forward_backward(part, loss=given) for part in (samples[:5], samples[5:])]
     assert sum(part.loss for part in parts) == pytest.approx(whole.loss, rel=1e-5)
     assert (await refused(client.forward_backward(samples))).metadata["field"] == "header.loss.settings.denominator"
+    other = loss_pb2.LossConfig(name="ppo")
+    other.settings["denominator"] = whole.denominator / 2
+    assert (await refused(client.forward_backward(samples, loss=other))).metadata["field"] == "header.loss.settings.denominator"
     assert (await client.optim_step(learning_rate=0.0)).grad_norm == pytest.approx(norm, rel=1e-5)
     for sample in samples:
         sample.policy_version += 1

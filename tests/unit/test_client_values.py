@@ -63,6 +63,7 @@ def test_turns_become_one_sample_that_counts_what_was_sampled() -> None:
         ([], "turns", "no Sample"),
         ([[1], [2]], "turns", "no Sample"),
         ([SAMPLE], "turns[0]", "begin with"),
+        ([[1], cast(Any, None), SAMPLE], "turns[1]", "is None"),
         ([[1], SAMPLE, "tool output"], "turns[2].token_ids", "encode_prompt"),
         ([[1], SAMPLE, [5], _turn([6], policy_version=8)], "turns[3]", "policy_version 8, the turns before it with 7"),
         ([[1], SAMPLE, [5], _turn([6], temperature=1.0)], "turns[3]", "temperature 1, the turns before it with 0.5"),
@@ -108,6 +109,8 @@ def test_a_text_in_place_of_token_ids_is_answered_with_how_to_tokenize_it(prompt
         (lambda: loss_to_proto(cast(Any, PpoLoss())), "loss"),
         (lambda: training_sample_to_proto(cast(Any, None), index=3), "samples[3]"),
         (lambda: training_sample_to_proto(TrainingSample([1], ["2"]), index=3), "samples[3].completion_token_ids"),
+        (lambda: training_sample_to_proto(TrainingSample([1], [2, 3], advantages=[0.5]), index=3), "samples[3].advantages"),
+        (lambda: TrainingSample.of_turns([[1], SAMPLE], advantages=[0.5]), "advantages"),
         (lambda: training_sample_to_proto(TrainingSample([1], [2], advantages=["0.5"]), index=3), "samples[3].advantages"),
         (lambda: training_sample_to_proto(TrainingSample([1], [2], advantages="high"), index=3), "samples[3].advantages"),
         (

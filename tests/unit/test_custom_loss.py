@@ -35,6 +35,18 @@ def test_a_loss_may_give_its_own_gradient_and_gets_arrays_without_torch(monkeypa
     assert [list(np.asarray(one.advantages)) for one in weighted] == [[-2.0, 1.0], [-0.5, 0.0, -0.25]]
 
 
+def test_a_loss_that_reorders_the_callers_list_leaves_gradients_with_their_samples() -> None:
+    samples = list(SAMPLES)
+
+    def reordering(_: Any, rows: Any) -> Any:
+        samples.reverse()
+        return rows[0].sum()
+
+    _, weighted = linearized(samples, LOG_PROBS, reordering)
+    assert [list(one.completion_token_ids) for one in weighted] == [[2, 3], [4, 5, 6]]
+    assert weighted[0].advantages == pytest.approx([-1.0, -1.0])
+
+
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [

@@ -308,7 +308,7 @@ class AsyncClient:
     async def load(self, path: Path | str) -> int:
         """Loads a checkpoint written by `save`, with its optimizer state and schedule. Returns the policy version.
 
-        That is the checkpoint's, or a new one if the trainer's is newer: versions only grow.
+        That is the checkpoint's, or a new one if the trainer's is newer: versions only grow. Accumulated gradients are discarded.
         Raises PathNotFound, PathPermissionDenied, and InvalidArgument for a checkpoint that is damaged or belongs to another model.
         """
         request = trainer_pb2.LoadCheckpointRequest(path=encode.path_to_send(path))

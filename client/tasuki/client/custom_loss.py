@@ -27,6 +27,7 @@ def linearized(
 
     Raises InvalidArgument if the loss or a gradient is no finite number, has another shape, or weighs a token that the mask excludes.
     """
+    samples, log_probs = tuple(samples), tuple(log_probs)  # the loss may not reorder what its gradients are paired with
     value, gradients = _differentiated(samples, log_probs, loss)
     if not math.isfinite(value):
         raise InvalidArgument("loss", f"returned {value}; return a finite number")
@@ -62,7 +63,7 @@ def _differentiated(
     except ModuleNotFoundError:
         return _pair(loss(samples, log_probs))
     with torch.enable_grad():
-        leaves = [torch.tensor(row_T, requires_grad=True) for row_T in log_probs]
+        leaves = tuple(torch.tensor(row_T, requires_grad=True) for row_T in log_probs)
         answer = loss(samples, leaves)
         if not isinstance(answer, torch.Tensor):
             return _pair(answer)

@@ -48,16 +48,20 @@ def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2
     values = {name: getattr(sample, name) for name in sample.__slots__}
     if isinstance(sample.advantages, Real) or getattr(sample.advantages, "ndim", 1) == 0:
         values["advantages"] = [sample.advantages]
+    elif np.size(sample.advantages) == 1 < (num_tokens := len(sample.completion_token_ids)):
+        problem = f"has one entry for {num_tokens} tokens; give one for each, or a plain number for the whole completion"
+        raise InvalidArgument(f"samples[{index}].advantages", problem)
     return message_of(types_pb2.TrainingSample, values, below=f"samples[{index}].")
 
 
 def training_sample_from_proto(sample: types_pb2.TrainingSample) -> TrainingSample:
     """The sample of `training_sample_to_proto`, with arrays for its sequences."""
-
     arrays: dict[str, Any] = {
         name: np.array(getattr(sample, name), dtype=np.int32 if name.endswith("_ids") else np.float32) for name in _SEQUENCES
     }
     temperature = sample.temperature if sample.HasField("temperature") else None
+    if len(sample.advantages) == 1 < len(sample.completion_token_ids):
+        arrays["advantages"] = sample.advantages[0]
     return TrainingSample(**arrays, policy_version=sample.policy_version, temperature=temperature)
 
 

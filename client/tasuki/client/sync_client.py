@@ -116,6 +116,10 @@ class Client:
         if self._loop.is_closed():
             work.close()
             raise RuntimeError("this Client is closed; open another one")
+        if threading.current_thread() is self._thread:
+            work.close()
+            name = getattr(work, "__name__", "close")
+            raise RuntimeError(f"`{name}` was called on the thread that would run it: call it outside of a custom loss")
         pending, tasks = Pending[_Answer](), list[asyncio.Task[_Answer]]()
 
         def begin() -> None:

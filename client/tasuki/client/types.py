@@ -176,6 +176,8 @@ class TrainingSample:
         first: Sample | None = None
         num_prompt_tokens = 0
         for index, turn in enumerate(turns):
+            if turn is None:  # callers may have no types
+                raise InvalidArgument(f"turns[{index}]", "is None; give a Sample or token ids")
             if not isinstance(turn, Sample):
                 given = message_of(rollout_pb2.Prompt, {"token_ids": turn}, below=f"turns[{index}].").token_ids
                 tokens += given
@@ -192,6 +194,10 @@ class TrainingSample:
             raise InvalidArgument(
                 "turns", "has no Sample; give prompts and tool output as token ids, and the samples of generate"
             )
+        num_tokens = len(tokens) - num_prompt_tokens
+        if (num_given := np.size(advantages)) not in (0, num_tokens) and np.ndim(advantages):
+            problem = f"has {num_given} entries for the {num_tokens} tokens after the prompt; give one for each, or one number"
+            raise InvalidArgument("advantages", problem)
         return cls(
             prompt_token_ids=tokens[:num_prompt_tokens],
             completion_token_ids=tokens[num_prompt_tokens:],

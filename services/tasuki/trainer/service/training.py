@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +51,8 @@ class Training:
         self._limits, self._costs, self._num_sharing, self._sharing = limits, costs, sequence_parallel, sharing
         self._divided_alone: set[Role] = set()
         """Roles whose pending gradients were divided by the count of their own call."""
+        self._losses: dict[Role, list[LossConfig]] = {}
+        """The different losses whose gradients are pending."""
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -82,6 +85,14 @@ class Training:
                 "give every call the count of all (`step_samples` of the SDK does), or call DiscardGradients"
             )
             raise InvalidArgument("header.loss.settings.denominator", problem)
+        for earlier in self._losses.get(trained, ()) if self.state.roles[trained].has_gradients else ():
+            divided = {name: getattr(earlier, name) for name in ("aggregation", "aggregation_length", "denominator")}
+            if config != earlier == replace(config, **divided):
+                problem = (
+                    f"is {config.denominator:g} with {config.aggregation}, in an earlier call of this step {earlier.denominator:g} with "
+                    f"{earlier.aggregation}; give every call the count of all (`step_samples`: all samples of the step)"
+                )
+                raise InvalidArgument("header.loss.settings.denominator", problem)
         if call.is_share:
             checks.check_share(decoded, config=config, role=trained, limits=self._limits)
         else:
@@ -112,6 +123,11 @@ class Training:
         mask_N = samples.columns["loss_mask"]
         divisor = config.denominator or denominator(mask_N, samples.num_completion_S, config=config)
         named = _with_denominator(call.loss, divisor)
+        losses = self._losses.setdefault(role, [])
+        if not self.state.roles[role].has_gradients:
+            losses.clear()
+        if not _divides_alone(call) and config not in losses:
+            losses.append(config)
         (self._divided_alone.add if _divides_alone(call) else self._divided_alone.discard)(role)
         samples, plan = self._plan(role, samples)
         answers = await self.ranks.call(
