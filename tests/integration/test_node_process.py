@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
-from tasuki.config.paths import restart_request_path, socket_dir
+from tasuki.config.paths import log_path, restart_request_path, socket_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.node.start import StartedNode, running_node
 from tasuki.node.stop import stop_node
@@ -67,10 +67,11 @@ def test_killed_supervisor_leaves_nothing_behind(start: Start) -> None:
     node.wait_until_recorded()
     supervisor_pid = node.supervisor_pid
     assert supervisor_pid != node.process.pid
+    log_path(node.state_dir, "supervisor").write_text("INFO tasuki.node event=restart service=first number=1\n" * 3)
     os.kill(supervisor_pid, signal.SIGKILL)
     node.process.wait(timeout=LIMIT_S)
     node.assert_gone()
-    assert node.exit["reason"] == "the supervisor was killed by SIGKILL"
+    assert (node.exit["reason"], node.exit["restarts"]) == ("the supervisor was killed by SIGKILL", {"first": 3})
 
 
 def test_killed_guard_leaves_nothing_behind(start: Start) -> None:

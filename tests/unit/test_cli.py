@@ -85,7 +85,7 @@ def test_state_says_why_the_last_node_ended(folder: Path) -> None:
     )
     line = refusal(tasuki("state", "node.toml", cwd=folder))
     assert "because rollout ended by itself (signal SIGKILL), see" in line
-    assert "logs/rollout.log; start one with: tasuki up CONFIG" in line
+    assert "logs/rollout.log; start one with: tasuki up CONFIG (up --resume goes on where it ended)" in line
     # Exit code 1 of a service that was told to stop is not a failure.
     ended = json.loads((folder / "state" / "exit.json").read_text())["services"]
     assert ended == {"rollout": {"signal": "SIGKILL"}, "trainer": {"stopped": True}, "coordinator": {"stopped": True}}

@@ -267,7 +267,7 @@ def test_a_port_is_beside_the_socket(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(PathNotFound, match="is not a regular file"):
+    with pytest.raises(PathNotFound, match=r"has no node\.toml or run\.toml; give"):
         load_config(tmp_path)
 
 

@@ -201,6 +201,15 @@ def test_a_fifo_is_no_lock_and_nobody_waits_for_it(tmp_path: Path) -> None:
         StateLock.take(tmp_path, name=NODE_LOCK)
 
 
+def test_a_folder_and_those_above_it_are_created_for_this_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        StateLock.take(tmp_path / "runs" / "a", name=NODE_LOCK).close()
+    finally:
+        os.umask(before)
+    assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("runs", "runs/a")} == {0o700}
+
+
 def test_a_lock_that_is_a_link_is_refused_and_its_target_keeps_its_content(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text("kept")

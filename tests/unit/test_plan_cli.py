@@ -285,6 +285,9 @@ def test_a_config_json_that_is_no_file_is_named_as_what_it_is(tmp_path: Path, ca
     os.mkfifo(tmp_path / "config.json")
     assert main(["plan", str(tmp_path), "--gpu-gb", "80"]) == 2
     assert "config.json is not a regular file; give a config.json or its folder" in capsys.readouterr().err
+    (tmp_path / "README.md").touch()
+    assert main(["plan", str(tmp_path / "README.md"), "--gpu-gb", "80"]) == 2
+    assert "README.md is neither a node's .toml nor a model's config.json" in capsys.readouterr().err
 
 
 def test_a_node_on_a_cpu_that_gives_no_residency_is_not_told_to_remove_it(node: Path, capsys: pytest.CaptureFixture[str]):

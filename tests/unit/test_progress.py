@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import pytest
 from tasuki.cli.progress import ProgressDisplay
 from tasuki.client.progress import RESTARTED, Progress, ProgressRecord
 from tasuki.client.step import Step
-from tasuki.config.paths import log_path
+from tasuki.config.paths import log_path, socket_dir
 from tasuki.runs.progress import progress_line, progress_path, read_progress, written_progress
 
 
@@ -71,6 +74,8 @@ def test_a_line_has_part_counts_speed_and_time_left() -> None:
     )
     assert progress_line(record) == "step 3/40  generate 37 of 256, 812 tokens/s  12 s  about 3 h 05 min left"
     assert progress_line(ProgressRecord(activity="to_train", waits_for="no room")) == "step 0/0  to_train  0 s  no room"
+    dead = progress_line(replace(record, updated_at=time.time() - 60))
+    assert dead == "step 3/40  stopped or killed 60 s ago; continue it with: tasuki train CONFIG --resume"
 
 
 def test_a_restart_of_a_service_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +94,16 @@ def test_a_restart_of_a_service_is_named_once(tmp_path: Path, capsys: pytest.Cap
     for _ in range(2):
         display._show(progress.record())
     assert capsys.readouterr().err.splitlines() == ["rollout restarts: killed by signal 9; the run goes on once it serves"]
-    assert progress.record().waits_for.startswith("rollout restarts: killed by signal 9")
+    with log.open("a") as file:
+        file.writelines(line.replace("rollout", "coordinator").replace(",000", ",500") + "\n" for line in lines[2:])
+    display._show(progress.record())
+    whole = "rollout restarts: killed by signal 9, coordinator restarts: killed by signal 9"
+    assert progress.record().waits_for == whole
+    with closing(socket.socket(socket.AF_UNIX)) as server:
+        server.bind(str(socket_dir(tmp_path) / "coordinator.sock"))
+        server.listen()
+        display._show(progress.record())
+        assert progress.record().waits_for == "rollout restarts: killed by signal 9"
 
 
 def test_a_terminals_line_is_cleared_before_others_and_at_the_end(

@@ -279,6 +279,8 @@ def test_what_is_likely_wrong_is_told(tmp_path: Path) -> None:
     write_folder(tmp_path, own, config={"vocab_size": 4000}, tokenizer_config={"add_bos_token": True})
     few, without_bos = check_tokenizer(tmp_path)
     assert "the embedding 4000 rows" in few and "add_bos_token" in without_bos
+    write_folder(tmp_path, own, config={"vocab_size": own.get_vocab_size() + 128})
+    assert check_tokenizer(tmp_path) == []
 
 
 def test_a_token_beyond_the_embedding_and_text_without_tokens_are_refused(tmp_path: Path) -> None:

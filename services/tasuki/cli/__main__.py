@@ -330,6 +330,7 @@ def _init(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from tasuki.cli.train import how_to_continue, resume, run
     from tasuki.node.hub import with_local_files
+    from tasuki.runs.metrics_tail import METRICS
     from tasuki.runs.recorded_run import find_run
 
     train = resume if arguments.resume else run
@@ -342,9 +343,11 @@ def _train(arguments: argparse.Namespace) -> int:
     warn_of_settings(config)
     try:
         return train(config, config_dir=config_dir, may_start=not arguments.no_start)
-    except KeyboardInterrupt:
-        overrides = [word for override in arguments.overrides for word in ("--set", override)]
-        sys.stderr.write(f"{how_to_continue(config, arguments.config, overrides)}\n")
+    except (KeyboardInterrupt, NodeDown, ServiceFailed) as error:
+        settings = config.train or config.sft
+        if isinstance(error, KeyboardInterrupt) or (settings and (settings.output_dir / METRICS).exists()):
+            overrides = [word for override in arguments.overrides for word in ("--set", override)]
+            sys.stderr.write(f"{how_to_continue(config, arguments.config, overrides)}\n")
         raise
 
 

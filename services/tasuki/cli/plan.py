@@ -97,6 +97,8 @@ def _model_alone(path: Path | None, arguments: argparse.Namespace) -> tuple[Node
     for key, value in ({} if preset is None else preset.settings).items():
         put(table, key, value)
     if path is not None:
+        if path.is_file() and path.suffix != ".json":
+            raise InvalidArgument("CONFIG", f"{path} is neither a node's .toml nor a model's config.json; give one of these")
         if not path.exists():  # perhaps a model of the hub
             path = with_local_files(config_of(table | {"model": {"path": str(path)}}), has_weights=False).model.path
         check_planned_folder(path, key="model")

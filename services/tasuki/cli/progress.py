@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasuki.client.progress import Progress, ProgressRecord
+from tasuki.client.progress import RESTARTED, Progress, ProgressRecord
 from tasuki.config.paths import log_path
 from tasuki.dashboard.restarts import RestartLogs
+from tasuki.node.services import listens
 from tasuki.runs.progress import progress_line, written_progress
+from tasuki.wire.address import unix_target
 from tasuki.wire.printable import printable
 
 _PLAIN_EVERY_S = 10.0
@@ -26,6 +28,8 @@ class ProgressDisplay:
     def __init__(self, progress: Progress, state_dir: Path) -> None:
         """state_dir: of the node, whose restarts are named."""
         self._progress = progress
+        self._state_dir, self._down = state_dir, dict[str, str]()
+        """Services that do not serve again yet -> why they restart."""
         self._restarts, self._since = RestartLogs(log_path(state_dir, "supervisor")), time.time()
         self._lock = threading.Lock()
         self._is_terminal, self._is_drawn = sys.stderr.isatty(), False
@@ -48,7 +52,7 @@ class ProgressDisplay:
             self._last_line = time.monotonic()
 
     def _show(self, record: ProgressRecord) -> None:
-        self._name_restarts()
+        self._name_restarts(record)
         if record.activity in ("start", "stop"):  # told by the node's start and end
             self._clear()
             self._last_line = time.monotonic()
@@ -63,15 +67,17 @@ class ProgressDisplay:
                 self._last_line = time.monotonic()
             sys.stderr.flush()
 
-    def _name_restarts(self) -> None:
-        if not self._restarts.advance():
-            return
-        new = [restart for restart in self._restarts.read()["restarts"] if restart["time"] > self._since]
+    def _name_restarts(self, record: ProgressRecord) -> None:
+        down = {name: why for name, why in self._down.items() if not listens(unix_target(self._state_dir, service=name))}
+        found = self._restarts.read()["restarts"] if self._restarts.advance() else []
+        new = [restart for restart in found if restart["time"] > self._since]
         for restart in reversed(new):
             self._since = restart["time"]
-            text = f"{restart['service']} restarts: {restart['cause'] or 'it ended'}; the run goes on once it serves"
-            self._progress.waits(text)
-            self.write(text, is_warning=True)
+            down[restart["service"]] = text = f"{restart['service']} restarts: {restart['cause'] or 'it ended'}"
+            self.write(f"{text}; the run goes on once it serves", is_warning=True)
+        if down != self._down and (down or record.waits_for != RESTARTED):
+            self._progress.waits(", ".join(down.values()))
+        self._down = down
 
     def _clear(self) -> None:
         if self._is_drawn:

@@ -38,7 +38,6 @@ from tasuki.runs.sft_training import read_sft
 from tasuki.runs.training import MakeLoop, SaveRequest, Training
 from tasuki.trackers.adapters import check_installed
 from tasuki.trackers.processes import tracked
-from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, NodeRunning
 
 
@@ -125,16 +124,9 @@ def _sole_training(config: NodeConfig, output_dir: Path) -> Iterator[None]:
     Raises PathPermissionDenied, or InvalidArgument if one of them cannot be created for another reason.
     """
     key = f"{'train' if config.sft is None else 'sft'}.output_dir"
-    try:
-        with named_if_denied(output_dir, key=key):
-            output_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidArgument(
-            key, f"{output_dir} cannot be created: {error.strerror}; name a folder that you can write to"
-        ) from error
-    state_dir = Path(os.path.realpath(config.state_dir))
+    state_dir, output_dir = Path(os.path.realpath(config.state_dir)), Path(os.path.realpath(output_dir))
     with ExitStack() as locks:
-        for folder in dict.fromkeys((output_dir.resolve(), state_dir)):
+        for folder in dict.fromkeys((output_dir, state_dir)):
             own = key if folder != state_dir else "state_dir"
             locks.enter_context(StateLock.take(folder, name=TRAINING_LOCK, key=own))
         yield

@@ -165,6 +165,8 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     with named_if_denied(path, key="config"):
         if not path.is_file():
             found = "is not a regular file" if path.exists() else "does not exist"
+            if path.is_dir():
+                found = "has no node.toml or run.toml; give a node's TOML, its state folder or its run's folder"
             raise PathNotFound(f"config {path} {found}", path=path)
         table = _toml(path)
     _anchor_paths(table, path.resolve().parent)

@@ -42,7 +42,9 @@ class StateLock:
         """
         try:
             with disk_full_at(state_dir), named_if_denied(state_dir, key=key):
-                state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+                for folder in (*reversed(state_dir.parents), state_dir):
+                    if not folder.exists():  # `parents=True` would create those with the umask's mode
+                        folder.mkdir(mode=0o700, exist_ok=True)
                 fd = os.open(lock_path(state_dir, name=name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             if error.errno == errno.ELOOP:  # the holder's pid would be written to wherever a link points

@@ -31,8 +31,8 @@ CHAT_TEMPLATES = "additional_chat_templates"
 _OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 _MAX_BYTES = 500_000_000
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_MIN_SHARE = 0.5
-"""A vocabulary that fills less of the embedding is suspicious; real ones fill 0.9."""
+_MIN_SHARE, _PADDING = 0.5, 128
+"""A vocabulary that fills less of the embedding is suspicious, unless only a multiple of 128 pads it; real ones fill 0.9."""
 
 
 class FolderTokenizer:
@@ -86,7 +86,7 @@ class FolderTokenizer:
         """What is likely wrong, though it can be used."""
         found: list[str] = []
         num_tokens = self._tokenizer.get_vocab_size()
-        if self.vocab_size is not None and num_tokens < _MIN_SHARE * self.vocab_size:
+        if self.vocab_size is not None and num_tokens < min(_MIN_SHARE * self.vocab_size, self.vocab_size - _PADDING):
             found.append(
                 f"{self.folder / TOKENIZER_FILE} has {num_tokens} tokens, the embedding {self.vocab_size} rows: is it the model's?"
             )

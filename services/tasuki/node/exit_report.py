@@ -34,6 +34,7 @@ _CRASH = "Fatal Python error: "
 _NUM_LINES = 12
 _LOG_BYTES = 16_000_000
 _STOP_TIMEOUT_S = 10.0
+_START = "tasuki up CONFIG"
 _LOOK_EVERY_S = 0.1
 _log = logging.getLogger("tasuki.node")
 
@@ -47,11 +48,12 @@ def read_exit_report(state_dir: Path) -> dict[str, Any]:
     return report if isinstance(report, dict) and all(isinstance(report.get(key), kind) for key, kind in _KEYS.items()) else {}
 
 
-def node_down(state_dir: Path, *, start: str = "tasuki up CONFIG") -> NodeDown:
+def node_down(state_dir: Path, *, start: str = _START) -> NodeDown:
     """Error of a call that needs a node; includes the cause if the last one ended unexpectedly. start: the command to suggest."""
     report = read_exit_report(state_dir)
     cause = ""
     if report and not is_requested(report):
+        start += " (up --resume goes on where it ended)" if start == _START else ""
         cause = f": the last one ended at {report['time']} because {report['reason']}"
     if first := report.get("first"):
         cause += f" ({describe_exit(report, first)}), see {log_path(state_dir, first)}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from tasuki.config.paths import (
     restart_request_path,
 )
 from tasuki.memory.host import host_memory, num_memory_kills
-from tasuki.node.exit_report import KILLED_FOR_MEMORY, write_exit_report
+from tasuki.node.exit_report import KILLED_FOR_MEMORY, read_log, write_exit_report
 from tasuki.node.processes import (
     SERVICE_VARIABLE,
     ResourceTracker,
@@ -403,5 +404,6 @@ def _guard(state_dir: Path, supervisor_pid: int, resources: ResourceTracker, *, 
     if not exit_path(state_dir).exists():
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         _log.warning("event=supervisor_ended exit_code=%d", code)
-        write_exit_report(state_dir, reason=f"the supervisor {how}", first=None)
+        restarts = Counter(re.findall(r" event=restart service=(\w+)", read_log(log_path(state_dir, "supervisor"))))
+        write_exit_report(state_dir, reason=f"the supervisor {how}", first=None, restarts=restarts)
     return code

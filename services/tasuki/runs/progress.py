@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from tasuki.wire.regular_file import read_path, read_regular
 _EVERY_S = 1.0
 _MAX_BYTES = 100_000
 _MINUTE_S = 60
+_STALE_S = 15.0
 _Record = TypeAdapter(ProgressRecord)
 
 
@@ -72,7 +74,10 @@ def read_progress(output_dir: Path) -> ProgressRecord | None:
 
 
 def progress_line(record: ProgressRecord) -> str:
-    """Formats a record: "step 3/40  generate 37 of 256 (14%), 812 tokens/s  12 s  about 8 min left"."""
+    """Formats a record: "step 3/40  generate 37 of 256, 812 tokens/s  12 s  about 8 min left", or that its command has ended."""
+    if 0 < record.updated_at < (now := time.time()) - _STALE_S:
+        ago = duration(now - record.updated_at)
+        return f"step {record.step}/{record.steps}  stopped or killed {ago} ago; continue it with: tasuki train CONFIG --resume"
     counts = f" {record.done} of {record.total}" if record.total > 1 else ""
     speed = "" if record.tokens_per_second is None else f", {record.tokens_per_second:,.0f} tokens/s"
     parts = [f"step {record.step}/{record.steps}", f"{record.activity}{counts}{speed}", duration(record.activity_s)]
