@@ -287,6 +287,7 @@ def test_key_of_another_library_is_answered_with_ours(tmp_path: Path) -> None:
         ("coordnator.drain_grace_s=1", "coordnator: unknown key, did you mean coordinator? see docs"),
         ("trainer.critic.learning_rat=1", "unknown key, did you mean learning_rate? see docs"),
         ("trainer.zzz=1", "trainer.zzz: unknown key; see docs"),
+        ("train.ppo_mini_batch_size=256", "tasuki's name is train.num_mini_batches, with their number instead of a size"),
         ("trainer.lr=1", "trainer.lr: unknown key; tasuki's name is trainer.learning_rate"),
         ("sft.batch_size=4", "sft.batch_size: unknown key; tasuki's name is train.prompts_per_step, or sft.samples_per_step"),
     ],

@@ -73,13 +73,30 @@ def test_what_is_missing_or_wrong_is_named_and_nothing_is_written(
     assert not (tmp_path / "own").exists()
 
 
-def test_what_no_flag_says_is_asked_until_it_is_an_answer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([str(model), "sums", "", "cpu", ""])
+def test_what_no_flag_says_is_asked_until_it_is_an_answer(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([str(model), "sums", "", "", ""])
+    monkeypatch.setattr(init, "smallest_gpu_bytes", lambda: None)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda _: next(answers))
     assert main(["init", str(tmp_path / "own")]) == 0
     config = load_config(tmp_path / "own" / "node.toml")
     assert config.train is not None and config.train.reward.function == "rewards:correct"
+    assert (config.device, config.trainer.learning_rate) == ("cpu", 3e-5)
+    assert "'sums' is not math or match or sft\n" in capsys.readouterr().out
+
+
+def test_the_end_of_the_input_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended(_: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", ended)
+    assert main(["init", str(tmp_path / "own")]) == 2
+    assert "--model: the input ended" in capsys.readouterr().err
 
 
 def test_a_card_without_room_for_all_parameters_trains_adapters_at_their_rate(model: Path, tmp_path: Path) -> None:
@@ -98,3 +115,4 @@ def test_own_rows_that_cannot_be_trained_are_named(model: Path, tmp_path: Path, 
     assert main(["init", str(tmp_path / "own"), *flags(model), "--data", str(data)]) == 2
     error = capsys.readouterr().err
     assert "prompt" in error and f"{data}" in error
+    assert not (tmp_path / "own").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from importlib import resources
@@ -43,11 +44,13 @@ def run(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     model = _asked(arguments.model, "model", "Model: a Hugging Face folder, or an id of the hub")
     task = _asked(arguments.task, "task", f"Task: {', '.join(TASKS)}", choices=TASKS, default="math")
-    device = _asked(arguments.device, "device", "Device: cuda or cpu", choices=DEVICES, default="cuda")
+    device = _asked(
+        arguments.device, "device", "Device: cuda or cpu", choices=DEVICES, default="cuda" if smallest_gpu_bytes() else "cpu"
+    )
     gpu_gb = None if device == "cpu" else _gpu_gb(arguments)
     data = arguments.data
     if data is None and arguments.model is None:
-        data = Path(given) if (given := input("Data: a JSONL file (none: a sample): ").strip()) else None
+        data = Path(given) if (given := _answer("Data: a JSONL file (none: a sample): ", flag="data")) else None
     if data is not None and not data.is_file():
         raise PathNotFound(f"data: {data} is not a file; give a JSONL file, or none to begin with a sample", path=data)
     planned, table = _fitting(_tables(model, task=task, device=device, data=data), gpu_gb=gpu_gb)
@@ -58,10 +61,18 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if data is None:
         files["train.jsonl"] = _sample(task, is_chat=bool(read_tokenizer(planned.node.config.model.path).templates))
+    is_new = not folder.exists()
     _write(folder, files)
     config = folder / "node.toml"
-    if Path(model).is_dir():
-        check_data(load_config(config))
+    try:
+        if Path(model).is_dir():
+            check_data(load_config(config))
+    except BaseException:
+        for name in files:
+            (folder / name).unlink()
+        if is_new:
+            shutil.rmtree(folder)
+        raise
     lines = verdict(planned, advise(planned))
     name = shlex.quote(str(config))
     steps = [f"tasuki doctor {name}", f"tasuki train {name}", f"tasuki dashboard {shlex.quote(str(folder / 'run'))}"]
@@ -77,9 +88,22 @@ def _asked(given: str | None, flag: str, question: str, *, choices: tuple[str, .
         if not sys.stdin.isatty():
             known = f" {{{','.join(choices)}}}" if choices else ""
             raise InvalidArgument(f"--{flag}", f"give --{flag}{known}: there is no terminal to ask on")
-        answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+        answer = _answer(f"{question}{f' [{default}]' if default else ''}: ", flag=flag) or default
         given = answer if answer in choices or not choices else None
+        if not given:
+            sys.stdout.write(f"{answer!r} is not {' or '.join(choices) or 'an answer'}\n")
     return given
+
+
+def _answer(question: str, *, flag: str) -> str:
+    """Raises InvalidArgument at the end of the input, and KeyboardInterrupt on a new line."""
+    try:
+        return input(question).strip()
+    except (EOFError, KeyboardInterrupt) as error:
+        sys.stdout.write("\n")
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise InvalidArgument(f"--{flag}", f"the input ended before an answer; give --{flag}") from None
 
 
 def _gpu_gb(arguments: argparse.Namespace) -> float:
@@ -130,6 +154,8 @@ def _fitting(table: dict[str, Any], *, gpu_gb: float | None) -> tuple[Plan, dict
         planned = rung.plan
     if planned.node.lora is not None:
         table["trainer"]["learning_rate"] = 1e-4 if "sft" in table else 1e-5  # ten times as large, as adapters need
+    elif "train" in table and planned.node.model.num_parameters < 1e9:
+        table["trainer"]["learning_rate"] = 3e-5
     return planned, table
 
 

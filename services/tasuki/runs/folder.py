@@ -21,6 +21,7 @@ from tasuki.wire.stages import HOLDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 # Files that exist once a run has begun.
@@ -131,6 +132,11 @@ def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc=place)
+    save_figure(output_dir, figure)
+
+
+def save_figure(output_dir: Path, figure: Figure) -> None:
+    """Writes curve.png, readable by its owner alone."""
     aside = output_dir / ".curve.partial"
     aside.unlink(missing_ok=True)
     with open_private(aside, "wb") as file:

@@ -21,7 +21,7 @@ from tasuki.config.train_schema import SftConfig
 from tasuki.node.model_folder import check_model_folder
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.runs.continuation import Continuation
-from tasuki.runs.folder import draw_points
+from tasuki.runs.folder import draw_points, save_figure
 from tasuki.runs.settings import RunSettings, field_as_key
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.runs.training import MakeLoop
@@ -134,7 +134,7 @@ def draw_sft_curve(output_dir: Path, steps: Sequence[Step]) -> None:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(loc="upper right")
-    figure.savefig(output_dir / "curve.png", dpi=120)
+    save_figure(output_dir, figure)
 
 
 def _known(steps: Sequence[Step], name: str) -> list[float]:
