@@ -17,7 +17,10 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 NUM_EVAL = 20
-LOOKS_UP = 0.15
+CHOICE = 4
+"""Tokens of a prompt: two digits, `?` and `>`. The next one is a guess's or a call's."""
+LOOKS_UP, COUNTED = 0.5, 0.2
+"""Shares of conversations that look up, and of those in which the choice to do so is taught."""
 STEPS, BATCH_SIZE, LEARNING_RATE = 800, 64, 3e-3
 CALL, END = '<tool_call>{"name": "look_up", "arguments": {"name": "', '"}}</tool_call>'
 SPECIALS = ["<pad>", "<eos>", "<unk>"]
@@ -68,8 +71,13 @@ def supervised_start(tokenizer: PreTrainedTokenizerFast, names: list[str], rando
         lines = [tokenizer.encode(taught(name, random_)) for name in random_.choices(names, k=BATCH_SIZE)]
         longest = max(map(len, lines))
         token_ids = torch.tensor([line + [0] * (longest - len(line)) for line in lines])
+        labels = token_ids.clone()
+        labels[:, :CHOICE] = 0
+        for row, line in enumerate(lines):
+            if len(line) > CHOICE + 3 and random_.random() > COUNTED:
+                labels[row, CHOICE] = 0
         logits = model(input_ids=token_ids).logits[:, :-1]
-        loss = functional.cross_entropy(logits.flatten(0, 1), token_ids[:, 1:].flatten(), ignore_index=0)
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=0)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

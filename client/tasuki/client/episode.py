@@ -26,9 +26,13 @@ class Episode:
     """One run of the function for a row, and what it gave."""
 
     index: int
+    """Its place among the call's episodes."""
     row: Row
     turns: Turns = field(default_factory=Turns)
+    id: int = -1
+    """Of its run: of all that a pool begins, no two have the same."""
     num_runs: int = 0
+    num_refused: int = 0
     num_losses: int = 0
     reward: float = math.nan
     failure: str = ""
@@ -98,7 +102,8 @@ class Batch:
 
     def count(self, *, ended: int = 0, tokens: int = 0) -> None:
         self._num_ended, self._num_tokens = self._num_ended + ended, self._num_tokens + tokens
-        self._on_progress(self._num_ended, self._num_tokens)
+        if ended:
+            self._on_progress(self._num_ended, self._num_tokens)
 
     def arrive(self, *arrival: Any) -> None:
         """Called on the client's thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import os
 import threading
@@ -17,6 +18,9 @@ from tasuki.client.policy import Policy
 from tasuki.client.reward_worker import Source, become_worker, checked_reward, load_function, read_signature, send_answer, told
 
 _LOOK_EVERY_S = 0.2
+_MAX_BYTES = 1 << 23
+BLOCKED = 77
+"""Exit code of a worker whose event loop an episode has blocked, after it has told which."""
 
 
 def serve(connection_fd: int) -> NoReturn:
@@ -39,8 +43,8 @@ class _Episodes:
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._connection.fileno(), self._read)
-        threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
+        for work in (self._read, self._watch):
+            threading.Thread(target=work, args=(loop,), daemon=True).start()
         await asyncio.Event().wait()
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -56,18 +60,23 @@ class _Episodes:
                 if episode is not None:
                     why = f"blocked its worker for over {self._timeout_s:g} s; its code awaits what takes time, or runs it in a thread"
                     send_answer(self._connection, [episode, None, "end", (math.nan, why)])
-                    os._exit(1)
+                    os._exit(BLOCKED)
 
-    def _read(self) -> None:
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Reads in a thread: the client must never wait for an event loop that is busy."""
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                os._exit(0)  # tools may still run in threads
+            loop.call_soon_threadsafe(self._take, *message)
+
+    def _take(self, episode: int, number: int | None, fields: dict[str, Any]) -> None:
         """Takes one message of the client: an episode to run, or an answer of the policy."""
-        try:
-            episode, number, fields = self._connection.recv()
-        except (EOFError, OSError):
-            os._exit(0)  # tools may still run in threads
         if number is None:
             self._timeout_s = fields["timeout_s"]
             self._tasks[episode] = asyncio.create_task(self._episode(episode, **fields))
-        elif (answer := self._answers.pop((episode, number), None)) is not None:
+        elif (answer := self._answers.pop((episode, number), None)) is not None and not answer.done():
             answer.set_result(fields)
 
     async def _episode(self, episode: int, *, arguments: Mapping[str, Any], timeout_s: float) -> None:
@@ -75,6 +84,10 @@ class _Episodes:
         clock, numbers_of_calls = _Clock(timeout_s), itertools.count()
 
         async def ask(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+            if episode not in self._tasks:
+                raise asyncio.CancelledError("the episode has ended")  # in a task that it has left behind
+            if (size := len(json.dumps(fields))) > _MAX_BYTES:
+                raise ValueError(f"the prompt has {size} bytes as JSON; at most {_MAX_BYTES}")
             number = next(numbers_of_calls)
             answer = self._answers[episode, number] = asyncio.get_running_loop().create_future()
             with clock.stopped():
@@ -93,6 +106,8 @@ class _Episodes:
         except BaseException as error:  # noqa: BLE001  the user's function may raise anything
             answer = math.nan, f"took over {timeout_s:g} s of its own time" if clock.has_run_out() else f"raised {told(error)}"
         self._tasks.pop(episode)
+        for key in [key for key in self._answers if key[0] == episode]:
+            self._answers.pop(key).cancel()
         send_answer(self._connection, [episode, None, "end", answer])
 
 
@@ -102,13 +117,14 @@ class _Clock:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._num_stops = 0
+        self._has_run_out = False
 
     def running(self) -> asyncio.Timeout:
         self._timeout = asyncio.timeout(self._limit_s)
         return self._timeout
 
     def has_run_out(self) -> bool:
-        return self._timeout.expired()
+        return self._has_run_out or self._timeout.expired()
 
     def stopped(self) -> _Clock:
         return self
@@ -117,6 +133,9 @@ class _Clock:
         self._num_stops += 1
         if self._num_stops == 1 and (ends := self._timeout.when()) is not None:
             self._left_s = ends - asyncio.get_running_loop().time()
+            self._has_run_out = self._left_s <= 0
+            if self._has_run_out:
+                raise TimeoutError
             self._timeout.reschedule(None)
 
     def __exit__(self, *error: object) -> None:

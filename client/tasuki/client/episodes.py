@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 import threading
@@ -21,8 +22,9 @@ import numpy as np
 
 from tasuki.client.aside import Aside
 from tasuki.client.async_client import AsyncClient
-from tasuki.client.dataset import Row
+from tasuki.client.dataset import Row, prompt_problem
 from tasuki.client.episode import Asked, Batch, Episode, Episodes
+from tasuki.client.episode_worker import BLOCKED
 from tasuki.client.reward_worker import Signature
 from tasuki.client.rewards import START_TIMEOUT_S, Scores, source_of
 from tasuki.client.sync_client import Client
@@ -34,6 +36,8 @@ from tasuki.wire.errors import InvalidArgument, RewardFailed
 _LOOK_EVERY_S = 0.1
 _GRACE_S = 10.0
 """Beyond its time limit an episode is still waited for: its worker may be busy with others."""
+_MAX_REFUSED = 100
+"""Turns that an episode may ask for beyond its limits."""
 _MAX_LOSSES, _MAX_RUNS = 3, 20
 """Times that an episode's worker may end while it runs by itself, and that it is begun: another of the worker's may be at fault."""
 _NO_TURN = {
@@ -75,6 +79,7 @@ class EpisodePool:
         self._source = source_of(function, tuple(str(Path(folder).absolute()) for folder in folders))
         self._workers = [self._start() for _ in range(num_workers)]
         self._starting = set(self._workers)
+        self._ids = itertools.count()
         self._aside = Aside("tasuki-episodes")
         try:
             self._signature = self._aside.call(self._read_signature)
@@ -137,7 +142,7 @@ class EpisodePool:
         try:
             while (waiting or batch.running) and not is_over.is_set():
                 for episode in self._begun(batch, waiting):
-                    batch.running[episode.index] = episode
+                    batch.running[episode.id] = episode
                 if not batch.lost:
                     batch.lost += self._told(client, batch, timeout_s=0.0 if batch.arrived.qsize() else _LOOK_EVERY_S)
                     while batch.arrived.qsize():
@@ -158,22 +163,28 @@ class EpisodePool:
         """Gives the waiting episodes to the workers in turn."""
         begun: list[Episode] = []
         ready = [worker for worker in self._workers if worker not in self._starting]
-        while waiting and ready:
+        has_suspect = any(one.num_losses for one in batch.running.values())
+        for _ in range(len(waiting) if ready else 0):
             episode = waiting.popleft()
+            if episode.num_losses and has_suspect:  # those whose worker has ended run one at a time
+                waiting.append(episode)
+                continue
+            has_suspect |= bool(episode.num_losses)
             worker = ready[episode.index % len(ready)]
             episode.turns, episode.num_runs, episode.num_open = Turns(), episode.num_runs + 1, 0
+            episode.id, episode.num_refused = next(self._ids), 0
             taken = self._signature.taken
             arguments = {name: value for name, value in episode.row.items() if taken is None or name in taken}
-            batch.worker_of[episode.index] = worker
+            batch.worker_of[episode.id] = worker
             episode.runs_since = None
             begun.append(episode)
             self._send(batch, episode, None, {"arguments": arguments, "timeout_s": self._timeout_s})
         return begun
 
     def _send(self, batch: Batch, episode: Episode, number: int | None, fields: Mapping[str, Any]) -> None:
-        worker = batch.worker_of[episode.index]
+        worker = batch.worker_of[episode.id]
         try:
-            worker.ask((episode.index, number, fields), timeout_s=math.inf)
+            worker.ask((episode.id, number, fields), timeout_s=math.inf)
         except WorkerEnded as error:
             batch.lost.append((worker, str(error)))
 
@@ -193,7 +204,7 @@ class EpisodePool:
                 continue
             if worker in self._starting:
                 self._starting.discard(worker)
-            elif (episode := batch.running.get(message[0])) is not None and batch.worker_of[episode.index] is worker:
+            elif (episode := batch.running.get(message[0])) is not None:
                 self._take(client, batch, episode, *message[1:])
         return ended
 
@@ -206,7 +217,7 @@ class EpisodePool:
             episode.reward, episode.failure = fields
             if episode.failure and self._on_error == "fail":
                 raise self._failed(episode, batch)
-            del batch.running[episode.index]
+            del batch.running[episode.id]
             batch.count(ended=1)
             return
         try:
@@ -215,22 +226,27 @@ class EpisodePool:
                 self._send(batch, episode, number, {"token_ids": self._tokenizer.encode_text(fields["text"])})
                 return
             turn = self._asked(episode, kind, fields)
+            room = self._max_tokens - turn.num_tokens
+            if room < 1 or len(episode.turns.turns) + episode.num_open >= self._max_turns:
+                episode.turns.is_truncated = True
+                episode.num_refused += 1
+                over = {"error": f"the episode has had its {self._max_turns} turns or {self._max_tokens} tokens"}
+                self._send(batch, episode, number, _NO_TURN if episode.num_refused < _MAX_REFUSED else over)
+                return
+            wanted = [limit for limit in (fields["max_new_tokens"], batch.sampling.max_new_tokens, room) if limit is not None]
+            sampling = replace(batch.sampling, max_new_tokens=min(wanted))
         except InvalidArgument as error:
             self._send(batch, episode, number, {"error": error.message})
             return
-        room = self._max_tokens - turn.num_tokens
-        if room < 1 or len(episode.turns.turns) + episode.num_open >= self._max_turns:
-            episode.turns.is_truncated = True
-            self._send(batch, episode, number, _NO_TURN)
+        except (TypeError, ValueError, OverflowError) as error:  # arguments have no types
+            self._send(batch, episode, number, {"error": f"{kind}: {error}"})
             return
-        wanted = [limit for limit in (fields["max_new_tokens"], batch.sampling.max_new_tokens, room) if limit is not None]
-        sampling = replace(batch.sampling, max_new_tokens=min(wanted))
         call = _call_number(batch.number, episode.index, len(episode.turns.turns) + episode.num_open)
         generated = client.submit(partial(_generate, turn=turn, sampling=sampling, call_number=call))
         batch.generated.add(generated)
         episode.num_open += 1
         episode.runs_since = None
-        generated.add_done_callback(lambda done: batch.arrive(episode, episode.num_runs, number, turn, done))
+        generated.add_done_callback(partial(batch.arrive, episode, episode.id, number, turn))
 
     def _asked(self, episode: Episode, kind: str, fields: Mapping[str, Any]) -> Asked:
         """The prompt of a turn as an extension of an earlier one. Raises InvalidArgument."""
@@ -242,6 +258,8 @@ class EpisodePool:
             return Asked(parent, before, token_ids[len(before) :], (), row)
         assert self._tokenizer is not None
         messages, tools = fields["messages"], fields["tools"]
+        if problem := prompt_problem(messages) if isinstance(messages, list) else "is no list of messages":
+            raise InvalidArgument("messages", problem)
         asked = {**row, "tools": tools} if tools else row
         parent = turns.extended_by_chat(messages)
         if parent is None:
@@ -254,7 +272,7 @@ class EpisodePool:
     def _answer(self, batch: Batch, episode: Episode, run: int, number: int, asked: Asked, done: Future[Sample]) -> None:
         """Records a turn and passes it to its episode."""
         batch.generated.discard(done)
-        if episode.num_runs != run or episode.index not in batch.running:
+        if run not in batch.running:
             return  # begun again meanwhile, or over
         episode.num_open -= 1
         assert self._tokenizer is not None
@@ -268,6 +286,8 @@ class EpisodePool:
         batch.count(tokens=len(token_ids))
         messages = [*asked.messages, *as_json([answer["message"]])] if asked.messages else ()
         episode.turns.turns.append(Turn(asked.parent, asked.new_token_ids, sample, messages))
+        if sample.finish_reason is FinishReason.LENGTH and asked.num_tokens + len(token_ids) >= self._max_tokens:
+            episode.turns.is_truncated = True
         context = [*asked.token_ids_before.tolist(), *asked.new_token_ids.tolist(), *token_ids]
         reason = sample.finish_reason.lower()
         self._send(batch, episode, number, {**answer, "token_ids": token_ids, "context": context, "finish_reason": reason})
@@ -275,17 +295,18 @@ class EpisodePool:
     def _overdue(self, batch: Batch) -> list[tuple[WorkerProcess, str]]:
         """Workers with an episode that has not ended in time: its code blocks the worker's event loop."""
         limit = time.monotonic() - self._timeout_s - _GRACE_S
-        late = {batch.worker_of[one.index] for one in batch.running.values() if one.runs_since and one.runs_since < limit}
+        late = {batch.worker_of[one.id] for one in batch.running.values() if one.runs_since and one.runs_since < limit}
         return [(worker, f"blocked its worker for over {self._timeout_s:g} s; it was killed") for worker in late]
 
     def _lost(self, batch: Batch, worker: WorkerProcess, how: str) -> list[Episode]:
         """Replaces a worker. Returns its episodes, which begin again; those lost too often have failed."""
-        lost = [one for one in batch.running.values() if batch.worker_of[one.index] is worker]
+        lost = [one for one in batch.running.values() if batch.worker_of[one.id] is worker]
         self._replace(worker)
         again: list[Episode] = []
+        has_told = f"exit code {BLOCKED}" in how  # which episode was at fault
         for episode in lost:
-            del batch.running[episode.index]
-            episode.num_losses += episode.runs_since is not None
+            del batch.running[episode.id]
+            episode.num_losses += episode.runs_since is not None and not has_told
             if episode.num_losses < _MAX_LOSSES and episode.num_runs < _MAX_RUNS:
                 again.append(episode)
                 continue

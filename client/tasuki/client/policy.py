@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import operator
 import re
+import threading
 import types
 import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -37,6 +39,10 @@ class Reply:
     """The assistant's message for a chat: append it as it is, and the next turn extends this one."""
 
 
+class ToolError(Exception):
+    """What a tool has raised in its thread, as text."""
+
+
 class Policy:
     """The model that learns. Calls of one episode may run at once."""
 
@@ -49,7 +55,12 @@ class Policy:
 
     async def generate(self, token_ids: Sequence[int], *, max_new_tokens: int | None = None) -> Reply:
         """Continues a prompt of token ids. A prompt that begins with an earlier turn's tokens extends it; any other begins a branch."""
-        return Reply(**await self._ask("generate", {"token_ids": list(token_ids), "max_new_tokens": max_new_tokens}))
+        return Reply(
+            **await self._ask(
+                "generate",
+                {"token_ids": [operator.index(token_id) for token_id in token_ids], "max_new_tokens": max_new_tokens},
+            )
+        )
 
     async def chat_completion(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, max_new_tokens: int | None = None
@@ -94,13 +105,37 @@ class Chat:
             return f"error: there is no tool {name!r}; there are {', '.join(self._tools)}"
         try:
             inspect.signature(tool).bind(**arguments)
-            result = (
-                await tool(**arguments) if inspect.iscoroutinefunction(tool) else await asyncio.to_thread(tool, **arguments)
-            )
+            result = await tool(**arguments) if inspect.iscoroutinefunction(tool) else await _in_thread(tool, arguments)
             text = result if isinstance(result, str) else json.dumps(result)
         except Exception as error:  # noqa: BLE001  the user's tool may raise anything
-            text = f"error: {type(error).__name__}: {error}"
+            text = f"error: {error}" if isinstance(error, ToolError) else f"error: {type(error).__name__}: {error}"
         return text[:_MAX_RESULT_CHARACTERS]
+
+
+async def _in_thread(tool: Tool, arguments: Mapping[str, Any]) -> object:
+    """Calls a tool in a thread of its own: one that hangs takes none from others."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Callable[[], object]] = loop.create_future()
+
+    def end(result: Callable[[], object]) -> None:
+        if not done.done():
+            done.set_result(result)
+
+    def work() -> None:
+        try:
+            result = tool(**arguments)
+        except BaseException as error:  # noqa: BLE001  the user's tool may raise anything
+            problem = f"{type(error).__name__}: {error}"
+
+            def fail() -> object:
+                raise ToolError(problem)
+
+            loop.call_soon_threadsafe(end, fail)
+        else:
+            loop.call_soon_threadsafe(end, lambda: result)
+
+    threading.Thread(target=work, daemon=True).start()
+    return (await done)()
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:

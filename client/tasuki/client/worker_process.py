@@ -27,7 +27,7 @@ def work():
     importlib.import_module(sys.argv[4]).serve(int(sys.argv[2]))
 run_nested(work, lifeline_fd=int(sys.argv[3]))
 """
-_MAX_ANSWER_BYTES = 1 << 20
+_MAX_ANSWER_BYTES = 1 << 24
 _IO_TIMEOUT_S = 10
 _END_S = 10.0
 
@@ -66,7 +66,7 @@ class WorkerProcess:
         """Sends a request. Raises WorkerEnded if the worker is gone."""
         self._limit_s, self._ends = timeout_s, time.monotonic() + timeout_s
         try:
-            if not connection.wait([self._pidfd], timeout=0):
+            if self._pidfd >= 0 and not connection.wait([self._pidfd], timeout=0):
                 self._connection.send(request)
                 return
         except OSError:
