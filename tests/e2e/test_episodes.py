@@ -60,6 +60,36 @@ async def fails(policy, prompt):
         case "wrong": await policy.generate([])
     return 1.0
 
+async def leaves_tasks(policy, prompt):
+    async def asks():
+        while True:
+            await policy.generate([40])
+    async def breaks():
+        await policy.generate([20])
+        raise RuntimeError
+    try:
+        await asyncio.gather(asks(), breaks())
+    except RuntimeError:
+        return 1.0
+
+async def never_ends(policy, prompt):
+    while True:
+        await policy.generate([20])
+
+async def asks_wrongly(policy, prompt):
+    for call in (
+        lambda: policy.generate([20], max_new_tokens=-1), lambda: policy.generate([20], max_new_tokens="x"),
+        lambda: policy.generate([2**40]), lambda: policy.generate([[5], [6]]), lambda: policy.generate("text"),
+        lambda: policy.chat_completion("hello"), lambda: policy.chat_completion([{"role": "user"}]),
+        lambda: policy.chat_completion([{"content": "a"}]), lambda: policy.encode(3),
+    ):
+        try:
+            await call()
+            return 0.0
+        except (TypeError, ValueError):
+            pass
+    return 1.0
+
 async def careless(prompt): return 1.0
 def blocking(policy): return 1.0
 """
@@ -170,3 +200,22 @@ def test_functions_that_are_no_episodes_are_refused(client: Client, folder: Path
             run(client, folder, function, [])
     with pytest.raises(InvalidArgument, match=r"rows.jsonl: row 1 has only question"):
         run(client, folder, "three_turns", [{"question": "a"}])
+
+
+def test_tasks_that_an_episode_leaves_behind_take_no_turn_of_another(client: Client, folder: Path):
+    rows: list[Row] = [{"prompt": "a"}, {"prompt": "b"}]
+    tokenizer = ModelTokenizer(folder / "tokenizer")
+    with EpisodePool("agents:leaves_tasks", tokenizer=tokenizer, max_tokens=96, folders=[folder]) as pool:
+        for number in range(2):
+            ran = pool.run(client, rows, SamplingParams(max_new_tokens=2), num_samples=2, number=number)
+            assert ran.scores.rewards.tolist() == [1.0] * 4
+            assert all(turn.prompt_token_ids.tolist() in ([20], [40]) for one in ran.episodes for turn in one.turns.turns)
+            assert all([turn.prompt_token_ids.tolist() for turn in one.turns.turns].count([20]) == 1 for one in ran.episodes)
+
+
+def test_wrong_arguments_and_endless_loops_fail_their_episode_alone(client: Client, folder: Path):
+    ran = run(client, folder, "asks_wrongly", [{"prompt": "ab"}])
+    assert ran.scores.rewards.tolist() == [1.0, 1.0], [one.failure for one in ran.episodes]
+    ran = run(client, folder, "never_ends", [{"prompt": "ab"}], max_turns=3, on_error="zero")
+    assert ran.scores.rewards.tolist() == [0.0, 0.0]
+    assert all("has had its 3 turns" in one.failure for one in ran.episodes)

@@ -1,7 +1,7 @@
 """Makes the agent's task from scratch: tokenizer with a chat template, tiny model, supervised start, prompts.
 
-The problem: say the number of a name. The model cannot know it, only look it up with a tool. The teacher of the supervised start looks
-up in one of seven cases and else guesses, so that the model learns how a tool is called; only the reward tells when.
+The problem: say the number of a name. The model cannot know it, only look it up with a tool. The teacher of the supervised start
+shows how a tool is called and its result used, but seldom chooses to, and guesses instead; only the reward tells which habit is right.
 """
 
 from __future__ import annotations
