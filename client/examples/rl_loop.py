@@ -117,7 +117,7 @@ class RlLoop:
             report(step)
             if is_last:
                 break
-        self.progress.begin(settings.num_steps, "export")
+        self.progress.begin(number, "export")
         self.client.export_model(settings.output_dir / "model")
 
     def needs_rollout(self, number: int) -> bool:

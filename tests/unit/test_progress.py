@@ -50,6 +50,16 @@ def test_time_left_counts_the_steps_and_evaluations_to_come() -> None:
     assert progress.record().tokens_per_second == 100.0
     progress.begin(10, "evaluate")
     assert progress.record().eta_s == pytest.approx(30.0, abs=1.0)
+    progress.begin(5, "export")  # stopped early
+    assert progress.record().eta_s is None
+
+
+def test_time_left_does_not_jump_between_short_and_long_steps() -> None:
+    progress = Progress(num_steps=100)
+    progress.begin(50, "generate")
+    for number, seconds in enumerate([1.0, 9.0] * 8 + [1.0, 1000.0]):
+        progress.finished(Step(number, num_policy_steps=1, seconds={"generate": seconds}))
+    assert progress.record().eta_s == pytest.approx(50 * 5.0, rel=0.1)
 
 
 def test_progress_is_a_file_while_the_command_lives(tmp_path: Path) -> None:

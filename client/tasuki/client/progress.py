@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean
 
 from tasuki.client.step import Step
 
 RESTARTED = "rollout has restarted: the call is repeated"
-_RECENT_STEPS = 8
-"""Finished steps whose median duration estimates those to come: one may have outlasted a restart."""
+_RECENT_STEPS = 32
+"""Finished steps that estimate those to come, by the mean of their middle half: some may have outlasted a restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class ProgressRecord:
     elapsed_s: float = 0.0
     """Seconds since the command began."""
     eta_s: float | None = None
-    """Seconds until the run's last step ends, by the latest steps; None before the first has ended."""
+    """Seconds until the run's last step ends, by the latest steps; None before the first has ended and after the last."""
     waits_for: str = ""
     """Why the part takes longer than usual, in words for a person; usually empty."""
     updated_at: float = 0.0
@@ -127,10 +127,12 @@ class Progress:
 
     def _eta_s(self, step_s: float) -> float | None:
         """step_s: seconds of the current step so far."""
-        if not self._recent:
+        if not self._recent or self._activity in ("export", "stop"):
             return None
-        spent = [step.total_seconds() - step.seconds.get("evaluate", 0.0) for step in self._recent]
-        usual_s, first, end, every = median(spent), self._step, self._num_steps, self._eval_every
+        spent = sorted(step.total_seconds() - step.seconds.get("evaluate", 0.0) for step in self._recent)
+        cut = (len(spent) + 1) // 4
+        usual_s = fmean(spent[cut : len(spent) - cut])
+        first, end, every = self._step, self._num_steps, self._eval_every
         # Multiples of `every` from the current step on, and the final evaluation.
         num_evals = 0 if every is None else max(0, (end - 1) // every - (first - 1) // every) + 1
         left_s = (end - first) * usual_s + num_evals * self._eval_s
