@@ -25,6 +25,19 @@ def test_a_recorded_step_has_its_groups_and_a_completion_by_token() -> None:
     assert len(sample["token_ids"]) == len(sample["rollout_log_probs"]) == len(sample["trainer_log_probs"])
 
 
+def test_tokens_that_the_policy_did_not_draw_have_no_log_probs(tmp_path: Path) -> None:
+    episode = {
+        "token_ids": [5, 6, 7],
+        "loss_mask": [1, 0, 1],
+        "rollout_log_probs": [-1, 0, -2],
+        "trainer_log_probs": [-1, -9, -2],
+    }
+    (tmp_path / "step-000001.jsonl").write_text(json.dumps(episode) + "\n")
+    sample = read_sample(tmp_path, 1, 0, token_text=TokenTexts(None))
+    assert sample["is_masked"] == [False, True, False]
+    assert sample["rollout_log_probs"] == sample["trainer_log_probs"] == [-1, None, -2]
+
+
 def test_lines_and_fields_of_the_wrong_kind_are_passed_over(tmp_path: Path) -> None:
     strange = {
         "group": "x", "sample": 10**30, "prompt": [{"role": "user", "content": "\ud800hi"}], "completion": None, "reward": "high",

@@ -64,8 +64,8 @@ def test_a_line_has_all_that_is_known_of_a_sample(settings: TrainConfig):
     line = found[3]
     assert line.keys() == {
         "step", "group", "sample", "policy_version", "prompt", "fields", "completion", "finish_reason", "reward", "rewards",
-        "advantage", "log_prob_gap", "log_prob_gap_max", "temperature", "prompt_token_ids", "token_ids", "advantages", "rollout_log_probs",
-        "trainer_log_probs",
+        "advantage", "log_prob_gap", "log_prob_gap_max", "temperature", "prompt_token_ids", "token_ids", "loss_mask", "advantages",
+        "rollout_log_probs", "trainer_log_probs",
     }  # fmt: skip
     assert line["rewards"] == {"number": 3.0, "odd": 1.0}
     assert line["reward"] == 4.0

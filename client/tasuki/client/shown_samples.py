@@ -47,6 +47,7 @@ class ShownSample:
             "temperature": sample.temperature,
             "prompt_token_ids": list(self.prompt_token_ids),
             "token_ids": sample.token_ids.tolist(),
+            "loss_mask": np.asarray(sample.loss_mask, int).tolist() or None,
             "advantages": None if learned is None or np.ndim(learned.advantages) == 0 else _numbers(learned.advantages),
             "rollout_log_probs": _numbers(sample.rollout_log_probs),
             "trainer_log_probs": None if self.trainer_log_probs is None else _numbers(self.trainer_log_probs),

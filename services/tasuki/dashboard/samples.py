@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from heapq import nlargest
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,7 @@ def read_sample(folder: Path | None, step: int, index: int, *, token_text: Token
     if sample is None:
         raise InvalidArgument("sample", f"line {index + 1} of step {step} is not a sample")
     token_ids = [one for one in _list(sample, "token_ids") if isinstance(one, int)][:_MAX_TOKENS]
+    is_masked = [value == 0 for value in _list(sample, "loss_mask")[: len(token_ids)]]
     return {
         **_head(index, sample, max_chars=_MAX_CHARS),
         "messages": _messages(sample.get("prompt")),
@@ -117,7 +118,11 @@ def read_sample(folder: Path | None, step: int, index: int, *, token_text: Token
         "num_tokens": len(_list(sample, "token_ids")),
         "token_ids": token_ids,
         "tokens": [token_text(one) for one in token_ids],
-        **{name: _numbers(sample, name, len(token_ids)) for name in ("rollout_log_probs", "trainer_log_probs", "advantages")},
+        "is_masked": is_masked,
+        **{
+            name: _numbers(sample, name, is_masked, len(token_ids))
+            for name in ("rollout_log_probs", "trainer_log_probs", "advantages")
+        },
     }
 
 
@@ -207,9 +212,10 @@ def _number(value: object) -> float | None:
     return number if number is not None and abs(number) != float("inf") and number == number else None
 
 
-def _numbers(sample: dict[str, Any], name: str, count: int) -> list[float | None] | None:
-    values: Sequence[object] = _list(sample, name)
-    return [_number(value) for value in values[:count]] if values else None
+def _numbers(sample: dict[str, Any], name: str, is_masked: Sequence[bool], count: int) -> list[float | None] | None:
+    """None for a token that was not drawn."""
+    pairs = zip_longest(_list(sample, name)[:count], is_masked)
+    return [None if masked else _number(value) for value, masked in pairs] if _list(sample, name) else None
 
 
 def _list(sample: dict[str, Any], name: str) -> list[Any]:

@@ -154,20 +154,24 @@ function show(host, sample) {
   const figure = h("figure", {});
   put(host, h("h2", {}, `Group ${sample.group ?? "–"}, completion ${sample.sample ?? "–"}`),
     h("dl", { class: "pairs two" }, pairs.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))])),
-    sample.messages ? chat(sample) : h("div", {}, block("Prompt", sample.prompt), block("Completion", sample.completion)),
+    sample.messages ? chat(sample) : h("div", {}, block("Prompt", sample.prompt), block(titleOf(sample), sample.completion)),
     sample.templated ? h("details", {}, h("summary", {}, "Prompt as the model got it"), block("Tokens of the prompt, as text", sample.templated)) : null);
   if (!sample.token_ids.length) {
     host.append(h("p", { class: "note" }, "Tokens and log-probs are kept for train.samples.groups_per_step groups of a step, which are listed first."));
     return;
   }
-  host.append(h("div", {}, h("h3", { id: "tokens-title" }, "Tokens by log-prob gap, |trainer - rollout|"), scale()), tokensOf(sample, detail), detail, figure);
+  host.append(h("div", {}, h("h3", { id: "tokens-title" }, "Tokens by log-prob gap, |trainer - rollout|"), scale(sample)), tokensOf(sample, detail), detail, figure);
   if (sample.token_ids.length > 1 && sample.rollout_log_probs) drawChart(figure, probsChart(sample));
+}
+
+function titleOf(sample) {
+  return sample.is_masked.includes(true) ? "Turns of this episode" : sample.messages ? "assistant, this completion" : "Completion";
 }
 
 /** The messages of a chat and the completion, by role. */
 function chat(sample) {
   const turns = [...sample.messages, { role: "assistant", content: sample.completion, others: "", isCompletion: true }];
-  return h("div", { class: "chat" }, turns.map((one) => h("div", { class: `turn ${one.isCompletion ? "is-completion" : ""}` }, block(one.isCompletion ? `${one.role}, this completion` : one.role, [one.content, one.others].filter(Boolean).join("\n")))));
+  return h("div", { class: "chat" }, turns.map((one) => h("div", { class: `turn ${one.isCompletion ? "is-completion" : ""}` }, block(one.isCompletion ? titleOf(sample) : one.role, [one.content, one.others].filter(Boolean).join("\n")))));
 }
 
 function gapOf(sample, place) {
@@ -179,8 +183,8 @@ function levelOf(gap) {
   return gap === null ? 0 : DECADES.filter((decade) => Math.abs(gap) >= decade * (1 - 1e-9)).length;
 }
 
-function scale() {
-  return h("p", { class: "scale" }, "nat, at least:", DECADES.map((decade, place) => h("span", { class: `g${place + 1}` }, decade >= 1e-3 ? String(decade) : decade.toExponential(0))));
+function scale(sample) {
+  return h("p", { class: "scale" }, "nat, at least:", DECADES.map((decade, place) => h("span", { class: `g${place + 1}` }, decade >= 1e-3 ? String(decade) : decade.toExponential(0))), sample.is_masked.includes(true) ? h("span", { class: "masked" }, "not drawn") : null);
 }
 
 function tokensOf(sample, detail) {
@@ -198,7 +202,7 @@ function tokensOf(sample, detail) {
   const add = (upTo) => {
     while (spans.length < Math.min(upTo, sample.token_ids.length)) {
       const place = spans.length;
-      const span = h("span", { class: `g${levelOf(gapOf(sample, place))}`, role: "option", id: `token-${place}`, "aria-selected": "false", on: { click: () => choose(place) } }, visible(sample, place));
+      const span = h("span", { class: sample.is_masked[place] ? "masked" : `g${levelOf(gapOf(sample, place))}`, role: "option", id: `token-${place}`, "aria-selected": "false", on: { click: () => choose(place) } }, visible(sample, place));
       spans.push(span);
       host.append(span);
     }
@@ -237,12 +241,12 @@ function numbersOf(sample, place) {
   return [
     [`token ${place + 1} of ${sample.token_ids.length}`, `${JSON.stringify(sample.tokens[place] ?? "")}, id ${sample.token_ids[place]}`],
     ["rollout log-prob", prob(sample.rollout_log_probs?.[place])], ["trainer log-prob", prob(sample.trainer_log_probs?.[place])],
-    ["trainer - rollout", gap === null ? "–" : `${number(gap, 3)} nat`], ["advantage", number(sample.advantages?.[place] ?? sample.advantage)],
+    ["trainer - rollout", sample.is_masked[place] ? "not drawn by the policy" : gap === null ? "–" : `${number(gap, 3)} nat`], ["advantage", sample.is_masked[place] ? "–" : number(sample.advantages?.[place] ?? sample.advantage)],
   ];
 }
 
 function probsChart(sample) {
   const series = [{ name: "rollout", mean: sample.rollout_log_probs, color: "var(--c1)" }];
-  if (sample.trainer_log_probs) series.push({ name: "trainer", mean: sample.trainer_log_probs, color: "var(--c0)", dashed: true });
+  if (sample.trainer_log_probs) series.push({ name: "trainer", mean: sample.trainer_log_probs, color: "var(--c0)", dash: "6 4" });
   return { title: "Log-probs by token", unit: "nat", x: sample.token_ids.map((_, place) => place + 1), xName: "token", series, format: number, height: 150 };
 }
