@@ -135,6 +135,35 @@ def test_a_run_that_learns_nothing_says_so_and_what_it_does_now(page: Browser, s
         page.open("about:blank#left")
 
 
+def test_a_supervised_run_has_its_own_views_and_latest_settings(page: Browser, stalled: Path) -> None:
+    run = stalled / "run.toml"
+    text = 'state_dir = "/s"\ndevice = "cpu"\n[model]\npath = "/m"\n[sft]\ndataset = "/d"\noutput_dir = "/o"\nnum_steps = '
+    run.write_text(f"{text}40")
+    with served(stalled) as server:
+        open_tab(page, server.url, "settings", "sft.num_steps")
+        run.write_text(f"{text}600")
+        open_tab(page, server.url, "run", "of 9 ended")
+        page.until("document.querySelector('#tab-samples').hidden && document.querySelector('#tab-evaluations').hidden")
+        page.evaluate("document.querySelector('#tab-run').focus()")
+        page.press("ArrowRight")
+        assert page.evaluate("document.activeElement.id") == "tab-settings"
+        page.until("document.querySelector('#view-settings').innerText.includes('600')")
+        page.open("about:blank#left")
+
+
+def test_a_phone_shows_all_without_scrolling_sideways(page: Browser, recorded) -> None:
+    page.resize(390, 800)
+    try:
+        for tab, shows in (("run", "Held-out reward"), ("settings", "trainer.learning_rate"), ("changeovers", "c000064")):
+            open_tab(page, recorded.url, tab, shows)
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390, tab
+            assert page.evaluate(
+                "[...document.querySelectorAll('main .scroll')].every((one) => one.scrollWidth <= one.clientWidth)"
+            ), tab
+    finally:
+        page.resize(1360, 1000)
+
+
 SAVED = """
 window.saved = [];
 const made = URL.createObjectURL;

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.load import load_config
-from tasuki.config.paths import log_path
+from tasuki.config.paths import RUN_CONFIG, log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.journal import JournalTail, page
 from tasuki.dashboard.logs import PROCESSES, read_logs
@@ -149,6 +149,7 @@ class Feed:
         return {
             "now": time.time(),
             "progress": progress if progress and is_finite else None,
+            "is_supervised": self._config is not None and self._config.sft is not None,
             "num_steps": None if run is None else run.num_steps,
             "others": [str(other.output_dir) for other in self._others],
             "without_update": self._steps.without_update(),
@@ -227,7 +228,7 @@ class Feed:
         self._problems: list[str] = []
         self._plan: dict[str, Any] | None = None
         self._plan_problem, self._planned_for = "there is no configuration of a node here", None
-        self._config = _config_of(place.config)
+        self._config = _config_of(place)
         self._samples_time, self._has_new_samples = 0, False
         self._stamps: dict[str, list[tuple[int, int]]] = {}
 
@@ -254,11 +255,13 @@ class Feed:
             told.append("samples")
         output_dir = self.place.output_dir or _NOWHERE
         watched = {
-            "run": [output_dir / "summary.json"],
+            "run": [output_dir / "summary.json", output_dir / RUN_CONFIG],
             "progress": [progress_path(output_dir)],
             "log": [log_path(self.place.archive, process) for process in PROCESSES],
         }
         told += [part for part, paths in watched.items() if self._is_changed(part, paths)]
+        if "run" in told:  # a resumed run may have another
+            self._config = _config_of(self.place)
         if self._make_plan():
             told.append("memory")
         if self._see_problems():
@@ -319,12 +322,13 @@ class Feed:
                     self._parts[part] += 1
 
 
-def _config_of(path: Path | None) -> NodeConfig | None:
-    """None without a file that can be read."""
-    try:
-        return None if path is None else load_config(path)
-    except (TasukiError, OSError):
-        return None
+def _config_of(place: RunPlace) -> NodeConfig | None:
+    """Configuration of the run, or else of the node; None without a file that can be read."""
+    for path in (place.output_dir and place.output_dir / RUN_CONFIG, place.config):
+        with suppress(TasukiError, OSError):
+            if path is not None:
+                return load_config(path)
+    return None
 
 
 def _model_of(place: RunPlace, config: NodeConfig | None) -> Path | None:

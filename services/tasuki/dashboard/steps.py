@@ -144,7 +144,12 @@ def thinned(runs: Sequence[StepColumns], *, first: int, last: int, points: int) 
         for name, values in columns.items() if len(steps) else ():
             rows = _reduced(values, starts) if size > 1 else {"mean": values}
             series.setdefault(name, {})[run] = {kind: _spread(row, places, len(buckets)) for kind, row in rows.items()}
-    constants = [_constants(run.between(0, _MAX_STEP)[1]) for run in runs]
+    constants: dict[str, float | None] = {}
+    varying: set[str] = set()
+    for run in reversed(runs):
+        found, others = _constants(run.between(0, _MAX_STEP)[1])
+        constants |= found
+        varying |= others
     steps, columns = parts[0]
     idle = np.bincount(
         np.searchsorted(buckets, (steps - low) // size), weights=_is_idle(columns, len(steps)), minlength=len(buckets)
@@ -154,7 +159,7 @@ def thinned(runs: Sequence[StepColumns], *, first: int, last: int, points: int) 
         "bucket": size,
         "series": series,
         "without_update": idle.astype(int).tolist(),
-        "constants": {name: value for name, value in constants[0].items() if all(name in one for one in constants)},
+        "constants": {name: value for name, value in constants.items() if name not in varying},
     }
 
 
@@ -167,8 +172,8 @@ def _is_idle(columns: Mapping[str, _Floats], count: int) -> NDArray[np.bool_]:
     return ~np.isnan(columns.get("mean_num_tokens", none)) & (updates == 0)
 
 
-def _constants(columns: Mapping[str, _Floats]) -> dict[str, float | None]:
-    """Metrics whose values are equal, or are 0 but for rounding: None."""
+def _constants(columns: Mapping[str, _Floats]) -> tuple[dict[str, float | None], set[str]]:
+    """Metrics whose values are equal, or are 0 but for rounding: None. Also names of the others that have values."""
     found: dict[str, float | None] = {}
     for name, values in columns.items():
         known = values[~np.isnan(values)]
@@ -181,7 +186,7 @@ def _constants(columns: Mapping[str, _Floats]) -> dict[str, float | None]:
             found[name] = _shown(known[0])
         elif np.abs(known).max() < _ROUNDING:
             found[name] = None
-    return found
+    return found, {name for name, values in columns.items() if name not in found and not np.isnan(values).all()}
 
 
 def _reduced(values: _Floats, starts: NDArray[np.int64]) -> dict[str, _Floats]:
@@ -254,7 +259,9 @@ def draw(thinned: dict[str, Any]) -> list[dict[str, Any]]:
     charts: list[dict[str, Any]] = []
     for chart in CHARTS:
         names = [name for name in left if chart.takes(name) and (chart.is_kept or name not in thinned["constants"])]
-        taken = {name: left.pop(name) for name in names}  # in the order of the file, as in a step
+        if not chart.is_stacked:  # those are in the order of the file, as in a step
+            names.sort(key=lambda name: (name.startswith("eval/"), name))
+        taken = {name: left.pop(name) for name in names}
         if taken:
             charts.append(_drawn(chart.title, chart.unit, taken, is_stacked=chart.is_stacked, is_log=chart.is_log))
     rest = sorted(left.keys() - thinned["constants"].keys())

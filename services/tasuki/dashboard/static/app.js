@@ -13,6 +13,7 @@ const LEAST_MS = 2000; // between refreshes of a view, unless it has its own lea
 const CHANGES_MS = 1000; // between questions for changes
 const RETRY_MS = 2000;
 const TABS = ["run", "samples", "evaluations", "settings", "log", "node", "memory", "changeovers"];
+const OF_REWARDS = ["samples", "evaluations"]; // which a supervised run has not
 const STALE_S = 15; // of a record that is renewed every second
 const KEY = "tasuki-token";
 
@@ -126,6 +127,7 @@ async function showHead() {
   document.title = `${(run.output_dir ?? run.archive).split("/").pop()} · tasuki`;
   put(byId("unreadable"), run.problems.map((line) => h("p", { class: "cause" }, line)));
   put(byId("progress"), progress(run));
+  for (const tab of OF_REWARDS) byId(`tab-${tab}`).hidden = run.is_supervised;
   const phase = node.is_live ? String(node.node.phase).replace("PHASE_", "").replace("UNSPECIFIED", "changeover") : "";
   badge(node.is_live ? `live · ${phase}` : node.is_silent ? "no answer" : run.summary ? "run ended" : "no node runs", node.is_live ? "is-live" : "");
   return { run, node };
@@ -166,8 +168,8 @@ async function follow() {
 
 function moveTab(event) {
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-  const place = TABS.indexOf(shown);
-  if (step) show(TABS[(place + step + TABS.length) % TABS.length], { focus: true });
+  const tabs = TABS.filter((tab) => !byId(`tab-${tab}`).hidden);
+  if (step) show(tabs.at((tabs.indexOf(shown) + step) % tabs.length), { focus: true });
   else if (event.key === "Home") show(TABS[0], { focus: true });
   else if (event.key === "End") show(TABS.at(-1), { focus: true });
   else return;
@@ -191,7 +193,7 @@ async function begin() {
   for (;;) {
     try {
       const { run } = await showHead();
-      show(wanted || (run.output_dir ? "run" : "node"));
+      show((!byId(`tab-${wanted}`)?.hidden && wanted) || (run.output_dir ? "run" : "node"));
       break;
     } catch (error) {
       fail(error);

@@ -17,7 +17,7 @@ const observers = new WeakMap();
 /**
  * Draws into `host`, again whenever its width changes.
  *
- * spec: title, unit, x (numbers, ascending), xName, series: [{name, mean, low?, high?, color, dashed?}], limits: dashed lines as series;
+ * spec: title, unit, x (numbers, ascending), xName, series: [{name, mean, low?, high?, color, dash?}], limits: dashed lines as series;
  * isStacked, isLog, isStepped, isBars (of one width each), isWhole (no value leaves the chart), isBinary (ticks in powers of two), format(value), formatX(x), height,
  * onZoom(first, last), marks: {counts, name} to point at below the curves. A series with `faint` has these values behind its own. A few values far above all others leave the chart at its top.
  */
@@ -50,7 +50,7 @@ function frame(host, spec) {
 function key(one, spec) {
   const isLine = one.isLimit || !spec.isStacked;
   const style = isLine ? { "border-color": one.color } : { background: one.color };
-  return h("span", { class: `key ${isLine ? "line" : ""} ${one.dashed || one.isLimit ? "dashed" : ""}`, style, "aria-hidden": "true" });
+  return h("span", { class: `key ${isLine ? "line" : ""} ${one.dash || one.isLimit ? "dashed" : ""}`, style, "aria-hidden": "true" });
 }
 
 function paint(parts, spec) {
@@ -198,7 +198,7 @@ function curve(one, spec, drawing) {
   const shown = [];
   if (one.low) shown.push(s("path", { class: "band", style: { fill: one.color }, d: band(one.low, one.high, drawing) }));
   if (one.faint) shown.push(s("path", { class: "curve faint", style: { stroke: one.color }, d: path(one.faint, spec, drawing) }));
-  shown.push(s("path", { class: "curve", style: { stroke: one.color }, "stroke-dasharray": one.dashed ? "6 4" : null, d: path(one.mean, spec, drawing) }));
+  shown.push(s("path", { class: "curve", style: { stroke: one.color }, "stroke-dasharray": one.dash, d: path(one.mean, spec, drawing) }));
   const known = one.mean.map((value, index) => [index, value]).filter(([, value]) => value !== null);
   if (known.length <= MARKERS && known.length < spec.x.length * 0.8 || known.length === 1)
     shown.push(...known.map(([index, value]) => s("circle", { cx: drawing.x(index), cy: drawing.y(value), r: 3, style: { fill: one.color } })));

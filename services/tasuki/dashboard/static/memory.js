@@ -61,7 +61,7 @@ function chartOf(device, memory) {
 }
 
 function told(memory) {
-  if (!memory.devices.length) return "No data yet: the node writes memory.jsonl at its first changeover.";
+  if (!memory.devices.length) return "No data yet: the node writes memory.jsonl at its first changeover, and a supervised run makes none.";
   const bucket = memory.bucket > 1 ? ` Every ${memory.bucket}th stage is drawn.` : "";
   const plan = memory.plan_problem ? ` There is no plan to compare with: ${memory.plan_problem}.` : " The dashed line is the prediction of `tasuki plan`, with phases at their peak.";
   return `Sizes of tags are reported by the services; in between, they follow the stages in the journal.${plan}${bucket}`;

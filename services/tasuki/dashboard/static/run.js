@@ -6,6 +6,7 @@ import { facts, h, help, number, put, save, seconds } from "./dom.js";
 const POINTS = 200;
 const SMOOTHINGS = [[0, "none"], [0.6, "0.6"], [0.9, "0.9"], [0.97, "0.97"]];
 const STALLED_STEPS = 3;
+const DASHES = [null, "6 4", "2 3", "9 3 2 3"]; // of the metrics of a chart, when runs have the colours
 
 export function makeRun(host, api, fail) {
   let range = null;
@@ -84,8 +85,10 @@ function smoothed(values, weight) {
 function draw(host, charts, curves, { names, smoothing, isLog, zoom }) {
   while (host.children.length > charts.length) host.lastChild.remove();
   charts.forEach((chart, place) => {
-    const series = chart.series.map((one, index) => ({
-      ...one, name: names.length > 1 && !chart.is_stacked ? `${plain(one.name)} · ${names[one.run]}` : plain(one.name), color: color(index), dashed: one.run > 0,
+    const isCompared = names.length > 1 && !chart.is_stacked;
+    const metrics = [...new Set(chart.series.map((one) => one.name))];
+    const series = chart.series.map((one) => ({
+      ...one, name: isCompared ? `${plain(one.name)} · ${names[one.run]}` : plain(one.name), color: color(isCompared ? one.run : metrics.indexOf(one.name)), dash: isCompared ? DASHES[metrics.indexOf(one.name) % DASHES.length] : null,
       ...(smoothing && !chart.is_stacked ? { mean: smoothed(one.mean, smoothing), faint: one.mean, low: undefined, high: undefined } : {}),
     }));
     const isSeconds = chart.unit === "s";
@@ -101,8 +104,8 @@ function draw(host, charts, curves, { names, smoothing, isLog, zoom }) {
 function headline(run) {
   const { last, summary, steps } = run;
   const from = (value) => (typeof value === "number" ? `from ${number(value, 3)}` : "");
-  const total = run.progress?.steps || summary?.steps || run.num_steps;
-  const shown = [["Step", steps ? number(Math.min(steps[1] + 1, total || Infinity)) : "–", total ? `of ${number(total)} ended` : ""]];
+  const total = run.progress?.steps || run.num_steps || summary?.steps;
+  const shown = [["Step", steps ? number(Math.min(steps[1] + 1, run.progress?.step || Infinity, summary?.steps || Infinity, total || Infinity)) : "–", total ? `of ${number(total)} ended` : ""]];
   if ("mean_reward" in last || !("loss" in last)) shown.push(["Reward, weighted sum", number(last.mean_reward, 3), "mean of the latest step"], ["Held-out reward, weighted sum", number(last.eval_score, 3), from(summary?.eval_score_before)]);
   if ("signal_fraction" in last) shown.push(["Signal", `${number(100 * last.signal_fraction, 3)} %`, "of groups have differing rewards"]);
   if (run.without_update.count) shown.push(["Steps without update", number(run.without_update.count), run.without_update.newest ? `the newest ${number(run.without_update.newest)} in a row` : ""]);

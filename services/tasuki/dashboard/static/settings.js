@@ -8,7 +8,7 @@ export function makeSettings(host, api) {
     leastMs: 10_000,
     async refresh() {
       const [found, run] = await Promise.all([api("/api/settings"), api("/api/run")]);
-      const summary = Object.entries(run.summary ?? {}).map(([name, value]) => [name.replaceAll("_", " "), typeof value === "number" ? number(value) : String(value ?? "–")]);
+      const summary = Object.entries(run.summary ?? {}).filter(([name]) => !run.is_supervised || name !== "num_failed_rewards").map(([name, value]) => [name.replaceAll("_", " "), typeof value === "number" ? number(value) : String(value ?? "–")]);
       const isOpen = host.querySelector("details")?.open;
       put(host, h("div", { class: "columns" },
         h("div", { class: "card" }, h("h2", {}, "Provenance"), Object.keys(found.provenance).length ? pairs(Object.entries(found.provenance)) : h("p", { class: "note" }, "There is no run.json yet.")),
