@@ -101,6 +101,7 @@ class RlLoop:
         if pending is not None:
             report(self.completed(pending))
             first_step += 1
+        number = settings.num_steps  # of a run resumed after its last step
         for number in range(first_step, settings.num_steps + 1):
             step = Step(number)
             is_last = number == settings.num_steps
