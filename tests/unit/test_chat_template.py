@@ -188,3 +188,36 @@ def test_what_a_template_refuses_is_named_by_its_line_and_the_rows_field(
     assert raised.value.metadata["field"] == "prompt"
     place, refuses = "messages[0].tool_calls[0].function.arguments", "the model's chat template refuses them: "
     assert problem.format(place=place, refuses=refuses) in raised.value.message
+
+
+KEYS = (
+    "{# name #}{% for m in messages %}{% if m.role != 'developer' %}{{ m.content }}{{ m.kind }}{{ m.reasoning_content }}"
+    "{% if loop.last and m.thinking %}{{ m.thinking }}{% endif %}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    "{% for d in documents or [] %}{{ d.text }}{% endfor %}{% endif %}{% endfor %}"
+)
+CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}], "reasoning_content": "so"}
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "user", "content": "a", "name": "eve"}, "message 1 has `name`"),
+        ({"role": "user", "content": "a", "train": False}, "message 1 has `train`"),
+        ({"role": "user", "content": "a", "reasoning": "b"}, "message 1 has `reasoning`"),
+        ({"role": "developer", "content": "a"}, "drops message 1, of role developer"),
+        (CALLED, ""),
+        ({"role": "tool", "content": "a", "tool_call_id": "1", "thinking": "b"}, ""),
+    ],
+)
+def test_what_a_template_drops_of_a_message_is_refused(tmp_path: Path, message: dict[str, Any], problem: str) -> None:
+    own = Tokenizer.from_str(TRAINED["bytes"])
+    found = ModelTokenizer(write_folder(tmp_path, own, tokenizer_config={"chat_template": KEYS}))
+    chat = [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "<eos>"}]
+    if problem:
+        with pytest.raises(InvalidArgument, match=problem):
+            found.encode_prompt(chat)
+        return
+    read = [[*found.encode_prompt(chat, {"documents": [{"text": "how"}]})], found.encode_prompt(chat)]
+    assert [own.decode(ids).count("how") for ids in read] == [3, 0]
+    with pytest.raises(InvalidArgument, match="documents: must be a list of objects"):
+        found.encode_prompt(chat, {"documents": "how"})

@@ -86,14 +86,23 @@ def test_speculation_on_a_cpu_is_refused(tmp_path: Path):
     assert load_config(file, overrides=["device=cuda"]).rollout.engine == {"speculative_algorithm": "NGRAM"}
 
 
-def arguments_of(config: NodeConfig) -> dict[str, object]:
+def arguments_of(config: NodeConfig, stop_token_ids: tuple[int, ...] = (1,)) -> dict[str, object]:
     """Returns the arguments for SGLang's Engine."""
     pytest.importorskip("torch")
     from tasuki.rollout.arguments import engine_arguments
     from tasuki.rollout.model import ModelFacts
 
-    facts = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=(1,), is_seeded=False)
+    facts = ModelFacts(
+        path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=stop_token_ids, is_seeded=False
+    )
     return engine_arguments(config, Choices(micro_batch_tokens=1, checkpointing="none"), facts)
+
+
+@needs_sglang
+@pytest.mark.parametrize(("stop_token_ids", "eos"), [((), None), ((1, 3), [1, 3])])
+def test_a_model_without_stop_tokens_has_none_in_the_engine(stop_token_ids: tuple[int, ...], eos: list[int] | None):
+    config = NodeConfig.model_validate({"state_dir": "s", "device": "cpu", "model": {"path": "m"}})
+    assert json.loads(str(arguments_of(config, stop_token_ids)["json_model_override_args"])) == {"eos_token_id": eos}
 
 
 def engine_of(device: str, **engine: object) -> dict[str, object]:

@@ -49,15 +49,23 @@ def test_a_json_file_may_have_a_line_per_object(tmp_path: Path) -> None:
         ("a.csv", "prompt,prompt\n1,2\n", "a.csv:1: names a column twice"),
         ("a.csv", 'prompt\n"1\n', "not CSV"),
         ("a.csv", "prompt\n", "a.csv has no rows"),
-        ("a.csv", "question\n1\n", "a.csv:2: lacks `prompt`"),
+        ("a.csv", "question\n1\n", "a.csv:2: lacks `prompt`, has only question; `columns` can name"),
+        ("a.csv", b"prompt\na\n\xfc\n", "a.csv:3: not UTF-8; save it as that"),
+        ("a.json", '{\n"data": [{"prompt": "x"}]}', "a.json: is an object with data; give a list of rows"),
+        ("a.json", '\ufeff[{"prompt": ""}]', "a.json: row 1: `prompt` is empty"),
+        (
+            "a.json",
+            '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a", "weight": 0}]}]}',
+            "part with `weight`",
+        ),
         ("a.json", '[{"prompt": "x"}, 3]', "a.json: row 2: expected an object, got int"),
         ("a.json", '[{"prompt": "x"}, {"prompt": "\\ud83d"}]', "a.json: row 2: not JSON"),
         ("a.json", '[{"prompt": "x"}', "a.json: not JSON"),
         ("a.parquet", "no parquet at all", "a.parquet: not parquet"),
     ],
 )
-def test_an_unusable_row_is_named_by_its_place(tmp_path: Path, name: str, content: str, problem: str) -> None:
-    (tmp_path / name).write_text(content)
+def test_an_unusable_row_is_named_by_its_place(tmp_path: Path, name: str, content: str | bytes, problem: str) -> None:
+    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(InvalidArgument) as refused:
         read_jsonl(tmp_path / name)
     assert problem in refused.value.message

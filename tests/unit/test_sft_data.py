@@ -114,6 +114,7 @@ def test_a_prompt_of_messages_with_a_completion_is_a_chat(by_template: dict[str,
     ("template", "row", "problem"),
     [
         ("none", {"messages": CHAT}, "messages: is a list of chat messages, but the model's tokenizer has no chat template"),
+        ("plain", {"messages": CHAT, "train": False}, "train: is not read from a row"),
         ("plain", {"messages": "hi"}, "messages: must be a list of chat messages, is str"),
         ("plain", {"messages": []}, "messages: has no messages"),
         ("plain", {"messages": [{"role": "user"}]}, "messages: message 0"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from io import BytesIO, TextIOWrapper
 from itertools import islice
 from pathlib import Path
@@ -75,14 +77,22 @@ def _csv_rows(file: BinaryIO, path: Path, _: Sequence[str]) -> Iterator[tuple[st
                 )
             if values:
                 yield place, dict(zip(header, values, strict=True))
-    except (csv.Error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        file.seek(0)
+        number = next(number for number, line in enumerate(file, start=1) if line.decode(errors="ignore").encode() != line)
+        raise InvalidArgument("dataset", f"{path}:{number}: not UTF-8; save it as that") from error
+    except csv.Error as error:
         raise InvalidArgument("dataset", f"{path}:{reader.line_num}: not CSV: {error}") from error
 
 
 def _array(file: BinaryIO, path: Path, columns: Sequence[str]) -> Iterator[tuple[str, Row]]:
     """Rows of a JSON array. Files with a line per object have this suffix, too."""
-    content = file.read()
+    content = file.read().removeprefix(BOM_UTF8)
     if not content.lstrip().startswith(b"["):
+        with suppress(ValueError, RecursionError):  # of several lines
+            whole = json.loads(content)
+            if isinstance(whole, dict) and not whole.keys() & {"prompt", "messages", *columns}:
+                raise InvalidArgument("dataset", f"{path}: is an object with {', '.join(whole)}; give a list of rows")
         yield from _lines(BytesIO(content), path, columns)
         return
     try:
@@ -185,9 +195,13 @@ def _object(line: bytes, *, place: str) -> Row:
     return row
 
 
+def other_columns(row: Row) -> str:
+    return f"has only {', '.join(row) or 'nothing'}; `columns` can name the field's column"[:300]
+
+
 def _checked(row: Row, *, place: str) -> Row:
     if "prompt" not in row:
-        raise InvalidArgument("dataset", f"{place}: lacks `prompt`", place=place)
+        raise InvalidArgument("dataset", f"{place}: lacks `prompt`, {other_columns(row)}", place=place)
     for name in _RESERVED:
         if name in row:
             raise InvalidArgument(
@@ -225,6 +239,8 @@ def _content_problem(message: Mapping[str, object]) -> str:
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             return f'`content` has a part that is not text, {{"type": "text", "text": ...}}: {json.dumps(part)}'[:200]
+        if unknown := [name for name, value in part.items() if name not in ("type", "text") and value is not None]:
+            return f"`content` has a part with `{unknown[0]}`, which no template reads; remove it"
     return ""
 
 

@@ -9,9 +9,12 @@ from typing import Protocol
 import numpy as np
 
 from tasuki.client.chat import ASSISTANT, ChatTokens, Message
-from tasuki.client.dataset import Row, prompt_problem, read_objects
+from tasuki.client.dataset import Row, other_columns, prompt_problem, read_objects
 from tasuki.client.types import TrainingSample
 from tasuki.wire.errors import InvalidArgument
+
+# What other programs call a row's loss mask.
+_MASKS = ("weight", "weights", "loss", "loss_mask", "mask", "train")
 
 
 class SftTokenizer(Protocol):
@@ -55,13 +58,17 @@ def read_sft_jsonl(
 
 def sft_sample(row: Row, tokenizer: SftTokenizer) -> TrainingSample:
     """Builds the sample of one row, with a loss mask of 1 for trained tokens. Raises InvalidArgument naming the field."""
+    if masks := [name for name in _MASKS if row.get(name) is not None]:
+        raise InvalidArgument(masks[0], "is not read from a row; give answers that are not learned `weight` 0")
     if "messages" in row:
         if "prompt" in row or "completion" in row:
             raise InvalidArgument("messages", "comes with `prompt` or `completion`; give one or the other")
         return _chat_sample(row["messages"], row, tokenizer)
     prompt, completion = row.get("prompt"), row.get("completion")
     if prompt is None or completion is None:
-        raise InvalidArgument("messages", "missing; give `messages`, or `prompt` and `completion`")
+        raise InvalidArgument(
+            "messages", f"missing; give `messages`, or `prompt` and `completion`; the row {other_columns(row)}"
+        )
     if problem := prompt_problem(prompt):
         raise InvalidArgument("prompt", problem)
     if not isinstance(completion, str) or not completion:

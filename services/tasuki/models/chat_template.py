@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -21,9 +21,11 @@ from tasuki.wire.errors import InvalidArgument
 
 Message = Mapping[str, Any]
 # Noncharacters of Unicode, which no text contains.
-_START, _END = "\ufdd0", "\ufdd1"
+_START, _END, _SENTINEL = "\ufdd0", "\ufdd1", "\ufdd3"
 _KINDS = {"str": "text", "nonetype": "null", "dict": "object", "list": "array"}
 _OWN_KEYS = ("role", "content", "weight")
+# Of a tool's result: they name its call, which the chat already has before it.
+_LINKS = ("tool_call_id", "name")
 
 
 class ChatTemplate:
@@ -44,7 +46,8 @@ class ChatTemplate:
             self.variables = meta.find_undeclared_variables(tree)
             """Names that the template takes from its caller."""
             self._template = environment.from_string(tree)
-            self._text, self._source = text, source
+            self._source = source
+            self._checked = set[object]()
         except (TemplateError, RecursionError) as error:
             line = f":{error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             problem = (
@@ -61,17 +64,38 @@ class ChatTemplate:
         """Whether the template marks the assistant's text with `{% generation %}`."""
         return self._marks.is_used
 
-    def reads(self, key: str) -> bool:
-        """Whether the template may read a key of a message."""
-        return key in self._text
+    def check(self, messages: Sequence[Message], variables: Mapping[str, Any], *, field: str) -> None:
+        """Raises InvalidArgument for a key or content of a message that the template would drop. messages: settled.
 
-    def check_keys(self, messages: Sequence[Message], *, field: str) -> None:
-        """Raises InvalidArgument for a key of a message that the template does not read and that would be lost."""
-        for index, message in enumerate(messages):
-            for name, value in message.items():
-                if value and name not in _OWN_KEYS and not self.reads(name):
-                    problem = f"message {index} has `{name}`, which the model's chat template does not read; remove it"
-                    raise InvalidArgument(field, f"{problem}, or use a template that reads it")
+        A key is read if the template takes it from the message among all, or as the last. Chats that are alike are rendered once.
+        """
+        given = [{name for name, value in message.items() if value is not None and value != []} for message in messages]
+        has_text = [
+            bool(message["content"]) and "tool_calls" not in names for message, names in zip(messages, given, strict=True)
+        ]
+        for message, names in zip(messages, given, strict=True):
+            names.difference_update(_OWN_KEYS, _LINKS if message["role"] == "tool" else ())
+        roles = [message["role"] for message in messages]
+        variants = sorted(name for name, value in variables.items() if value)
+        alike = (*zip(roles, has_text, map(frozenset, given), strict=True), *variants)
+        if alike in self._checked:
+            return
+        try:
+            taken = self._taken(messages, variables)
+            text = self.render([_probe(message, index) for index, message in enumerate(messages)], variables)
+        except InvalidArgument:
+            return  # raised again, by its cause, where the messages themselves are rendered
+        for index, names in enumerate(given):
+            if names - taken[index]:
+                with suppress(InvalidArgument):  # a start of a chat that it refuses
+                    names -= self._taken(messages[: index + 1], variables)[-1]
+            if lost := sorted(names - taken[index]):
+                problem = f"message {index} has `{lost[0]}`, which the model's chat template does not read; remove it"
+                raise InvalidArgument(field, f"{problem}, or use a template that reads it")
+            if has_text[index] and f"{_SENTINEL}{index}{_SENTINEL}" not in text:
+                problem = f"the model's chat template drops message {index}, of role {roles[index]}; remove it"
+                raise InvalidArgument(field, f"{problem}, or use a template that writes it")
+        self._checked.add(alike)
 
     def settle(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[Message]:
         """Returns the messages with contents in the form that the template reads: lists of text parts, or else their text.
@@ -88,13 +112,19 @@ class ChatTemplate:
             if isinstance(error.__cause__, _Refusal) and len(parts) > sum(isinstance(one["content"], list) for one in messages):
                 raise
             parts = []
-        if parts and all(part.has_been_read for part in parts):
+        if parts and all("text" in part._taken for part in parts):
             return list(messages)
         return [{**message, "content": _text(message["content"], index)} for index, message in enumerate(messages)]
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         """Raises InvalidArgument for messages that the template refuses or would print as Python's objects."""
         return self._rendered([_guarded(message) for message in messages], variables)
+
+    def _taken(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[set[str]]:
+        """The keys that the template takes from each message. Raises as `render`."""
+        guarded = [_Object({key: _guarded(value) for key, value in message.items()}) for message in messages]
+        self._rendered(guarded, variables)
+        return [one._taken for one in guarded]
 
     def render_marked(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         """Also returns the start and end of each text that the template marks, in characters. Raises as `render`."""
@@ -195,10 +225,10 @@ class _Unprintable:
     """Raises where Python would print its repr into a text."""
 
     def __str__(self) -> str:
-        raise TypeError(f"it prints {self.kind} as if it were text; give text there, or a template that reads it")
+        raise TypeError(f"it prints {self._kind} as if it were text; give text there, or a template that reads it")
 
     __repr__ = __str__
-    kind = "a null"
+    _kind = "a null"
 
 
 class _Null(_Unprintable):
@@ -214,21 +244,44 @@ class _Null(_Unprintable):
 
 
 class _Array(_Unprintable, list[Any]):
-    kind = "a list"
+    _kind = "a list"
 
 
 class _Object(_Unprintable, dict[str, Any]):
-    kind = "an object"
-    has_been_read = False
-    """Whether the template has taken its `text`."""
+    _kind = "an object"
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self._taken = set[str]()
+        """Keys that the template has taken or asked for."""
 
     def __getitem__(self, key: str) -> Any:
-        self.has_been_read |= key == "text"
+        self._taken.add(key)
         return super().__getitem__(key)
 
+    def __contains__(self, key: object) -> bool:
+        self._taken.add(str(key))
+        return super().__contains__(key)
+
     def get(self, key: str, default: Any = None) -> Any:
-        self.has_been_read |= key == "text"
+        self._taken.add(key)
         return super().get(key, default)
+
+    def items(self) -> Any:
+        self._taken.update(self.keys())
+        return super().items()
+
+    def __iter__(self) -> Iterator[str]:
+        self._taken.update(self.keys())
+        return super().__iter__()
+
+
+def _probe(message: Message, index: int) -> Message:
+    """The message with a text that no other has in place of its own."""
+    content, text = message["content"], f"{_SENTINEL}{index}{_SENTINEL}"
+    if isinstance(content, list):
+        return {**message, "content": [{**part, "text": text} for part in content]}
+    return {**message, "content": text} if content else message
 
 
 def _guarded(value: Any) -> Any:

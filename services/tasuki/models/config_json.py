@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -24,6 +25,8 @@ def read_json_object(file: Path, *, field: str) -> dict[str, Any]:
     with named_if_denied(file, key=field):
         content = read_regular(file, max_bytes=_MAX_FILE_BYTES)
     refuse_pointer(content, file, field=field)
+    if content.startswith(BOM_UTF8):
+        raise InvalidArgument(field, f"{file} begins with a byte-order mark, which SGLang refuses; save it without")
     try:
         table = json.loads(content.decode())
     except (ValueError, RecursionError) as error:

@@ -46,8 +46,8 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
         "mem_fraction_static": fraction,
         # Token ids in, token ids out.
         "skip_tokenizer_init": True,
-        # SGLang would use only those of config.json.
-        "json_model_override_args": json.dumps({"eos_token_id": model.stop_token_ids} if model.stop_token_ids else {}),
+        # SGLang would use only those of config.json, and its own default (2 for Llama) without any.
+        "json_model_override_args": json.dumps({"eos_token_id": model.stop_token_ids or None}),
         "custom_weight_loader": [COMMAND_LOADER],
         # Replaced by ours, see memory_saver.py.
         "enable_memory_saver": True,

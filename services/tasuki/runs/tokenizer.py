@@ -39,11 +39,11 @@ class ModelTokenizer:
             _refuse_template_fields(fields)
             return self._tokenizer.encode_start(prompt)
         template, variables = self._template("prompt", fields)
-        prompt = _with_read_keys(_checked(prompt), template)
-        template.check_keys(prompt, field="prompt")
+        variables["add_generation_prompt"] = True
         with field_as_key("messages", "prompt"):
-            messages = template.settle(prompt, variables)
-            return self._tokenizer.encode(template.render(messages, {**variables, "add_generation_prompt": True})).ids
+            messages = template.settle(_checked(prompt), variables)
+            template.check(messages, variables, field="prompt")
+            return self._tokenizer.encode(template.render(messages, variables)).ids
 
     def encode_text(self, text: str) -> list[int]:
         """Encodes a text without the tokens that begin a sequence."""
@@ -70,8 +70,8 @@ class ModelTokenizer:
         or else finds them by rendering prefixes; refuses templates that do not allow that.
         """
         template, variables = self._template("messages", fields)
-        template.check_keys(messages, field="messages")
         messages = template.settle(messages, variables)
+        template.check(messages, variables, field="messages")
         if template.has_marks:
             return self._marked(template, messages, variables)
 
@@ -93,12 +93,13 @@ class ModelTokenizer:
         """
         template, variables = self._template("messages", fields)
         answer = {"role": ASSISTANT, "content": _ANSWER}
-        known = _with_read_keys([*messages[:place], answer, *messages[place + 1 :]], template)
-        template.check_keys(known, field="messages")
-        text = template.render(template.settle(known, variables), {**variables, "add_generation_prompt": True})
+        variables["add_generation_prompt"] = True
+        known = template.settle([*messages[:place], answer, *messages[place + 1 :]], variables)
+        text = template.render(known, variables)
         if text.count(_ANSWER) != 1:
             problem = "the model's chat template does not write an answer as it is, so the next turn cannot extend it; use policy.generate"
             raise InvalidArgument("messages", problem)
+        template.check(known, variables, field="messages")
         token_ids = self._tokenizer.encode(text.partition(_ANSWER)[2]).ids
         return token_ids[1:] if is_stopped and token_ids[:1] and token_ids[0] in self._stop_token_ids else token_ids
 
@@ -159,7 +160,10 @@ class ModelTokenizer:
             if name in _OWN_VARIABLES or name not in template.variables:
                 problem = "is set by tasuki" if name in _OWN_VARIABLES else "is not read by the model's chat template"
                 raise InvalidArgument(f"chat_template_kwargs.{name}", f"{problem}; remove it")
-        common = {"tools": tools, "documents": None, "add_generation_prompt": False}
+        documents = (fields or {}).get("documents") if "documents" in template.variables else None
+        if documents is not None and not (isinstance(documents, list) and all(isinstance(one, dict) for one in documents)):
+            raise InvalidArgument("documents", "must be a list of objects: the model's chat template reads it")
+        common = {"tools": tools, "documents": documents, "add_generation_prompt": False}
         return template, {**common, **self._tokenizer.special_tokens, **(options or {})}
 
 
@@ -167,16 +171,6 @@ def _refuse_template_fields(fields: Row | None) -> None:
     for name in ("tools", "chat_template_kwargs"):
         if (fields or {}).get(name):
             raise InvalidArgument(name, "is for the chat template, but `prompt` is a string; give it as chat messages")
-
-
-def _with_read_keys(messages: Sequence[Message], template: ChatTemplate) -> list[Message]:
-    """The messages with those keys of a tool's result that the template reads."""
-    return [
-        {key: value for key, value in message.items() if key in ("role", "content") or template.reads(key)}
-        if message["role"] == "tool"
-        else message
-        for message in messages
-    ]
 
 
 def _checked(prompt: object) -> Sequence[Message]:
