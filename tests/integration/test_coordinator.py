@@ -108,6 +108,6 @@ async def test_plan_is_told_while_a_changeover_runs(node: Node) -> None:
     assert {device.device for stage in answer.stages for device in stage.devices} == {"host"}
     small = await node.stub.Plan(pb.PlanRequest(host_bytes=10**6), timeout=DEADLINE_S)
     assert (small.fits, small.host_bytes) == (False, 10**6)
-    assert small.problems[0].startswith("the host lacks")
+    assert small.problems[0].startswith("the host needs")
     node.rollout.hold[STAGE_SYNC].set()
     assert (await running)[-1].state.phase == PHASE_ROLLOUT

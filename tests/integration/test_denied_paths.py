@@ -94,7 +94,7 @@ UP, TRAIN, PLAN = ("up", "node.toml"), ("train", "node.toml"), ("plan", "node.to
         ("journal", ("audit", "journal/journal.sqlite"), "journal/journal.sqlite"),
         ("journal/journal.sqlite", ("audit", "journal"), "journal: journal/journal.sqlite"),
         ("empty", ("certs", "empty/lab"), "folder: empty/lab"),
-        ("empty", ("track", "empty/run", "--to", "tensorboard"), "empty/run/metrics.jsonl"),
+        ("empty", ("track", "empty/run", "--to", "tensorboard"), "empty/run"),
         ("empty", ("dashboard", "empty"), "empty"),
         ("journal", ("dashboard", "--config", "closed.toml"), "{folder}/journal/"),
     ],
