@@ -146,7 +146,7 @@ def test_ctrl_c_while_it_trains_leaves_nothing_and_the_run_is_resumed_on_the_sam
         finally:
             process.kill()
     assert (process.returncode, time.monotonic() - started < limit_s(20)) == (130, True), text
-    assert "Traceback" not in text and "--resume continues the run" in text
+    assert "Traceback" not in text and "nothing is lost; to continue: tasuki up" in text, text
     assert (_processes_of(output), left_of(shared), (output / "node" / "run").exists()) == ({}, [], False)
 
     resumed = subprocess.run(

@@ -16,7 +16,7 @@ from tests.planned import config_of
 
 
 def test_an_interrupted_run_is_continued_where_its_node_is(tmp_path: Path) -> None:
-    config, given = config_of(state_dir=tmp_path), (Path("my node.toml"), ["--set", "train.num_steps=9"])
+    config, given = config_of(state_dir=tmp_path), (Path("my node.toml"), ["train.num_steps=9"])
     train = "tasuki train 'my node.toml' --set train.num_steps=9 --resume"
     up = "tasuki up 'my node.toml' --set train.num_steps=9 --resume"
     assert how_to_continue(config, *given) == f"nothing is lost; to continue: {up}, then {train}"

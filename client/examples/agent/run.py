@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from tasuki.cli.__main__ import exit_code_of
-from tasuki.cli.train import run
+from tasuki.cli.train import run, told_how_to_continue
 from tasuki.config.load import load_config
 
 HERE = Path(__file__).resolve().parent
@@ -25,7 +25,9 @@ def main() -> int:
     sys.stdout.write(f"making the task in {output / 'task'}: tokenizer, tiny model, supervised start\n")
     sys.stdout.flush()
     subprocess.run([sys.executable, HERE / "make_task.py", output / "task"], check=True)
-    return run(load_config(output / "node.toml"), config_dir=output, started=started)
+    config = load_config(output / "node.toml")
+    with told_how_to_continue(config, output / "node.toml", []):
+        return run(config, config_dir=output, started=started)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from tasuki.cli.__main__ import USER_ERROR, exit_code_of
-from tasuki.cli.train import run
+from tasuki.cli.train import run, told_how_to_continue
 from tasuki.config.environment import cpu_threads
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
@@ -55,8 +55,10 @@ def example(arguments: argparse.Namespace, *, started: float) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "2")  # noqa: TID251  of the node's ranks
     if arguments.gsm8k is not None:
         overrides += GSM8K
-    config = load_config(output / "config.toml", overrides=[*overrides, *arguments.overrides])
-    return run(config, config_dir=output, started=started) or compare(config, output, started=started)
+    overrides += arguments.overrides
+    config = load_config(output / "config.toml", overrides=overrides)
+    with told_how_to_continue(config, output / "config.toml", overrides):
+        return run(config, config_dir=output, started=started) or compare(config, output, started=started)
 
 
 def make_task(output: Path, config: Path, *, seed: int, model: Path, gsm8k: Path | None) -> None:

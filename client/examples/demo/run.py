@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from tasuki.cli.__main__ import USER_ERROR, exit_code_of
-from tasuki.cli.train import run
+from tasuki.cli.train import run, told_how_to_continue
 from tasuki.config.load import load_config
 from tasuki.rpc.failpoints import check_failpoints
 from tasuki.wire.errors import PathExists
@@ -87,7 +87,9 @@ def demo(output: Path, *, seed: int, overrides: list[str], started: float) -> in
     if made.returncode != 0:
         sys.stderr.write(f"the task was not made: make_task.py ended with code {made.returncode}\n")
         return USER_ERROR
-    return run(load_config(config, overrides=overrides), config_dir=output, started=started)
+    settings = load_config(config, overrides=overrides)
+    with told_how_to_continue(settings, config, overrides):
+        return run(settings, config_dir=output, started=started)
 
 
 if __name__ == "__main__":

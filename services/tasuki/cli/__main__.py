@@ -328,9 +328,8 @@ def _init(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.train import how_to_continue, resume, run
+    from tasuki.cli.train import resume, run, told_how_to_continue
     from tasuki.node.hub import with_local_files
-    from tasuki.runs.metrics_tail import METRICS
     from tasuki.runs.recorded_run import find_run
 
     train = resume if arguments.resume else run
@@ -341,14 +340,8 @@ def _train(arguments: argparse.Namespace) -> int:
         config_dir = arguments.config.resolve().parent
         config = with_local_files(load_beside_node(arguments.config, overrides=arguments.overrides))
     warn_of_settings(config)
-    try:
+    with told_how_to_continue(config, arguments.config, arguments.overrides):
         return train(config, config_dir=config_dir, may_start=not arguments.no_start)
-    except (KeyboardInterrupt, NodeDown, ServiceFailed) as error:
-        settings = config.train or config.sft
-        if isinstance(error, KeyboardInterrupt) or (settings and (settings.output_dir / METRICS).exists()):
-            overrides = [word for override in arguments.overrides for word in ("--set", override)]
-            sys.stderr.write(f"{how_to_continue(config, arguments.config, overrides)}\n")
-        raise
 
 
 def _eval(arguments: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ from tasuki.runs.earlier_run import EarlierRun, run_has_ended
 from tasuki.runs.folder import MetricsFile, changeovers_of, name_run, write_summary
 from tasuki.runs.inputs import check_output, read_inputs
 from tasuki.runs.kept_checkpoints import best_checkpoint, remove_checkpoints
+from tasuki.runs.metrics_tail import METRICS
 from tasuki.runs.progress import duration
 from tasuki.runs.recorded_run import write_run_config
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
@@ -38,7 +39,7 @@ from tasuki.runs.sft_training import read_sft
 from tasuki.runs.training import MakeLoop, SaveRequest, Training
 from tasuki.trackers.adapters import check_installed
 from tasuki.trackers.processes import tracked
-from tasuki.wire.errors import InvalidArgument, NodeRunning
+from tasuki.wire.errors import InvalidArgument, NodeDown, NodeRunning, ServiceFailed
 
 
 def read_training(config: NodeConfig) -> Training:
@@ -169,13 +170,25 @@ def _run(
     return 0
 
 
+@contextmanager
+def told_how_to_continue(config: NodeConfig, given: Path, overrides: Sequence[str]) -> Iterator[None]:
+    """Adds the commands that continue the run to an interruption, and to a failure after a step. given: CONFIG or a run's folder."""
+    try:
+        yield
+    except (KeyboardInterrupt, NodeDown, ServiceFailed) as error:
+        settings = config.train or config.sft
+        if isinstance(error, KeyboardInterrupt) or (settings and (settings.output_dir / METRICS).exists()):
+            sys.stderr.write(f"{how_to_continue(config, given, overrides)}\n")
+        raise
+
+
 def how_to_continue(config: NodeConfig, given: Path, overrides: Sequence[str]) -> str:
-    """Commands that continue an interrupted run without the loss of a step. given: CONFIG or a run's folder. overrides: words."""
+    """Commands that continue an interrupted run without the loss of a step. overrides: A.B=VALUE each, of --set."""
     run = config.train if config.sft is None else config.sft
     file = given if run is None or not given.is_dir() else run.output_dir / "run.toml"
-    node = "" if holder(config.state_dir, name=NODE_LOCK) is not None else shlex.join(["up", str(file), *overrides, "--resume"])
-    train = shlex.join(["train", str(given), *overrides, "--resume"])
-    return f"nothing is lost; to continue: {f'tasuki {node}, then ' if node else ''}tasuki {train}"
+    words = [*(word for override in overrides for word in ("--set", override)), "--resume"]
+    node = "" if holder(config.state_dir, name=NODE_LOCK) is not None else f"tasuki {shlex.join(['up', str(file), *words])}, then "
+    return f"nothing is lost; to continue: {node}tasuki {shlex.join(['train', str(given), *words])}"
 
 
 def check_longest_sample(num_tokens: int, *, limit: int) -> None:
