@@ -187,7 +187,9 @@ def how_to_continue(config: NodeConfig, given: Path, overrides: Sequence[str]) -
     run = config.train if config.sft is None else config.sft
     file = given if run is None or not given.is_dir() else run.output_dir / "run.toml"
     words = [*(word for override in overrides for word in ("--set", override)), "--resume"]
-    node = "" if holder(config.state_dir, name=NODE_LOCK) is not None else f"tasuki {shlex.join(['up', str(file), *words])}, then "
+    node = (
+        "" if holder(config.state_dir, name=NODE_LOCK) is not None else f"tasuki {shlex.join(['up', str(file), *words])}, then "
+    )
     return f"nothing is lost; to continue: {node}tasuki {shlex.join(['train', str(given), *words])}"
 
 
