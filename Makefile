@@ -45,7 +45,7 @@ GRID := tests/chaos/test_grid.py
 PROOFS = $(filter-out $(GRID),$(wildcard tests/chaos/test_*.py)) $(SAMPLED) $(GRID)
 TESTS := tests/unit tests/contract tests/integration tests/e2e tests/gpu
 
-.PHONY: help setup trackers demo example test test-all oracles chaos fleet containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-changeover-gpu bench-sync-gpu grpcurl jobset site clean
+.PHONY: help setup trackers demo example test test-all oracles chaos fleet containers check protos native lint types buf bench bench-memory-gpu bench-changeover-gpu bench-sync-gpu grpcurl jobset site clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,16 +112,12 @@ buf: $(ENV) $(NODE)
 bench: setup $(TRL)  ## samples per second of the whole GRPO loop, beside TRL's GRPOTrainer
 	$(BIN)/python tools/bench/compare_trl.py --trl-python $(CURDIR)/.bench-venv/bin/python --output runs/bench
 
-bench-memory: setup  ## pause and resume of the native memory library on this machine's CPU
-	$(BIN)/python tools/bench/memory_cpu.py --out runs/bench
-
-bench-memory-gpu: setup  ## the same on a GPU, and SGLang with it, beside torch_memory_saver
+bench-memory-gpu: setup  ## pause and resume of GPU memory, beside torch_memory_saver, and of a trainer's
 	$(BIN)/python tools/bench/memory_gpu.py --out runs/bench
-	$(BIN)/python tools/bench/sglang_memory_gpu.py --out runs/bench
 	$(BIN)/python tools/bench/trainer_memory_gpu.py --out runs/bench
 
-bench-changeover-gpu: setup  ## changeovers of a whole node on GPUs, beside SGLang with torch_memory_saver, host copies and buckets; SIZE=qwen2.5-7b GPUS=2
-	$(BIN)/python -m tools.bench.changeover_peers --size $(or $(SIZE),qwen2.5-3b) --gpus $(or $(GPUS),1) --rounds 10 --limit-s 600 --out runs/bench
+bench-changeover-gpu: setup  ## changeovers of a whole node on GPUs; SIZE=qwen2.5-7b GPUS=2
+	$(BIN)/python -m tools.bench.changeover_gpu --size $(or $(SIZE),qwen2.5-3b) --gpus $(or $(GPUS),1) --kv needed --settled --rounds 20 --out runs/bench
 
 bench-sync-gpu: setup  ## weights into running engines on GPUs: by RPC, and beside SGLang's own ways and checkpoint-engine; CASES="7b:4:4 7b:4:1x4" is model:trainers:TPxENGINES
 	@status=0; for bench in sync_peers sync_engine_gpu; do \

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.weights.copies import DeviceCopies, DeviceSummedCopies, HostCopies
+from tasuki.weights.copies import DeviceSummedCopies
 
 
 class Floors:
@@ -24,18 +24,6 @@ class Floors:
         self._first_owner = imported.first_owner(device)
         self._local = (self._first_owner - 1) % len(self._arenas)
         self._prepared, self._device = prepared, device
-
-    def plain_copies(self) -> dict[str, float]:
-        return {"ms": best_ms(HostCopies(self._copies).start)}
-
-    def kernel(self) -> dict[str, float]:
-        """Times the copy kernel with checksums and without, and a checksum pass that reads everything back."""
-        unsummed = DeviceCopies(self._copies, device=self._device, first_owner=self._first_owner)
-        return {
-            "ms": best_ms(self._prepared._copies.start),
-            "unsummed_ms": best_ms(unsummed.start),
-            "checksum_ms": best_ms(self._prepared._checksums.read),
-        }
 
     def within(self) -> dict[str, float]:
         """GB/s of a device copy, counted once."""

@@ -152,46 +152,13 @@ def pinned_rate() -> dict[str, float]:
     return rates
 
 
-def chunk_sizes() -> dict[str, Any]:
-    """100 GiB in one arena by size of chunk, without torch."""
-    from tasuki.memory.arena import Keep, NativeAllocator
-    from tasuki.wire.stages import MemoryTag
-
-    torch.zeros(1, device="cuda")
-    result: dict[str, Any] = {}
-    tags = [MemoryTag.KV_CACHE]
-    for mib in (64, 256, 1024, 2048):
-        allocator = NativeAllocator(tags=tags, device="cuda:0", min_chunk_bytes=mib << 20, max_chunk_bytes=mib << 20)
-        arena = allocator.arena(MemoryTag.KV_CACHE)
-        address = arena.allocate(100 * GIB)
-        for name, policy in (("drop", Keep.NOTHING), ("keep chunks", Keep.CHUNKS)):
-            arena.set_policy(policy)
-            times = [
-                (timed_ms(lambda one=allocator: one.pause(tags)), timed_ms(lambda one=allocator: one.resume(tags)))
-                for _ in range(3)
-            ]
-            result[f"{mib} MiB, {name}"] = {
-                "pause_ms": round(statistics.median(asleep for asleep, _ in times), 3),
-                "resume_ms": round(statistics.median(awake for _, awake in times), 3),
-            }
-        arena.free(address)
-        allocator.close()
-    return result
-
-
-TURNS = (
-    ("tasuki 15+100 GB", "torch_memory_saver 15+100 GB"),
-    ("tasuki 15+60 GB", "torch_memory_saver 15+60 GB"),
-)
+TURNS = (("tasuki 15+100 GB", "torch_memory_saver 15+100 GB"),)
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "pinned rate": pinned_rate,
     "tasuki 15+100 GB": lambda: ours(100),
     "torch_memory_saver 15+100 GB": lambda: peers(100),
-    "tasuki 15+60 GB": lambda: ours(60),
-    "torch_memory_saver 15+60 GB": lambda: peers(60),
     "tasuki host copy 15 GB": our_host_copy,
     "torch_memory_saver host copy 15 GB": peers_host_copy,
-    "chunk sizes": chunk_sizes,
 }
 
 

@@ -1,12 +1,10 @@
-"""Cost of observing a run: loops with all observation on, in turns with the same loop without any.
+"""Cost of observing a run: a loop with all observation on, in turns with the same loop without any.
 
-A watched loop has its metrics scraped, dumps samples, feeds a tracker and has a dashboard with an open page. A traced one also sends spans
-to a receiver. On the side "engine", metrics are scraped together with SGLang's, and nothing else. Each side has a node and a run on it that
-waits while another side has its turn. All make the same steps. CPU seconds include all processes of the node, the run and the dashboard.
-The task is the demo, or the arithmetic of `make example`, which needs `make .example/.installed`.
+A watched loop has its metrics scraped, dumps samples, feeds a tracker and has a dashboard with an open page. Each side has a node and a run
+on it that waits while the other side has its turn. Both make the same steps. CPU seconds include all processes of the node, the run and the
+dashboard. The task is the demo, or the arithmetic of `make example`, which needs `make .example/.installed`.
 
-Usage: python -m tools.bench.overhead --out runs/bench [--task demo] [--sides watched,traced] [--rounds 24] [--steps 8] [--limit-s 450]
-  [--without tracker,samples]
+Usage: python -m tools.bench.overhead --out runs/bench [--task demo] [--rounds 24] [--steps 8] [--limit-s 450]
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.ports import free_port
 from tools.bench.overhead_side import CLI, LIMIT_S, Side, Turn, all_up
@@ -33,17 +30,10 @@ from tools.bench.overhead_tasks import Task, task_named
 from tools.bench.pairs import paired, spread
 from tools.bench.processes import REPOSITORY, tied
 
-if TYPE_CHECKING:
-    from tests.otlp import Receiver
-
 SCRAPE_S = 15.0
 """Scrape interval; the same as in deploy/prometheus."""
 PAGE = {2.0: ("node", "run"), 5.0: ("curves", "changeovers")}
 """Parts that an open page requests, by interval in seconds: head, and charts."""
-WATCHED = ("metrics", "samples", "tracker", "dashboard")
-SIDES = {"watched": WATCHED, "traced": (*WATCHED, "tracing"), "engine": ("metrics", "engine")}
-_DEFAULT_SIDES = ("watched", "traced")
-PARTS = (*SIDES["traced"], "engine")
 _WARM_STEPS = 3
 
 
@@ -102,51 +92,32 @@ class Watch:
 
     side: Side
     metrics: str
-    parts: Sequence[str]
-    receiver: Receiver | None
+    is_on: bool
 
     @contextmanager
     def looking(self) -> Iterator[None]:
         """Scrapes, and keeps a page open, while the side has its turn."""
         with ExitStack() as stack:
-            if "metrics" in self.parts:
+            if self.is_on:
                 stack.enter_context(polled([f"http://{self.metrics}/metrics"], self.side, every_s=SCRAPE_S))
-            if "dashboard" in self.parts:
                 stack.enter_context(shown(self.side))
             yield
 
 
-@contextmanager
-def watch_of(folder: Path, name: str, parts: Sequence[str], *, task: Task) -> Iterator[Watch]:
-    with ExitStack() as stack:
-        overrides = [] if "samples" in parts else ["train.samples.groups_per_step=0"]
-        environment, receiver = dict(os.environ), None
-        if "tracing" in parts:
-            from tests.otlp import receiving  # needs the extra
-
-            receiver = stack.enter_context(receiving())
-            environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = receiver.endpoint
-        if "tracker" in parts:
-            overrides.append('track.to=["tensorboard"]')
-        metrics = f"127.0.0.1:{free_port()}"
-        if "metrics" in parts:
-            overrides.append(f"metrics.listen={metrics}")
-        if "engine" in parts:
-            overrides.append("rollout.engine.enable_metrics=true")
-        settings = task.write_side(folder / name, task=folder / "task")
-        yield Watch(Side(folder / name, [*settings, *overrides], environment), metrics, parts, receiver)
+def watch_of(folder: Path, name: str, *, is_on: bool, task: Task) -> Watch:
+    metrics = f"127.0.0.1:{free_port()}"
+    watched = ['track.to=["tensorboard"]', f"metrics.listen={metrics}"]
+    overrides = watched if is_on else ["train.samples.groups_per_step=0"]
+    settings = task.write_side(folder / name, task=folder / "task")
+    return Watch(Side(folder / name, [*settings, *overrides], dict(os.environ)), metrics, is_on)
 
 
-def measure(
-    folder: Path, *, task: Task, sides: Mapping[str, Sequence[str]], num_rounds: int, num_steps: int, limit_s: float
-) -> dict[str, object]:
-    """Measures all sides in turns. sides: the enabled observers by side. limit_s: no round begins that would end later."""
+def measure(folder: Path, *, task: Task, num_rounds: int, num_steps: int, limit_s: float) -> dict[str, object]:
+    """Measures both sides in turns. limit_s: no round begins that would end later."""
     started = time.monotonic()
     task.make(folder / "task")
     with ExitStack() as stack:
-        watches = {
-            name: stack.enter_context(watch_of(folder, name, parts, task=task)) for name, parts in {"off": (), **sides}.items()
-        }
+        watches = {name: watch_of(folder, name, is_on=name == "watched", task=task) for name in ("off", "watched")}
         stack.enter_context(all_up([watch.side for watch in watches.values()]))
         for watch in watches.values():
             stack.enter_context(watch.side.training())
@@ -165,10 +136,8 @@ def measure(
             round_s = max(round_s, time.monotonic() - begun)
             found = {
                 "device": task.device,
-                "parts": {name: list(watch.parts) for name, watch in watches.items()},
                 **report(rounds),
                 "steps_a_turn": num_steps,
-                "num_spans": sum(len(watch.receiver.spans) for watch in watches.values() if watch.receiver),
                 "ready_s": ready_s,
                 "seconds": time.monotonic() - started,
             }
@@ -211,24 +180,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--task", choices=("demo", "arithmetic"), default="demo")
-    parser.add_argument("--sides", default=",".join(_DEFAULT_SIDES), help="to compare with nothing on")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=8, help="of a turn")
     parser.add_argument("--limit-s", type=float, default=450.0, help="no round is begun that would end later")
-    parser.add_argument("--without", default="", help=f"parts to leave off, of {', '.join(PARTS)}")
     arguments = parser.parse_args()
-    names, left_off = arguments.sides.split(","), [part for part in arguments.without.split(",") if part]
-    if not set(names) <= set(SIDES):
-        parser.error(f"--sides: give some of {', '.join(SIDES)}")
-    if not set(left_off) <= set(PARTS):
-        parser.error(f"--without: give some of {', '.join(PARTS)}")
     folder = (arguments.out / "overhead").resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     found = measure(
         folder,
         task=task_named(arguments.task),
-        sides={name: [part for part in SIDES[name] if part not in left_off] for name in names},
         num_rounds=arguments.rounds,
         num_steps=arguments.steps,
         limit_s=arguments.limit_s,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,65 @@ import torch
 import torch.distributed as dist
 from checkpoint_engine.ps import ParameterServer
 from loguru import logger
+from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ByRows
 
 from tasuki.weights.export import WeightExport
 from tasuki.weights.weight_arena import device_uuid
-from tools.bench.peer_buckets import Buckets
 from tools.bench.sync_gpu import CHANGE
 from tools.bench.sync_ranks import answer
 from tools.bench.sync_shapes import QWEN, random_shards
 
 CHECKPOINT = "weights"
+
+
+class Buckets:
+    """Whole weights in flattened buckets, sent to SGLang as CUDA IPC handles, as verl and slime do."""
+
+    def __init__(self, tensors: Mapping[str, DTensor]) -> None:
+        self._tensors = tensors
+        self._sent: Any = None
+
+    def send(self, num_bytes: int, index: int) -> dict[str, Any]:
+        """Packs whole tensors of at most `num_bytes` (or one larger tensor) into a new tensor, and returns its handle."""
+        torch.cuda.ipc_collect()  # of memory that engines have closed
+        buckets = self._split(num_bytes)
+        bucket = FlattenedTensorBucket(named_tensors=[(name, self.whole(name)) for name in buckets[index]])
+        content = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+        self._sent = bucket
+        payload = MultiprocessingSerializer.serialize(content, output_str=True)
+        return {"payload": payload, "num_handles": 1, "num_buckets": len(buckets)}
+
+    def send_each(self) -> dict[str, Any]:
+        """Gathers all tensors; one handle per tensor."""
+        torch.cuda.ipc_collect()  # of memory that engines have closed
+        self._sent = [(name, self.whole(name)) for name in self._tensors]
+        return {"payload": MultiprocessingSerializer.serialize(self._sent, output_str=True), "num_handles": len(self._sent)}
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._tensors[name].full_tensor()
+
+    def forget_sent(self) -> None:
+        """Drops the last tensors sent; torch keeps their memory cached."""
+        self._sent = None
+        torch.cuda.synchronize()
+        torch.cuda.ipc_collect()  # of memory that engines have closed
+
+    def _split(self, num_bytes: int) -> Sequence[Sequence[str]]:
+        buckets: list[list[str]] = [[]]
+        size = 0
+        for name, tensor in self._tensors.items():
+            tensor_bytes = tensor.nbytes
+            if buckets[-1] and size + tensor_bytes > num_bytes:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(name)
+            size += tensor_bytes
+        return buckets
 
 
 class PeerTrainer:

@@ -66,7 +66,7 @@ class Sync:
         self.num_fetched: list[int] = []
         """Descriptor fetches of trainer ranks: the total before each publication."""
         folder = str(rollout.socket_dir)
-        commands = [["--trainer", str(rank), str(case.num_ranks), case.model, folder, "0"] for rank in range(case.num_ranks)]
+        commands = [["--trainer", str(rank), str(case.num_ranks), case.model, folder] for rank in range(case.num_ranks)]
         self._trainers = Ranks(MODULE, commands)
 
     async def one_round(self) -> dict[str, Any]:

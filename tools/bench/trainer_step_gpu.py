@@ -1,11 +1,11 @@
 """Training steps on GPUs: `python -m tools.bench.trainer_step_gpu [--out FOLDER] [--cases 0.5b 7b-lora] [--backends fa4] [--ranks 2]
-[--compile none blocks] [--profile]`.
+[--compile none blocks]`.
 
 Shapes of Qwen2.5, and one of Qwen3 with experts, with random weights, through the learner and FSDP2 as the service runs them: bfloat16
 compute, AdamW, packed samples of lognormal lengths (median 1,500, sigma 0.8, at most 8,192; fixed seed). The second half of each sample is
 its completion. Reports for each attention backend: real tokens/s, MFU and peak memory (torch's and the driver's), per GPU. --compile
 repeats this for each value of trainer.compile; the untimed first step then compiles. Prints a line of JSON per case and writes
-trainer_step_gpu.json. --profile adds a breakdown of one more step's time on rank 0. --tiny tries it with tiny models on a CPU.
+trainer_step_gpu.json. --tiny tries it with tiny models on a CPU.
 
 FLOPs of a step: 6 per weight of the layers and token (4 for a frozen model, plus 6 for the adapters). The vocabulary projection counts
 likewise, for completion tokens only. Causal attention over L tokens counts 6 L^2 per head element and layer. Of experts only those count
@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,6 @@ import torch
 from tasuki.models.shape import ModelShape
 from tasuki.wire.stages import Phase
 from tools.bench.gpus import require_gpus
-from tools.bench.kernel_times import kernel_times, profiled
 from tools.bench.plan_gpu import SOURCES, make_model_apart, node_for, predict, step_bytes, used_bytes
 
 if TYPE_CHECKING:
@@ -221,26 +220,13 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
             "reserved_bytes": torch.cuda.max_memory_reserved(),
             "predicted_bytes": {kind: predict(node)[Phase.TRAIN, kind] for kind in ("allocated", "driver")},
         }
-    if arguments.profile:
-        result["profile"] = profile(step, is_observed=launch.rank == 0 and device == "cuda")
     learner.backend.close()
     return result
 
 
-def profile(step: Callable[[], None], *, is_observed: bool) -> dict[str, Any] | None:
-    """Breakdown of the time of one more step on this rank. Every rank must call it."""
-    if not is_observed:
-        step()
-        return None
-    with profiled() as kernels:
-        step()
-    return asdict(kernel_times(kernels))
-
-
 def _options(arguments: argparse.Namespace) -> list[str]:
     values = {name: getattr(arguments, name.replace("-", "_")) for name in ("samples", "ranks", "micro-batch-tokens", "steps")}
-    flags = [f"--{name}" for name in ("profile", "tiny") if getattr(arguments, name)]
-    return [*(f"--{name}={value}" for name, value in values.items()), *flags]
+    return [*(f"--{name}={value}" for name, value in values.items()), *(["--tiny"] if arguments.tiny else [])]
 
 
 def run_case(case: str, folder: Path, backend: str, compiled: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -283,7 +269,6 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, default=MICRO_BATCH_TOKENS)
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="at least 2; the first is not timed")
     parser.add_argument("--run-limit-s", type=int, default=600, help="of one case")
-    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
