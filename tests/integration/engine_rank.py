@@ -286,8 +286,8 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
     import torch
 
     from tasuki.config.schema import ModelConfig, NodeConfig
-    from tasuki.rollout.published_layout import published_layout
     from tasuki.rollout.rank_commands import EngineRank, register_rank
+    from tasuki.rollout.record import published_layout
 
     folder = Path(job.folder)
     published = weights_pb2.PublishedWeights.FromString(job.published)

@@ -11,10 +11,10 @@ import grpc.aio
 
 from tasuki.fleet.nodes import NodeChannels
 from tasuki.fleet.trainer_front import TrainerFront
-from tasuki.planner.model_shape import read_model_file
+from tasuki.models.families import read_model_file
 from tasuki.rpc.fleet_caller import fleet_metadata
 from tasuki.trainer.data.cost import sample_cost
-from tasuki.trainer.data.split_batch import split_samples
+from tasuki.trainer.data.plan import split_samples
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.fleet_pb2 import FleetCommand
 from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server

@@ -23,8 +23,8 @@ from tasuki.trainer.data.micro_batch import MicroBatch, micro_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.data.shared_plan import Sharing, plan_shared
 from tasuki.trainer.learner import Learner, trained_roles
+from tasuki.trainer.ranks.wire import merge_parts
 from tasuki.trainer.roles import Role
-from tasuki.trainer.service.merge_responses import merge_parts
 from tasuki.v1.ranks_pb2 import RankLossReport
 from tests.choices import choices_for
 

@@ -12,7 +12,7 @@ import pytest
 
 from tasuki.fleet.trainer_front import TrainerFront
 from tasuki.trainer.data.cost import SampleCost
-from tasuki.trainer.data.split_batch import split_samples
+from tasuki.trainer.data.plan import split_samples
 from tasuki.v1 import loss_pb2
 from tasuki.v1 import trainer_pb2 as trainer
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub, add_TrainerServiceServicer_to_server

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasuki.config.paths import socket_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.rollout.published_layout import published_layout
+from tasuki.rollout.record import published_layout
 from tasuki.rollout.rollout import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.failpoints import Action, plant

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tasuki.dashboard.restarts import RestartLogs
+from tasuki.dashboard.logs import RestartLogs
 from tasuki.node.rotation import KEPT_LOGS, rotate
 from tests.dashboard import RECORDED
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tasuki.config.load import config_of
 from tasuki.dashboard.logs import read_logs
-from tasuki.dashboard.settings import read_settings
+from tasuki.dashboard.places import read_settings
 
 
 def test_only_what_differs_from_the_defaults_or_has_none_is_listed(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tasuki.config.load import load_config
 from tasuki.doctor import host
 from tasuki.doctor import node as doctor_node
 from tasuki.doctor.finding import Verdict
-from tasuki.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver, check_strangers, gpu_findings, read_gpu_facts
+from tasuki.doctor.host import Gpu, GpuFacts, check_compilers, check_driver, check_strangers, gpu_findings, read_gpu_facts
 from tasuki.doctor.node import check_passing, check_plan
 from tasuki.memory.host import HostMemory, host_memory
 from tests.conftest import ENVIRONMENT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from tasuki.rollout.engine_lock import EngineLock
+from tasuki.rollout.rank_commands import EngineLock
 
 PATIENCE_S = 10
 

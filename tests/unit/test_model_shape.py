@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.models.families import read_model
-from tasuki.planner.model_shape import read_model_shape
+from tasuki.models.families import read_model, read_model_shape
 from tasuki.wire.errors import InvalidArgument
 
 TINY = {

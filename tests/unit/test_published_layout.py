@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.rollout.published_layout import published_layout
+from tasuki.rollout.record import published_layout
 from tests.models import CONFIGS, make_model, trainer_shards
 
 

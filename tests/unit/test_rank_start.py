@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.rollout.rank_report import RankReport
-from tasuki.rollout.ranks import RankProcesses
+from tasuki.rollout.ranks import RankProcesses, RankReport
 from tasuki.wire.errors import InternalError, TasukiError, UnsupportedModel
 from tests.conftest import ENVIRONMENT
 

@@ -19,8 +19,7 @@ from tasuki.planner.choose import choices_of, chosen, may_share_base
 from tasuki.planner.node import GB, MARGIN, RESIDENT, Node, Part, Strategy, node_of
 from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
 from tasuki.planner.presets import MODELS
-from tasuki.planner.residency import chosen_staying, decide, stay_and_leave
-from tasuki.planner.seconds import expected_seconds, release_seconds
+from tasuki.planner.residency import chosen_staying, decide, expected_seconds, release_seconds, stay_and_leave
 from tasuki.planner.step_bytes import step_moments
 from tasuki.rpc.memory import staying_of_engine_rank, staying_tags
 from tasuki.wire.errors import InvalidArgument, PathNotFound

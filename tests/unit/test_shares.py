@@ -8,7 +8,7 @@ import pytest
 from tasuki.algorithms.aggregation import call_denominator
 from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.trainer.data.cost import SampleCost
-from tasuki.trainer.data.split_batch import split_samples
+from tasuki.trainer.data.plan import split_samples
 
 COST = SampleCost(linear=1.0, quadratic=0.01)
 

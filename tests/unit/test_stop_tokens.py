@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.models.stop_tokens import read_stop_token_ids
+from tasuki.models.tokenizer import read_stop_token_ids
 from tasuki.wire.errors import InvalidArgument
 from tests.models import EOS, char_tokenizer
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 
 from tasuki.client.sft_data import sft_sample
-from tasuki.models.stop_tokens import read_stop_token_ids
-from tasuki.models.tokenizer import check_tokenizer
+from tasuki.models.tokenizer import check_tokenizer, read_stop_token_ids
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tests.extent import examples

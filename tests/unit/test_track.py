@@ -21,7 +21,7 @@ from tasuki.config.schema import TrackConfig
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile
 from tasuki.runs.metrics_tail import MetricsTail
-from tasuki.trackers.processes import tracked
+from tasuki.trackers.sending import tracked
 from tests.conftest import ENVIRONMENT, called
 from tests.limits import limit_s
 
@@ -218,7 +218,7 @@ def test_a_run_is_followed_and_its_last_step_arrives(tmp_path: Path, monkeypatch
 def test_a_tracker_that_hangs_changes_nothing_and_is_gone_afterwards(
     tmp_path: Path, library, capfd, monkeypatch: pytest.MonkeyPatch, where: str
 ):
-    monkeypatch.setattr("tasuki.trackers.processes._WAIT_S", 3.0)
+    monkeypatch.setattr("tasuki.trackers.sending._WAIT_S", 3.0)
     library("time.sleep(600)" if where == "log" else "pass", close="time.sleep(600)")
     assert run_beside(tmp_path / "run") < limit_s(1.0)
     assert "tracker tensorboard did not end within 3 s" in capfd.readouterr().err
@@ -232,7 +232,7 @@ def test_a_tracker_ends_when_the_run_was_killed(tmp_path: Path, library):
     from pathlib import Path
     from tasuki.trackers import sending as track
     from tasuki.runs.earlier_run import RunHead, write_head
-    from tasuki.trackers.processes import tracked
+    from tasuki.trackers.sending import tracked
     from tasuki.config.schema import TrackConfig
     folder = Path({str(tmp_path / "run")!r})
     folder.mkdir()

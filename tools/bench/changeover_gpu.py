@@ -44,7 +44,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.node.start import start_node
 from tasuki.planner.choose import plan_node
 from tasuki.planner.node import GB
-from tasuki.planner.seconds import expected_seconds
+from tasuki.planner.residency import expected_seconds
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import memory_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub

@@ -18,12 +18,12 @@ from tasuki.config.engine_arguments import uncounted_arguments
 from tasuki.config.load import config_of, load_config, put
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
+from tasuki.models.families import read_model_shape
 from tasuki.models.shape import ModelShape
 from tasuki.node.hub import with_local_files
 from tasuki.node.model_folder import check_planned_folder
 from tasuki.planner.advice import advise
 from tasuki.planner.choose import choose
-from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node import GB, Node, Strategy, node_of
 from tasuki.planner.node_traffic import check_rate, node_traffic
 from tasuki.planner.plan import plan

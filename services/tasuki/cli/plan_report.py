@@ -14,8 +14,7 @@ from tasuki.planner.advice import Advice
 from tasuki.planner.node import MARGIN, Checkpointing, Node, Part, gb
 from tasuki.planner.node_traffic import Traffic
 from tasuki.planner.plan import Plan, StagePlan
-from tasuki.planner.residency import gpu_names, stay_and_leave
-from tasuki.planner.seconds import expected_seconds, stages_to
+from tasuki.planner.residency import expected_seconds, gpu_names, stages_to, stay_and_leave
 from tasuki.planner.trainer_bytes import checkpoint_bytes, run_disk
 from tasuki.wire.stages import Phase
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tasuki.client.progress import RESTARTED, Progress, ProgressRecord
 from tasuki.config.paths import log_path
-from tasuki.dashboard.restarts import RestartLogs
+from tasuki.dashboard.logs import RestartLogs
 from tasuki.node.services import listens
 from tasuki.runs.progress import progress_line, written_progress
 from tasuki.wire.address import unix_target

@@ -38,7 +38,7 @@ from tasuki.runs.rl_training import RlTraining
 from tasuki.runs.sft_training import read_sft
 from tasuki.runs.training import MakeLoop, SaveRequest, Training
 from tasuki.trackers.adapters import check_installed
-from tasuki.trackers.processes import tracked
+from tasuki.trackers.sending import tracked
 from tasuki.wire.errors import InvalidArgument, NodeDown, NodeRunning, ServiceFailed
 
 

@@ -15,12 +15,10 @@ from tasuki.config.load import load_config
 from tasuki.config.paths import RUN_CONFIG, log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.journal import JournalTail, page
-from tasuki.dashboard.logs import PROCESSES, read_logs
+from tasuki.dashboard.logs import PROCESSES, RestartLogs, read_logs
 from tasuki.dashboard.memory import MemoryTimeline, read_plan
-from tasuki.dashboard.places import RunPlace, read_summary
-from tasuki.dashboard.restarts import RestartLogs
+from tasuki.dashboard.places import RunPlace, read_settings, read_summary
 from tasuki.dashboard.samples import TokenTexts, compare, list_steps, read_sample, read_step
-from tasuki.dashboard.settings import read_settings
 from tasuki.dashboard.steps import StepColumns, draw, thinned
 from tasuki.node.node_snapshot import NodeReader, as_dict
 from tasuki.runs.progress import progress_path, read_progress

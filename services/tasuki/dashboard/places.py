@@ -1,13 +1,15 @@
-"""Locations of the files to show: a run's output folder, its archive, and the node that it may still be on."""
+"""Locations of the files to show: a run's output folder, its archive, and the node that it may still be on. Reads its small files."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasuki.config.load import config_of
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, lock_path
 from tasuki.config.paths import (
     archived_config_path,
@@ -17,10 +19,12 @@ from tasuki.config.paths import (
     memory_record_path,
     training_output_path,
 )
+from tasuki.config.save import toml_lines
+from tasuki.config.schema import NodeConfig
 from tasuki.runs.archive import NODE_FILE, archive_folder
 from tasuki.runs.folder import EVALUATIONS, SAMPLES
 from tasuki.wire.denied_path import named_if_denied
-from tasuki.wire.errors import PathNotFound
+from tasuki.wire.errors import PathNotFound, TasukiError
 from tasuki.wire.regular_file import read_path, read_regular, unreadable
 
 _SUMMARY_BYTES, _SUMMARY_CHARS = 1_000_000, 1_000
@@ -134,3 +138,62 @@ def _plain(value: str | float | None) -> str | float | None:
     if isinstance(value, str):
         return value[:_SUMMARY_CHARS]
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+
+
+_RUN_KEYS = ("train.dataset", "train.output_dir", "train.reward.function", "train.algorithm", "sft.dataset", "sft.output_dir")
+_NAMED = ("state_dir", "device", "model.path", *_RUN_KEYS)
+"""Keys without a default, or from which the defaults of others follow."""
+_MAX_BYTES, _MAX_CHARS = 1_000_000, 4_000
+
+
+def read_settings(output_dir: Path | None, config: NodeConfig | None) -> dict[str, Any]:
+    """provenance: of run.json, by name. changed: keys without or with another than their default value. toml: every key."""
+    found: dict[str, Any] = {"provenance": {}, "changed": [], "toml": ""}
+    if output_dir is not None:
+        try:
+            head = json.loads(read_regular(output_dir / "run.json", max_bytes=_MAX_BYTES))
+            given = {"run": head["id"], "begun at version": head["policy_version"], **head.get("provenance", {})}
+            given |= {f"content of {name}": value for name, value in head["recipe"].items() if str(value).startswith("sha256:")}
+            found["provenance"] = {str(name)[:_MAX_CHARS]: str(value)[:_MAX_CHARS] for name, value in given.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            pass  # from before the run, or of another version
+    if config is not None:
+        given, usual = (dict(_flat(table)) for table in (config.model_dump(mode="json", exclude_none=True), _usual(config)))
+        for key, value in given.items():
+            is_named = key.startswith(_NAMED)
+            if is_named or usual.get(key) != value:
+                found["changed"].append(
+                    {"key": key, "value": _told(value), "default": None if is_named else _told(usual.get(key))}
+                )
+        found["toml"] = "\n".join(toml_lines(config.model_dump(exclude_none=True), ()))
+    return found
+
+
+def _usual(config: NodeConfig) -> dict[str, Any]:
+    """The defaults beside the keys without one; empty if they are no configuration by themselves."""
+    table: dict[str, Any] = {}
+    given = config.model_dump(mode="json", exclude_none=True)
+    for key in _NAMED:
+        *tables, name = key.split(".")
+        source, target = given, table
+        for one in tables:
+            source = source.get(one, {})
+            target = target.setdefault(one, {}) if source else {}
+        if name in source:
+            target[name] = source[name]
+    try:
+        return config_of(table).model_dump(mode="json", exclude_none=True)
+    except TasukiError:
+        return {}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _told(value: object) -> str | None:
+    return None if value is None else value if isinstance(value, str) else json.dumps(value)

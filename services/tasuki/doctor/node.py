@@ -14,8 +14,7 @@ from tasuki.config.paths import readable_by_others
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
 from tasuki.doctor.certificates import certificate_findings
 from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, ok, warn
-from tasuki.doctor.gpus import Gpu
-from tasuki.doctor.host import check_disk, check_port, check_shared_memory
+from tasuki.doctor.host import Gpu, check_disk, check_port, check_shared_memory
 from tasuki.memory.host import host_memory
 from tasuki.models.tokenizer import check_tokenizer
 from tasuki.node.choose import check_host_budget, check_host_ranks

@@ -24,14 +24,14 @@ from tasuki.fleet.nodes import FleetNodes, Joined, NodePeer, answered
 from tasuki.fleet.rank_store import RankStoreServicer
 from tasuki.fleet.rollout_front import CallSeeds, RolloutFront
 from tasuki.fleet.trainer_front import Deal, TrainerFront
-from tasuki.planner.model_shape import read_model_file
+from tasuki.models.families import read_model_file
 from tasuki.rollout.seeds import CallNumbers
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.logs import open_service_tracer
 from tasuki.rpc.port import fleet_port
 from tasuki.rpc.server import RpcServer
 from tasuki.trainer.data.cost import sample_cost
-from tasuki.trainer.data.split_batch import split_samples
+from tasuki.trainer.data.plan import split_samples
 from tasuki.v1 import coordinator_pb2, fleet_pb2, fleet_pb2_grpc
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub, add_CoordinatorServiceServicer_to_server
 from tasuki.v1.fleet_pb2 import FleetNode

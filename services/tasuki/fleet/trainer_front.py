@@ -17,8 +17,7 @@ from tasuki.fleet.nodes import FleetNodes, NodeChannels, on_all
 from tasuki.fleet.rules import merged_trainer_state, refuse_stage, renumbered
 from tasuki.rpc.calls import chunks, remaining_s
 from tasuki.rpc.commands import PASSING, CommandGate, digest
-from tasuki.trainer.ranks.wire import decode_loss
-from tasuki.trainer.service.merge_responses import merge_metrics, merge_parts
+from tasuki.trainer.ranks.wire import decode_loss, merge_metrics, merge_parts
 from tasuki.trainer.service.requests import (
     MAX_ANSWERED_TOKENS,
     read_compute_log_probs,

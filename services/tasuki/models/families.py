@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tasuki.models import rope
-from tasuki.models.config_json import Config, architecture_of, cap, elements, flag, num_layers, size, unsupported
+from tasuki.models.config_json import (
+    Config,
+    architecture_of,
+    cap,
+    elements,
+    flag,
+    num_layers,
+    read_json_object,
+    size,
+    unsupported,
+)
 from tasuki.models.family import (
     Attention,
     CheckpointNames,
@@ -19,7 +30,8 @@ from tasuki.models.family import (
     refuse_window,
 )
 from tasuki.models.shape import ModelShape, QkNorm, decoder_shape
-from tasuki.wire.errors import UnsupportedModel
+from tasuki.wire.denied_path import named_if_denied
+from tasuki.wire.errors import PathNotFound, UnsupportedModel
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # SGLang has no sliding window for Qwen2 and Qwen3. Without use_sliding_window the other two keys have no effect.
@@ -298,3 +310,22 @@ def read_model(config: Config) -> Model:
     for check in family.checks:
         check(config)
     return family.model_of(config, decoder_shape(config, **family.shape, **family.shape_of(config)))
+
+
+def read_model_shape(path: Path) -> ModelShape:
+    """Reads the shape from `path`, a config.json or its folder. Raises as read_model_file."""
+    return read_model_file(path).shape
+
+
+def read_model_file(path: Path) -> Model:
+    """Reads the model described by `path`, a config.json or its folder.
+
+    Raises PathNotFound without the file, PathPermissionDenied, UnsupportedModel naming an unsupported architecture or key, InvalidArgument
+    naming a missing or invalid key.
+    """
+    with named_if_denied(path, key="model"):
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            found = "is not a regular file" if file.exists() else "does not exist"
+            raise PathNotFound(f"model: {file} {found}; give a config.json or its folder", path=file)
+    return read_model(read_json_object(file, field="model"))

@@ -6,6 +6,7 @@ https://github.com/huggingface/transformers/issues/45488.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -264,3 +265,37 @@ def _vocab_size(folder: Path) -> int | None:
     text = config.get("text_config")
     number = (text if isinstance(text, dict) else config).get("vocab_size")
     return number if isinstance(number, int) and not isinstance(number, bool) and number > 0 else None
+
+
+_log = logging.getLogger(__name__)
+
+
+def read_stop_token_ids(folder: Path, *, vocab_size: int | None) -> tuple[int, ...]:
+    """Returns the end-of-sequence token ids of config.json, generation_config.json and the tokenizer, ascending.
+
+    Logs and skips ids outside the vocabulary. Raises InvalidArgument for a file that is not JSON, and as read_tokenizer.
+    """
+    found = set[int]()
+    for file in _files(folder):
+        table = read_json_object(file, field="model.path")
+        for each in (table, table.get("text_config")):
+            if isinstance(each, dict):
+                found |= _ids(each.get("eos_token_id"), file)
+    if (folder / TOKENIZER_FILE).exists() and (own := read_tokenizer(folder).eos_token_id) is not None:
+        found.add(own)
+    limit = max(found, default=0) + 1 if vocab_size is None else vocab_size
+    for token_id in sorted(found - set(range(limit))):
+        _log.warning("event=eos_token_outside_vocabulary token_id=%d vocab_size=%d path=%s", token_id, limit, folder)
+    return tuple(sorted(token_id for token_id in found if 0 <= token_id < limit))
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for name in ("config.json", "generation_config.json") if (file := folder / name).is_file()]
+
+
+def _ids(value: object, file: Path) -> set[int]:
+    """Parses an `eos_token_id`: a number, a list of numbers, or nothing."""
+    values: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+    if wrong := [one for one in values if not isinstance(one, int) or isinstance(one, bool)]:
+        raise InvalidArgument("model.path", f"{file}: eos_token_id has {wrong[0]!r}, which is no token id; give whole numbers")
+    return set(values)

@@ -8,12 +8,10 @@ from pathlib import Path
 from tasuki.config.checks import check_critic_model
 from tasuki.config.schema import NodeConfig
 from tasuki.models.config_json import read_json_object
-from tasuki.models.families import read_model
+from tasuki.models.families import read_model, read_model_shape
 from tasuki.models.folder_files import INDEX_FILE, WEIGHT_SUFFIXES, model_files, other_files
-from tasuki.models.stop_tokens import read_stop_token_ids
 from tasuki.models.stored_tensors import check_stored
-from tasuki.models.tokenizer import read_tokenizer
-from tasuki.planner.model_shape import read_model_shape
+from tasuki.models.tokenizer import read_stop_token_ids, read_tokenizer
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, NotInstalled, PathNotFound
 from tasuki.wire.regular_file import open_regular

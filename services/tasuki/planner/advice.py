@@ -16,9 +16,7 @@ from tasuki.planner.kv_tokens import longest_sample, running_requests, samples_a
 from tasuki.planner.node import Checkpointing, Node, Strategy, node_of
 from tasuki.planner.plan import Plan, plan
 from tasuki.planner.residency import decide
-from tasuki.planner.seconds import expected_seconds, stages_to
 from tasuki.wire.errors import InvalidArgument
-from tasuki.wire.stages import Phase
 
 _RATIO_STEPS = 100
 _FEW_REQUESTS = 64
@@ -52,13 +50,6 @@ class Advice:
 def advise(planned: Plan) -> Advice:
     """Advice for the node. Every change makes its open choices again."""
     return Advice(max_kv_ratio=largest_kv_ratio(planned.node), ladder=() if planned.fits else climb(planned))
-
-
-def changeovers_ms(planned: Plan) -> tuple[str, str]:
-    """Expected time of the changeovers to ROLLOUT and to TRAIN, for a user."""
-    seconds = expected_seconds(planned)
-    there, back = (sum(seconds[stage] for stage in stages_to(phase)) for phase in (Phase.ROLLOUT, Phase.TRAIN))
-    return f"{1000 * there:.0f} ms", f"{1000 * back:.0f} ms"
 
 
 def climb(planned: Plan) -> tuple[Rung, ...]:

@@ -9,10 +9,10 @@ from tasuki.config.checks import check_gpus, check_model
 from tasuki.config.gpus import Gpus, gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig, TrainerConfig
+from tasuki.models.families import read_model_shape
 from tasuki.models.folder_files import bytes_to_copy
 from tasuki.models.shape import ModelShape
 from tasuki.planner.kv_tokens import wanted_tokens
-from tasuki.planner.model_shape import read_model_shape
 
 GB = 10**9
 MIB = 2**20

@@ -93,7 +93,7 @@ def engine_step(node: Node) -> int:
         return 0
     model = node.model
     width = 4 * model.hidden_size + 3 * -(-max(model.intermediate_size, model.query_size) // node.tp_size)
-    # Logits in float32 and a copy of them. Verification of drafts has its own blocks (rollout/sglang/speculative.py).
+    # Logits in float32 and a copy of them. Verification of drafts has its own blocks (rollout/sglang/scheduler.py).
     drafts = draft_tokens(node.config.rollout.engine)
     copies = DRAFT_BLOCKS * drafts if drafts else 2
     sampling = running_requests(node.config) * model.vocab_size * 4 * copies

@@ -29,8 +29,7 @@ from tasuki.rollout.arguments import ADAPTER_ID, engine_arguments
 from tasuki.rollout.generate import CUT, Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
-from tasuki.rollout.rank_report import RankReport
-from tasuki.rollout.ranks import RankProcesses
+from tasuki.rollout.ranks import RankProcesses, RankReport
 from tasuki.rollout.request_queue import AT_ONCE, Answer, Call, Intake
 from tasuki.rollout.sglang.scheduler import StopTokens, ignore_generation_config
 from tasuki.rpc.process_start import freeze_started

@@ -10,8 +10,9 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import Lock
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ import torch
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import ArenaState, NativeAllocator
 from tasuki.memory.device_usage import device_usage
-from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.saved_buffers import KeptContent, Span, span_of, without
@@ -314,3 +314,37 @@ def _encode_received(policy_version: int, received: Received) -> ranks_pb2.Recei
         fallback_names=received.fallback_names,
         timings=[types_pb2.Timing(name=name, seconds=seconds) for name, seconds in received.timings.items()],
     )
+
+
+class EngineLock:
+    """Held by the scheduler, except while it waits for requests; then available to a command from the front.
+
+    Fair: a waiting thread gets it next, although a busy scheduler releases it for only microseconds.
+    """
+
+    def __init__(self) -> None:
+        self._held, self._next = Lock(), Lock()
+
+    def acquire(self) -> None:
+        with self._next:
+            self._held.acquire()
+
+    def release(self) -> None:
+        self._held.release()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Releases the lock for the block; called by its holder."""
+        self.release()
+        try:
+            yield
+        finally:
+            self.acquire()

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess, SpawnProcess
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from tasuki.config.schema import NodeConfig
-from tasuki.rollout.rank_report import RankReport
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.process_start import preload
 from tasuki.wire.errors import InternalError, TasukiError, from_reason
@@ -163,3 +162,34 @@ def _run_rank(
 def _die_with_front(end_of_front: Connection) -> None:
     end_of_front.poll(None)
     os._exit(1)
+
+
+class RankReport(TypedDict, total=False):
+    """With status "ready" what the rank holds, otherwise the problem. reason: of a TasukiError.
+
+    plan_problem: why the rank could not record its copy plan ahead of the first sync; empty if it did.
+    """
+
+    status: str
+    reason: str
+    problem: str
+    max_total_num_tokens: int
+    max_req_input_len: int
+    max_running_requests: int
+    weight_bytes: int
+    kv_cache_bytes: int
+    start_seconds: dict[str, float]
+    plan_problem: str
+
+
+@contextmanager
+def reporting(pipe_writer: Connection) -> Iterator[None]:
+    """Reports to the front why the rank could not start."""
+    try:
+        yield
+    except TasukiError as error:
+        pipe_writer.send(RankReport(status="failed", reason=error.reason, problem=error.message))
+        raise
+    except Exception as error:
+        pipe_writer.send(RankReport(status="failed", problem=f"{type(error).__name__}: {error}"))
+        raise

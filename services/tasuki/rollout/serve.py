@@ -16,11 +16,10 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rollout.engine import RolloutEngine, start_engine
 from tasuki.rollout.metrics import EngineLoad, EngineMetrics, GenerationMetrics, keep_metrics_in_memory
 from tasuki.rollout.model import ModelFacts
-from tasuki.rollout.rank_report import RankReport
-from tasuki.rollout.ranks import RankProcesses
-from tasuki.rollout.rollout import RankCalls, Rollout, RolloutMemoryServicer
+from tasuki.rollout.ranks import RankProcesses, RankReport
+from tasuki.rollout.rollout import RankCalls, Rollout
 from tasuki.rollout.seeds import CallNumbers
-from tasuki.rollout.servicer import RolloutServicer
+from tasuki.rollout.servicer import RolloutMemoryServicer, RolloutServicer
 from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import CommandGate

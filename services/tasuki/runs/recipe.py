@@ -11,10 +11,10 @@ from typing import Any
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import TrainConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
+from tasuki.models.families import read_model_shape
 from tasuki.models.folder_files import INDEX_FILE, model_files
 from tasuki.models.stored_tensors import VALUE_HEAD, read_stored, stored_shapes
 from tasuki.models.tokenizer import CHAT_TEMPLATES
-from tasuki.planner.model_shape import read_model_shape
 from tasuki.wire.errors import InvalidArgument
 
 Recipe = Mapping[str, Any]

@@ -18,8 +18,8 @@ from tasuki.client.sync_client import Client
 from tasuki.client.types import TrainingSample
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import SftConfig
+from tasuki.models.families import read_model_shape
 from tasuki.node.model_folder import check_model_folder
-from tasuki.planner.model_shape import read_model_shape
 from tasuki.runs.continuation import Continuation
 from tasuki.runs.folder import draw_points, save_figure
 from tasuki.runs.settings import RunSettings, field_as_key

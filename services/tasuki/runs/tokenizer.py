@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from tasuki.client.chat import ASSISTANT, ChatTokens, Message, chat_tokens, is_learned
 from tasuki.client.dataset import Row
 from tasuki.models.chat_template import ChatTemplate
-from tasuki.models.stop_tokens import read_stop_token_ids
-from tasuki.models.tokenizer import read_tokenizer
+from tasuki.models.tokenizer import read_stop_token_ids, read_tokenizer
 from tasuki.models.tool_calls import Call, ToolCallForm, form_of
 from tasuki.runs.settings import field_as_key
 from tasuki.wire.errors import InvalidArgument

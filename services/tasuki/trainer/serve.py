@@ -15,7 +15,7 @@ from tasuki.config.choices import read_choices
 from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
-from tasuki.planner.model_shape import read_model_file
+from tasuki.models.families import read_model_file
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
@@ -35,9 +35,8 @@ from tasuki.trainer.rank import run_rank
 from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.replicas import is_fleet, join_store
 from tasuki.trainer.roles import Role
-from tasuki.trainer.service.memory_servicer import MemoryServicer
 from tasuki.trainer.service.metrics import TrainerMetrics
-from tasuki.trainer.service.servicer import TrainerServicer
+from tasuki.trainer.service.servicer import MemoryServicer, TrainerServicer
 from tasuki.trainer.service.state import TrainerState, roles_by_name
 from tasuki.trainer.service.training import Training
 from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server

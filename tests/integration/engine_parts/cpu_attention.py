@@ -10,8 +10,8 @@ import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from tasuki.rollout.sglang import cpu_attention
-from tasuki.rollout.sglang.cpu_attention import BatchedAttention
+from tasuki.rollout.sglang import cpu
+from tasuki.rollout.sglang.cpu import BatchedAttention
 
 NUM_SLOTS, CONTEXT, HEADS, HEAD_SIZE = 2000, 64, 4, 16
 
@@ -46,7 +46,7 @@ def backend(cls: type[TorchNativeAttnBackend]) -> TorchNativeAttnBackend:
 @pytest.fixture(autouse=True, params=[2**22, 700], ids=["one group", "many groups"])
 def group_size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
-    monkeypatch.setattr(cpu_attention, "_MAX_ELEMENTS", request.param)
+    monkeypatch.setattr(cpu, "_MAX_ELEMENTS", request.param)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

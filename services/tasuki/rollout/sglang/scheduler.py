@@ -18,24 +18,21 @@ from sglang.srt.model_executor import model_runner
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
 from tasuki.config.choices import read_choices
+from tasuki.config.engine_arguments import DRAFT_BLOCKS
 from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator, set_host_budget
-from tasuki.rollout.engine_lock import EngineLock
-from tasuki.rollout.published_layout import published_layout
-from tasuki.rollout.rank_commands import EngineRank, rank_allocator, register_rank
-from tasuki.rollout.rank_report import RankReport, reporting
+from tasuki.rollout.rank_commands import EngineLock, EngineRank, rank_allocator, register_rank
+from tasuki.rollout.ranks import RankReport, reporting
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.rollout.record import EngineModel
+from tasuki.rollout.record import EngineModel, published_layout
 from tasuki.rollout.sglang.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
-from tasuki.rollout.sglang.cpu_attention import BatchedAttention
+from tasuki.rollout.sglang.cpu import BatchedAttention, multinomial_with_seed
 from tasuki.rollout.sglang.dense_lora import install_dense_lora
 from tasuki.rollout.sglang.first_samples import FirstSamples
 from tasuki.rollout.sglang.float32_logits import install_float32_logits
 from tasuki.rollout.sglang.memory_saver import install_saver
-from tasuki.rollout.sglang.seeded_sampling import multinomial_with_seed
 from tasuki.rollout.sglang.shared_base import EngineBase
-from tasuki.rollout.sglang.speculative import compile_verification, keep_drafts, reserve_verification
 from tasuki.rpc.memory import staying_of_engine_rank
 from tasuki.rpc.process_start import freeze_started
 from tasuki.weights.gloo_peers import check_gloo_peers
@@ -319,3 +316,33 @@ def _weight_bytes(scheduler: Any) -> int:
 def _kv_cache_bytes(scheduler: Any) -> int:
     size = scheduler.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()
     return sum(size) if isinstance(size, tuple) else int(size)
+
+
+def compile_verification(*, vocab_size: int, device: torch.device) -> None:
+    """Compiles the kernels that filter the target distribution of drafts. Only sampling that is not greedy uses them.
+
+    On a new machine FlashInfer compiles them with nvcc, which the first such request would otherwise wait for. vocab_size: of the target.
+    """
+    from sgl_kernel import top_k_renorm_prob, top_p_renorm_prob  # has them on CUDA only
+
+    probs_BV = torch.full((1, vocab_size), 1 / vocab_size, device=device)
+    most_likely_BV = top_k_renorm_prob(probs_BV, torch.full((1,), vocab_size, dtype=torch.int32, device=device))
+    top_p_renorm_prob(most_likely_BV, torch.ones(1, device=device))
+
+
+def reserve_verification(*, num_tokens: int, vocab_size: int, device: torch.device) -> None:
+    """Makes torch cache what the largest verification needs, on the current stream.
+
+    Otherwise a batch that grows leaves blocks behind that are too small for the next one, and the cache grows beyond the plan.
+    num_tokens: drafted tokens of all requests.
+    """
+    blocks = [torch.empty((num_tokens, vocab_size), dtype=torch.float32, device=device) for _ in range(DRAFT_BLOCKS)]
+    del blocks
+
+
+def keep_drafts(worker: Any) -> None:
+    """Keeps the n-grams of earlier samples when the KV cache is flushed.
+
+    They depend on tokens alone, and every draft is verified. PAUSE_KV would wait until they are cleared, which is slow.
+    """
+    worker.clear_cache_pool = lambda: None

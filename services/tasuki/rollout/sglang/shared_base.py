@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from tasuki.config.paths import base_socket_path
 from tasuki.config.schema import NodeConfig
-from tasuki.rollout.published_layout import published_layout
-from tasuki.rollout.record import EngineModel, Layout, Parameters, record_plan
+from tasuki.rollout.record import EngineModel, Layout, Parameters, published_layout, record_plan
 from tasuki.weights.manifest import Entry, place
 from tasuki.weights.plan import Piece, held_slice
 from tasuki.weights.shared_base import SharedBase, WritableBase, find_base

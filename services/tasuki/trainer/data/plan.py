@@ -1,10 +1,11 @@
-"""Assigns samples to micro-batches and ranks: one pure plan over all ranks of a call."""
+"""Assigns samples to micro-batches, ranks and a fleet's nodes: one pure plan over all ranks of a call. No torch."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -164,3 +165,26 @@ def _exchange(dear: _Bin, cheap: _Bin, *, max_tokens: int) -> bool:
 
 def _cost(samples: _Bin) -> float:
     return sum(sample.cost for sample in samples)
+
+
+def split_samples(
+    lengths: Sequence[int],
+    *,
+    completions: Sequence[int] | None = None,
+    num_nodes: int,
+    num_ranks: int,
+    max_tokens: int,
+    cost: SampleCost,
+) -> list[list[int]]:
+    """Positions of each node's samples, ascending, with about equal work; with few samples some nodes get none.
+
+    Plans micro-batches over the ranks of all nodes; each node then plans its share for its own ranks.
+
+    lengths: tokens of each sample, at least one sample, none above `max_tokens`. completions: of which a completion's; by default all.
+    num_ranks: of each node; ranks that share a micro-batch count as one. max_tokens: the smallest `micro_batch_tokens` of all nodes.
+    """
+    plan = plan_micro_batches(
+        lengths, completions=completions, num_ranks=num_nodes * num_ranks, max_tokens=max_tokens, cost=cost
+    )
+    # Round-robin over nodes, so that few samples are spread over them.
+    return [sorted(chain(*(chain(*plan[rank]) for rank in range(node, len(plan), num_nodes)))) for node in range(num_nodes)]

@@ -1,8 +1,8 @@
-"""Encodes roles, samples and scores between the front and its ranks; samples as columns of little-endian numbers."""
+"""Encodes roles, samples and scores between the front and its ranks; samples as columns of little-endian numbers. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from google.protobuf.struct_pb2 import Value
@@ -14,6 +14,7 @@ from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.roles import Role
 from tasuki.v1 import loss_pb2
 from tasuki.v1.ranks_pb2 import SampleColumns
+from tasuki.v1.trainer_pb2 import MetricPart
 from tasuki.v1.types_pb2 import ROLE_CRITIC, ROLE_POLICY, ROLE_REFERENCE
 from tasuki.wire.errors import InvalidArgument
 
@@ -70,3 +71,26 @@ def _plain(value: Value) -> object:
             return None
         case kind:
             return getattr(value, kind)
+
+
+def merge_parts(parts: Sequence[Mapping[str, MetricPart]]) -> dict[str, MetricPart]:
+    """Merges the metrics of all that reported a part."""
+    joined: dict[str, MetricPart] = {}
+    for name in sorted({name for part in parts for name in part}):
+        metrics = [part[name] for part in parts if name in part]
+        totals = [metric.total for metric in metrics]
+        joined[name] = MetricPart(
+            total=max(totals) if metrics[0].is_maximum else sum(totals),
+            weight=sum(metric.weight for metric in metrics),
+            is_maximum=metrics[0].is_maximum,
+        )
+    return joined
+
+
+def merge_metrics(parts: Mapping[str, MetricPart]) -> dict[str, float]:
+    """Means and maxima; leaves out means over nothing."""
+    return {
+        name: part.total if part.is_maximum else part.total / part.weight
+        for name, part in parts.items()
+        if part.is_maximum or part.weight
+    }

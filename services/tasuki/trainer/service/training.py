@@ -17,9 +17,8 @@ from tasuki.trainer.data.plan import MicroBatchPlan
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.data.shared_plan import Sharing, plan_shared
 from tasuki.trainer.ranks.front import TrainerRanks
-from tasuki.trainer.ranks.wire import ROLE_MESSAGES, decode_loss, decode_scores, encode_samples
+from tasuki.trainer.ranks.wire import ROLE_MESSAGES, decode_loss, decode_scores, encode_samples, merge_metrics, merge_parts
 from tasuki.trainer.roles import Role
-from tasuki.trainer.service.merge_responses import merge_metrics, merge_parts
 from tasuki.trainer.service.requests import check_learning_rate, decode_role, decode_samples
 from tasuki.trainer.service.state import TrainerState, roles_by_name
 from tasuki.v1 import loss_pb2, ranks_pb2, trainer_pb2

@@ -20,9 +20,9 @@ from tasuki.config.paths import model_source, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import CriticConfig, LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
+from tasuki.models.families import read_model_shape
 from tasuki.models.stored_tensors import check_stored
 from tasuki.planner.choose import chosen
-from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node import Checkpointing, node_of
 from tasuki.planner.step_bytes import TRIAL_TOKENS, offloaded_per_token
 from tasuki.rpc.heartbeat import Heartbeat

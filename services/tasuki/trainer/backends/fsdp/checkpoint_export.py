@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.models.families import find_family
-from tasuki.planner.model_shape import read_model_shape
+from tasuki.models.families import find_family, read_model_shape
 from tasuki.trainer.backends.fsdp.checkpoint import RoleFacts, computing_settings, read_facts, read_tensors
 from tasuki.trainer.backends.fsdp.lora.adapters import adapter_names, file_name, write_adapter
 from tasuki.trainer.backends.fsdp.lora.merged_weights import merge
