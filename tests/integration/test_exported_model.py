@@ -62,7 +62,16 @@ def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
     learner = moved(start_learner(folder, mesh=mesh, rollout={"dtype": "float32"}, lora=lora))
     learner.save_checkpoint(tmp_path / "checkpoint")
     fsdp(learner).export_model(tmp_path / "model")
-    _export(tmp_path / "checkpoint", tmp_path / "again", source=folder, held=torch.float32, dtype=torch.float32)
+    told: list[tuple[int, int]] = []
+    _export(
+        tmp_path / "checkpoint",
+        tmp_path / "again",
+        source=folder,
+        held=torch.float32,
+        dtype=torch.float32,
+        told=lambda *numbers: told.append(numbers),
+    )
+    assert told == [(index, len(told)) for index in range(len(told))] and told
     files = [path.relative_to(tmp_path / "model") for path in sorted((tmp_path / "model").rglob("*")) if path.is_file()]
     for file in files:
         if file.suffix == ".safetensors":
@@ -77,6 +86,6 @@ def test_a_checkpoint_of_another_model_is_not_exported(mesh: DeviceMesh, model: 
     start_learner(model, mesh=mesh).save_checkpoint(tmp_path / "checkpoint")
     other = save_checkpoint(make_model("llama_tied", seed=2), tmp_path / "other")
     with pytest.raises(InvalidArgument, match="tie_word_embeddings False, but") as refused:
-        _export(tmp_path / "checkpoint", tmp_path / "again", source=other, held=torch.float32, dtype=torch.float32)
+        _export(tmp_path / "checkpoint", tmp_path / "again", source=other, held=torch.float32, dtype=torch.float32, told=print)
     assert refused.value.metadata["field"] == "path"
     assert not (tmp_path / "again").exists()

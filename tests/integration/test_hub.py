@@ -25,18 +25,20 @@ FETCH = """
 import json, sys
 from pathlib import Path
 from tasuki.config.load import config_of
-from tasuki.node.hub import with_local_files
+from tasuki.node.hub import weights_to_fetch, with_local_files
 from tasuki.wire.errors import TasukiError
 base = {"state_dir": "/tmp/state", "train": {"output_dir": "/tmp/out", "reward": {"function": "a:b"}}}
-for model, dataset, has_weights in json.load(sys.stdin):
+for model, dataset, whole in json.load(sys.stdin):
     columns = {"prompt": "question", "answer": "answer"}
     train = base["train"] | {"dataset": dataset, "eval_dataset": "org/sums:main:test", "columns": columns}
-    config = config_of(base | {"model": {"path": model}, "train": train})
+    given = config_of(base | {"model": {"path": model}, "train": train})
     told = []
     try:
-        config = with_local_files(config, tell=told.append, has_weights=has_weights)
+        config = with_local_files(given, tell=told.append, has_weights=whole, has_rows=whole)
+        lacking = weights_to_fetch(given)
         assert "rollout" not in config.model_fields_set
         found = {"model": str(config.model.path), "dataset": str(config.train.dataset), "eval": str(config.train.eval_dataset)}
+        found["lacking"] = lacking
     except TasukiError as error:
         found = {"reason": error.reason, "message": error.message}
     print(json.dumps(found))
@@ -74,9 +76,12 @@ def test_ids_become_local_files_once_and_every_failure_names_its_cure(tmp_path: 
         ("Org/Tiny", "org/sums:main:dev", True),
     ]
     with serving(repos, gated=frozenset({"models/Org/Gated"})) as hub:
-        planned, first, other, *refused = fetched(hub, home, *cases)
-        assert not (Path(planned["model"]) / "pytorch_model.bin").exists()
-        assert planned["model"] == first["model"] == other["model"]
+        (planned,) = fetched(hub, home, cases[0])
+        assert planned["lacking"] == {"model.path": len(model["model.safetensors"])} and planned["dataset"] == "org/sums:main"
+        assert {path.name for path in Path(planned["model"]).iterdir()} == set(model) - {"model.safetensors"}
+        assert not any("datasets" in path or (path.startswith("GET") and "safetensors" in path) for path in hub.asked)
+        first, other, *refused = fetched(hub, home, *cases[1:])
+        assert planned["model"] == first["model"] == other["model"] and other["lacking"] == {}
         assert {path.name for path in Path(first["model"]).iterdir()} == set(model)
         assert (Path(first["model"]) / "model.safetensors").read_bytes() == model["model.safetensors"]
         chosen = [{name: row[name] for name in ("question", "answer")} for row in ROWS]
@@ -89,6 +94,8 @@ def test_ids_become_local_files_once_and_every_failure_names_its_cure(tmp_path: 
             assert found["reason"] == "INVALID_ARGUMENT"
             assert text in found["message"] and "\n" not in found["message"]
         hub.asked.clear()
+        assert [found["model"] for found in fetched(hub, home, cases[0])] == [first["model"]]
+        assert hub.asked == []  # a plan takes what the cache has
         offline = fetched(hub, home, cases[1], ("Org/Else", "org/sums:main", True), HF_HUB_OFFLINE="1")
         assert hub.asked == []
     assert offline[0] == first

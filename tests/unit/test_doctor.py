@@ -32,6 +32,15 @@ def test_a_light_install_starts_no_node(node_file: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith("tasuki: error NOT_INSTALLED: ")
 
 
+def test_weights_of_the_hub_are_not_fetched_but_named(
+    node_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tasuki.cli.doctor.weights_to_fetch", lambda _: {"model.path": 14_200_000_000})
+    _, findings = examined(capsys, node_file)
+    assert (findings["model"]["verdict"], findings["memory plan"]["verdict"]) == ("warn", "ok")
+    assert "14.20 GB of weights are not here" in findings["model"]["found"]
+
+
 def test_the_report_is_a_line_for_each_check_and_a_count(capsys: pytest.CaptureFixture[str], node_file: Path):
     run = ["train.dataset=/nonexistent", "train.output_dir=run", "train.reward.function=a", "model.path=/nonexistent"]
     assert main(["doctor", str(node_file), *(part for one in run for part in ("--set", one))]) == 1

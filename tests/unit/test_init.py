@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -105,7 +106,8 @@ def test_a_card_without_room_for_all_parameters_trains_adapters_at_their_rate(mo
     write_sparse_weights(model)
     assert main(["init", str(tmp_path / "own"), *flags(model, device="cuda"), "--gpu-memory-gb", "48"]) == 0
     text = (tmp_path / "own" / "node.toml").read_text()
-    assert "\nlora.rank = 32\n" in text and "\nlearning_rate = 1e-05\n" in text
+    assert "\nlora.rank = 32\n" in text and "\nlearning_rate = 1e-05  # adapters bear ten times" in text
+    assert re.search(r"\nmicro_batch_tokens = \d+  # bounds memory", text)
     assert main(["plan", str(tmp_path / "own" / "node.toml"), "--gpu-gb", "48"]) == 0
 
 

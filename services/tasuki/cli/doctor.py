@@ -19,7 +19,7 @@ from tasuki.doctor.finding import Finding, Verdict, fail, is_running, ok
 from tasuki.doctor.fleet import fleet_findings, running_config
 from tasuki.doctor.host import check_shared_memory, gpu_findings, host_findings, read_gpu_facts, torch_cuda_version
 from tasuki.doctor.node import check_passing, node_findings
-from tasuki.node.hub import with_local_files
+from tasuki.node.hub import weights_to_fetch, with_local_files
 from tasuki.wire.denied_path import what_to_change
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied, TasukiError
 
@@ -45,9 +45,11 @@ def examine(path: Path | None, *, overrides: Sequence[str] = (), min_gbit: float
     """Runs every check, in the order of the report. min_gbit: demanded of a fleet's gradients."""
     yield from host_findings()
     config: NodeConfig | None = None
+    lacking: dict[str, int] = {}
     if path is not None:
         try:
-            config = with_local_files(load_beside_node(path, overrides=overrides))
+            given = load_beside_node(path, overrides=overrides)
+            config, lacking = with_local_files(given, has_weights=False), weights_to_fetch(given)
             yield ok("configuration", str(path))
         except TasukiError as error:
             yield fail("configuration", f"{error.reason}: {error.message}", _advice(error))
@@ -56,7 +58,7 @@ def examine(path: Path | None, *, overrides: Sequence[str] = (), min_gbit: float
     if facts.driver_cuda is not None or (config is not None and config.device == "cuda"):
         yield from gpu_findings(facts, torch_cuda=torch_cuda_version(), node_runs=runs)
     if path is not None and config is not None:
-        yield from node_findings(config, facts.gpus, config_dir=path.resolve().parent)
+        yield from node_findings(config, facts.gpus, config_dir=path.resolve().parent, lacking=lacking)
         yield from fleet_findings(running_config(config), min_gbit=min_gbit)
     else:
         yield check_shared_memory()

@@ -23,12 +23,18 @@ def run(checkpoint: Path, *, place: Path | None, output: Path | None, dtype: str
     checkpoint = checkpoint.absolute()
     found = find_run(checkpoint.parent.parent if place is None else place)
     target = found.output_dir / f"model-{checkpoint.name}" if output is None else output.absolute()
+
+    def told(done: int, num_tensors: int) -> None:
+        if done % -(-num_tensors // 10) == 0:
+            sys.stderr.write(f"exporting {checkpoint.name}: {done} of {num_tensors} tensors\n")
+
     num_bytes = export_checkpoint(
         checkpoint,
         target,
         source=found.config.model.path,
         compute_dtype=found.config.trainer.compute_dtype,
         dtype=found.config.export_dtype if dtype == "auto" else dtype,
+        told=told,
     )
     sys.stdout.write(f"{target}  {num_bytes / 1e9:.3f} GB\n")
     return 0

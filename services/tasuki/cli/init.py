@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     if data is not None and not data.is_file():
         raise PathNotFound(f"data: {data} is not a file; give a JSONL file, or none to begin with a sample", path=data)
     planned, table = _fitting(_tables(model, task=task, device=device, data=data), gpu_gb=gpu_gb)
-    files = {"node.toml": _HEAD + _toml(table)}
+    files = {"node.toml": _HEAD + _toml(table, _advice(planned, table))}
     if task != "sft":
         files["rewards.py"] = (
             _MATCH if task == "match" else resources.files("tasuki.cli").joinpath("math_rewards.py").read_text()
@@ -153,19 +153,36 @@ def _fitting(table: dict[str, Any], *, gpu_gb: float | None) -> tuple[Plan, dict
         put(table, rung.setting, value_at(rung.plan.node.config, rung.setting))
         planned = rung.plan
     if planned.node.lora is not None:
-        table["trainer"]["learning_rate"] = 1e-4 if "sft" in table else 1e-5  # ten times as large, as adapters need
+        table["trainer"]["learning_rate"] = 1e-4 if "sft" in table else 1e-5
     elif "train" in table and planned.node.model.num_parameters < 1e9:
         table["trainer"]["learning_rate"] = 3e-5
+    table["trainer"].setdefault("micro_batch_tokens", planned.node.micro_batch_tokens)
     return planned, table
 
 
-def _toml(table: Mapping[str, Any]) -> str:
-    """TOML with one level of tables; deeper keys are dotted."""
+def _advice(planned: Plan, table: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> why it has its value and what to try."""
+    if planned.node.lora is not None:
+        rate = "adapters bear ten times the rate of full training"
+    elif "sft" in table:
+        rate = "full training; ten times that with [trainer.lora]"
+    else:
+        rate = "full training: 3e-5 below 1B parameters, 1e-6 above; ten times that with [trainer.lora]"
+    return {
+        "learning_rate": f"{rate}; lower it if the curve falls or jumps",
+        "micro_batch_tokens": "bounds memory, not the result; halve it if memory runs out",
+    }
+
+
+def _toml(table: Mapping[str, Any], advice: Mapping[str, str]) -> str:
+    """TOML with one level of tables; deeper keys are dotted. advice: comments by key."""
     rest = {key: value for key, value in table.items() if not isinstance(value, dict)}
     lines = [f"{key} = {json.dumps(value)}" for key, value in rest.items()]
     for name, keys in table.items():
         if isinstance(keys, dict) and keys:
-            lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in _leaves(keys))]
+            lines += ["", f"[{name}]"]
+            for key, value in _leaves(keys):
+                lines.append(f"{key} = {json.dumps(value)}" + (f"  # {advice[key]}" if key in advice else ""))
     return "\n".join(lines) + "\n"
 
 

@@ -63,8 +63,12 @@ def planned_node(arguments: argparse.Namespace) -> Node:
     path: Path | None = arguments.config
     gpu_gb, host_gb, num_gpus, model = arguments.gpu_gb, arguments.host_gb, arguments.num_gpus, None
     if path is not None and path.suffix == ".toml":
-        config = with_local_files(_load(path, arguments), has_weights=False)
-        if check_planned_folder(config.model.path):
+        config = with_local_files(_load(path, arguments), has_weights=False, has_rows=False)
+        run = config.train or config.sft
+        unread = [str(path) for path in (run.dataset, run.eval_dataset) if path and not path.is_absolute()] if run else []
+        if unread:
+            sys.stderr.write(f"rows of {' and '.join(unread)} are not read for a plan; tasuki doctor reads them\n")
+        if check_planned_folder(config.model.path) and not unread:
             from tasuki.cli.train import check_data  # a plan of a configuration file alone needs no client
 
             with suppress(NotInstalled):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,8 +35,10 @@ from tasuki.wire.denied_path import denied
 from tasuki.wire.errors import TasukiError
 
 
-def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) -> Iterable[Finding]:
-    """config_dir: of the configuration's file, where rewards are searched."""
+def node_findings(
+    config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path, lacking: Mapping[str, int]
+) -> Iterable[Finding]:
+    """config_dir: of the configuration's file, where rewards are searched. lacking: bytes of weights to fetch from the hub, by key."""
     runs = is_running(config)
     if told := readable_by_others(config.state_dir):
         yield warn("state_dir of others", told, "names and sizes of its files tell of the run")
@@ -46,7 +48,11 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) 
         yield checked("state_dir", str(config.state_dir), lambda: check_state_folder(config), key="state_dir")
     if slow := slow_dtypes(config):
         yield warn("dtypes", f'{" and ".join(slow)} = "bfloat16": {SLOW_BFLOAT16}', "remove the keys")
-    model = checked("model", str(config.model.path), lambda: check_model_folders(config), key="model.path")
+    if lacking:
+        sizes = ", ".join(f"{key}: {num_bytes / 1e9:.2f} GB of weights are not here yet" for key, num_bytes in lacking.items())
+        model = warn("model", sizes, "tasuki up and tasuki train fetch them first, into the hub's cache")
+    else:
+        model = checked("model", str(config.model.path), lambda: check_model_folders(config), key="model.path")
     yield model
     if model.verdict is Verdict.OK:
         yield from (
@@ -61,8 +67,8 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) 
         yield checked("place in the fleet", config.fleet.leader, lambda: check_place(config), key="fleet")
     yield checked("tracing", "as the environment says", check_telemetry, key="the environment")
     yield checked("trackers", ", ".join(config.track.to) or "none", lambda: _check_trackers(config), key="track.to")
-    has_model = model.verdict is Verdict.OK
-    yield from check_datasets(config, has_model=has_model)
+    has_model = model.verdict is not Verdict.FAIL
+    yield from check_datasets(config, has_model=model.verdict is Verdict.OK)
     if config.train is not None:
         yield check_rewards(config.train, (Path.cwd(), config_dir))
     if has_model:
@@ -99,7 +105,9 @@ def _check_data(table: str, run: TrainConfig | SftConfig, read: Callable[[], obj
         except PermissionError:
             error = denied(path, key=key)
             return fail(name, f"{error.reason}: {error.message}", f"change {key}, or the permissions")
-    return ok(name, str(run.dataset)) if read is None else checked(name, str(run.dataset), read, key=f"{table}.dataset")
+    if read is None:
+        return ok(name, f"{run.dataset}; rows not checked without the model")
+    return checked(name, str(run.dataset), read, key=f"{table}.dataset")
 
 
 def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:

@@ -17,6 +17,7 @@ from tasuki.wire.errors import InvalidArgument, NotInstalled
 from tasuki.wire.extras import install_extras
 
 Tell = Callable[[str], None]
+_MODELS = ("model.path", "trainer.critic.path")
 _READ = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 _LEFT_OUT = ["*/*.safetensors", "consolidated*", "onnx/*", "original/*"]
 """Weights in other formats beside the model's."""
@@ -24,25 +25,43 @@ _TELL_EVERY_S = 10.0
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
-def with_local_files(config: NodeConfig, *, tell: Tell = to_stderr, has_weights: bool = True) -> NodeConfig:
+def with_local_files(
+    config: NodeConfig, *, tell: Tell = to_stderr, has_weights: bool = True, has_rows: bool = True
+) -> NodeConfig:
     """The configuration with local paths for ids of the hub. Downloads what its cache lacks; HF_HUB_OFFLINE and the like hold.
 
-    has_weights: False leaves out weights that are not in the cache, for a plan. Raises NotInstalled without the extra `hub`, and
-    InvalidArgument naming the key for what the hub does not give.
+    has_weights: False takes a model's other files, and asks the hub only if its cache lacks them. has_rows: False leaves ids of datasets.
+    Raises NotInstalled without the extra `hub`, and InvalidArgument naming the key for what the hub does not give.
     """
     values: dict[str, Path] = {}
-    for key in ("model.path", "trainer.critic.path"):
+    for key in _MODELS:
         if (given := _id(config, key)) is not None:
             with _explained(key, given):
                 values[key] = _model_folder(given, [] if has_weights else _WEIGHTS, key=key, tell=tell)
     for table, run in (("train", config.train), ("sft", config.sft)):
         for key in (f"{table}.dataset", f"{table}.eval_dataset"):
-            if run is not None and (given := _id(config, key)) is not None:
+            if has_rows and run is not None and (given := _id(config, key)) is not None:
                 with _explained(key, given):
                     values[key] = _dataset_file(given, columns=run.columns, key=key, tell=tell)
     for key, path in values.items():
         config = _with(config, key.split("."), path)
     return config
+
+
+def weights_to_fetch(config: NodeConfig) -> dict[str, int]:
+    """Key of a model -> bytes of its files that the cache lacks, as the hub lists them. Raises as with_local_files."""
+    lacking: dict[str, int] = {}
+    for key in _MODELS:
+        if (given := _id(config, key)) is not None:
+            with _explained(key, given):
+                from huggingface_hub import errors
+
+                try:
+                    _snapshot(given, local_files_only=True)
+                except errors.LocalEntryNotFoundError:
+                    files = _snapshot(given, dry_run=True)
+                    lacking[key] = sum(file.file_size for file in files if file.will_download)
+    return lacking
 
 
 def _with(table: Any, key: Sequence[str], path: Path) -> Any:
@@ -58,19 +77,29 @@ def _id(config: NodeConfig, key: str) -> str | None:
 
 
 def _model_folder(given: str, left_out: list[str], *, key: str, tell: Tell) -> Path:
-    from huggingface_hub import constants, file_download, snapshot_download
+    from huggingface_hub import constants, errors, file_download
     from huggingface_hub.utils import disable_progress_bars
 
-    name, _, revision = given.partition("@")
-    tell(f"{key}: taking {given} from the hub or its cache")
+    if left_out:
+        with suppress(errors.LocalEntryNotFoundError):
+            return Path(_snapshot(given, left_out, local_files_only=True))
+    name = given.partition("@")[0]
+    tell(f"{key}: taking {given} {'without weights ' if left_out else ''}from the hub or its cache")
     if not sys.stderr.isatty():
         disable_progress_bars()
     cache = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")
     with _size_told(cache / "blobs", lambda size: tell(f"{key}: {size / 1e9:.2f} GB of {given} are here")):
-        ignored = [*_LEFT_OUT, *left_out]
-        folder = snapshot_download(name, revision=revision or None, allow_patterns=_READ, ignore_patterns=ignored)
+        folder = _snapshot(given, left_out)
     tell(f"{key}: {given} is in {folder}")
     return Path(folder)
+
+
+def _snapshot(given: str, left_out: Sequence[str] = (), **options: Any) -> Any:
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = given.partition("@")
+    ignored = [*_LEFT_OUT, *left_out]
+    return snapshot_download(name, revision=revision or None, allow_patterns=_READ, ignore_patterns=ignored, **options)
 
 
 def _dataset_file(given: str, *, columns: Mapping[str, str], key: str, tell: Tell) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,25 +22,27 @@ from tasuki.trainer.roles import Role
 from tasuki.weights.shards import checkpoint_shards
 from tasuki.wire.errors import InvalidArgument, TasukiError
 
+Told = Callable[[int, int], None]
 _POLICY = f"{Role.POLICY}.model.causal_lm."
 
 
-def export_checkpoint(checkpoint: Path, output: Path, *, source: Path, compute_dtype: str, dtype: str) -> int:
+def export_checkpoint(checkpoint: Path, output: Path, *, source: Path, compute_dtype: str, dtype: str, told: Told) -> int:
     """Writes the policy of a checkpoint, with adapters merged and beside it in adapter/. Returns the bytes written.
 
     Holds one tensor and one file of the folder in memory. source: the model folder that was trained. compute_dtype: of a model below
-    adapters. dtype: of the folder. Raises PathExists, PathNotFound, DiskFull, and InvalidArgument for a checkpoint that is damaged, or
-    of another model than `source`.
+    adapters. dtype: of the folder. told: called with the numbers of tensors written and of all. Raises PathExists, PathNotFound,
+    DiskFull, and InvalidArgument for a checkpoint that is damaged, or of another model than `source`.
     """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return _export(checkpoint, output, source=source, held=getattr(torch, compute_dtype), dtype=getattr(torch, dtype))
+        held, written = getattr(torch, compute_dtype), getattr(torch, dtype)
+        return _export(checkpoint, output, source=source, held=held, dtype=written, told=told)
     finally:
         dist.destroy_process_group()
 
 
 @torch.no_grad()
-def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, dtype: torch.dtype) -> int:
+def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, dtype: torch.dtype, told: Told) -> int:
     facts, index_crc32 = read_facts(checkpoint)
     policy = facts.roles[Role.POLICY]
     _check_model(checkpoint, policy, source=source)
@@ -59,7 +62,9 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
     aside = start_aside(output, mode=0o777)
     try:
         writer, adapter = SafetensorsWriter(aside, dtype=dtype), dict[str, Tensor]()
-        for name, shape in model.parameters().items():
+        parameters = model.parameters()
+        for index, (name, shape) in enumerate(parameters.items()):
+            told(index, len(parameters))
             a_name, b_name = adapter_names(name)
             if policy.lora_rank is None:
                 tensor = read(name)
