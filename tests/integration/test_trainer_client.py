@@ -42,8 +42,8 @@ async def test_calls_with_parts_of_a_step_add_up_to_one_call(client: TrainerClie
     own, samples = client_of(client), [training_sample_from_proto(one) for one in await samples_of_now(client)]
     whole = await own.forward_backward(samples, loss)
     norm = (await own.optim_step(learning_rate=0.0)).grad_norm
-    for part in (samples[:5], samples[5:]):
-        await own.forward_backward(part, loss, step_samples=samples)
+    parts = [await own.forward_backward(part, loss, step_samples=samples) for part in (samples[:5], samples[5:])]
+    assert sum(part.loss for part in parts) == pytest.approx(whole.loss, rel=1e-5, abs=1e-7)
     await own.forward_backward(negative(samples), replace(loss, denominator=whole.denominator))
     assert (await own.optim_step(learning_rate=0.0)).grad_norm < 1e-6 * norm
 

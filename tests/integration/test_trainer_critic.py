@@ -82,11 +82,12 @@ async def test_a_critic_learns_beside_the_policy(client: TrainerClient) -> None:
     assert error.metadata["field"] == "header.loss.name"
 
 
-async def test_a_second_run_on_a_living_node_learns(client: TrainerClient) -> None:
+async def test_a_second_run_on_a_living_node_learns(client: TrainerClient, tmp_path: Path) -> None:
     samples = value_samples(12)
     assert await step_rates(client, samples, 3) == pytest.approx([1e-3, 0.5e-3, 0.0])
     await client.forward_backward(samples)
     assert (await refused(client.begin_run())).reason == "GRADIENTS_PENDING"
+    assert (await refused(client.load(tmp_path))).reason == "GRADIENTS_PENDING"
     await client.discard_gradients()
     assert (await client.begin_run()).policy_version == 3
     assert (await facts(client))[ROLE_POLICY] == (3, 3, False)

@@ -44,6 +44,7 @@ def test_rows_keep_their_other_fields_and_empty_lines_are_passed_over(tmp_path: 
     ("line", "problem"),
     [
         ("{prompt: 1}", "not JSON"),
+        ('{"prompt": "a", "answer": NaN}', "NaN is no JSON number"),
         ("[1, 2]", "expected an object, got list"),
         ('{"question": "1+1="}', "lacks `prompt`"),
         ('{"prompt": 7}', "must be a string or a list of chat messages, is int"),

@@ -203,7 +203,8 @@ class AsyncClient:
     ) -> ForwardBackwardResult:
         """Accumulates the gradients of the loss over all samples for `role`. The default is PPO's loss, averaged over counted tokens.
 
-        step_samples: all samples of the optimizer step, when `samples` are a part of them: the calls then add up to one call over all.
+        step_samples: all samples of the optimizer step, when `samples` are a part of them: the calls then add up to one call over all,
+        its loss and gradients included: the `loss` of a part is its share of the step's.
         log_probs_of: positions of samples whose log-probs, as computed by the loss, are returned with the result.
         request_id: of the call, also for other mutating verbs. Repeated under it, by any client, an equal call takes effect once.
         Raises InvalidArgument naming the invalid field of a sample or the loss, and MessageTooLarge for a sample that is too long.
@@ -308,8 +309,9 @@ class AsyncClient:
     async def load(self, path: Path | str) -> int:
         """Loads a checkpoint written by `save`, with its optimizer state and schedule. Returns the policy version.
 
-        That is the checkpoint's, or a new one if the trainer's is newer: versions only grow. Accumulated gradients are discarded.
-        Raises PathNotFound, PathPermissionDenied, and InvalidArgument for a checkpoint that is damaged or belongs to another model.
+        That is the checkpoint's, or a new one if the trainer's is newer: versions only grow. Raises GradientsPending if
+        accumulated gradients await a step, PathNotFound, PathPermissionDenied, and InvalidArgument for a checkpoint that is damaged or
+        belongs to another model.
         """
         request = trainer_pb2.LoadCheckpointRequest(path=encode.path_to_send(path))
         return (await self._train(request, lambda trainer: trainer.LoadCheckpoint)).policy_version

@@ -183,9 +183,13 @@ class Dataset(Generic[_Item]):
         return [int(index) for index in np.random.default_rng([self.seed, self._epoch]).permutation(len(self._rows))]
 
 
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON number; write null, or name the columns to read in `columns`")
+
+
 def _object(line: bytes, *, place: str) -> Row:
     try:
-        row = json.loads(line)
+        row = json.loads(line, parse_constant=_refuse_constant)
         if b"\\ud" in line.lower():  # half of a surrogate pair is not text: neither tokenizer nor file accepts it
             json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

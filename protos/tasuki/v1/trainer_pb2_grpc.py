@@ -200,13 +200,13 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. Clears gradients. All or nothing.
+        """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. All or nothing.
         Optimizer state and schedule are the checkpoint's. So is the policy version, unless it is older than the trainer's: versions only
         grow, so that the loaded weights then become a new one, the trainer's plus 1.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
         Errors: NOT_FOUND/PATH_NOT_FOUND, PERMISSION_DENIED/PATH_PERMISSION_DENIED, FAILED_PRECONDITION/WRONG_PHASE,
-        INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer
+        FAILED_PRECONDITION/GRADIENTS_PENDING, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer
         refuses to train until a load succeeds or it is restarted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -96,13 +96,13 @@ class TrainerServiceStub:
     the log still builds on the previous checkpoint.
     """
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]
-    """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. Clears gradients. All or nothing.
+    """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. All or nothing.
     Optimizer state and schedule are the checkpoint's. So is the policy version, unless it is older than the trainer's: versions only
     grow, so that the loaded weights then become a new one, the trainer's plus 1.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
     Errors: NOT_FOUND/PATH_NOT_FOUND, PERMISSION_DENIED/PATH_PERMISSION_DENIED, FAILED_PRECONDITION/WRONG_PHASE,
-    INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer
+    FAILED_PRECONDITION/GRADIENTS_PENDING, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer
     refuses to train until a load succeeds or it is restarted.
     """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
@@ -181,13 +181,13 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     the log still builds on the previous checkpoint.
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
-    """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. Clears gradients. All or nothing.
+    """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. All or nothing.
     Optimizer state and schedule are the checkpoint's. So is the policy version, unless it is older than the trainer's: versions only
     grow, so that the loaded weights then become a new one, the trainer's plus 1.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
     Errors: NOT_FOUND/PATH_NOT_FOUND, PERMISSION_DENIED/PATH_PERMISSION_DENIED, FAILED_PRECONDITION/WRONG_PHASE,
-    INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer
+    FAILED_PRECONDITION/GRADIENTS_PENDING, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer
     refuses to train until a load succeeds or it is restarted.
     """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
@@ -323,13 +323,13 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.LoadCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.LoadCheckpointResponse, _abc.Awaitable[_trainer_pb2.LoadCheckpointResponse]]:
-        """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. Clears gradients. All or nothing.
+        """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. All or nothing.
         Optimizer state and schedule are the checkpoint's. So is the policy version, unless it is older than the trainer's: versions only
         grow, so that the loaded weights then become a new one, the trainer's plus 1.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
         Errors: NOT_FOUND/PATH_NOT_FOUND, PERMISSION_DENIED/PATH_PERMISSION_DENIED, FAILED_PRECONDITION/WRONG_PHASE,
-        INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer
+        FAILED_PRECONDITION/GRADIENTS_PENDING, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer
         refuses to train until a load succeeds or it is restarted.
         """
 

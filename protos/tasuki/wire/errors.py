@@ -104,7 +104,7 @@ class NoGradients(TasukiError):
 
 
 class GradientsPending(TasukiError):
-    """Publishing or BeginRun would lose accumulated gradients. Call OptimStep or DiscardGradients first."""
+    """Publishing, loading or BeginRun would lose accumulated gradients. Call OptimStep or DiscardGradients first."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "GRADIENTS_PENDING"
 

@@ -79,13 +79,11 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
     if found.pending is None:
         if not found.first_step:
             _check_saves(earlier, settings)
+        _discard_gradients(client)  # ordered after commands still running on the trainer, such as an export
         if found.checkpoint is not None:
             _load(client, found.checkpoint, policy_version=earlier.saved_version)
-        else:
-            # Ordered after commands still running on the trainer, such as an export.
-            _discard_gradients(client)
-            if not found.first_step:
-                client.begin_run()
+        elif not found.first_step:
+            client.begin_run()
         if found.checkpoint is not None or not found.first_step:
             forget_pending(settings.output_dir)
             _remove_incomplete(settings.output_dir / CHECKPOINTS, earlier)

@@ -38,7 +38,7 @@ class TrainingLog:
     def __init__(self, path: Path, *, failpoints: Failpoints) -> None:
         """Raises InvalidArgument if the log is damaged, DiskFull if it cannot be written."""
         self._path, self._failpoints = path, failpoints
-        self._is_behind = False
+        self.is_behind = False
         """Whether a command was done that the log lacks."""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -97,7 +97,7 @@ class TrainingLog:
 
         Without space it keeps everything, which leads to the same weights, and warns. Call it after `check_not_behind`.
         """
-        assert not self._is_behind
+        assert not self.is_behind
         pending = os.pread(self._fd, self._end - self._pending_start, self._pending_start)
         try:
             await asyncio.to_thread(self._replace, checkpoint, pending)
@@ -110,13 +110,13 @@ class TrainingLog:
 
         Raises DiskFull. The log then no longer matches the weights, so nothing is trained until a load succeeds or the trainer restarts.
         """
-        self._is_behind = True
+        self.is_behind = True
         await asyncio.to_thread(self._replace, checkpoint, b"")
-        self._is_behind = False
+        self.is_behind = False
 
     def check_not_behind(self) -> None:
         """Raises DiskFull if a command was done that the log lacks."""
-        if self._is_behind:
+        if self.is_behind:
             raise DiskFull(f"{self._path} lacks a completed command; restart the trainer", path=self._path)
 
     def _begin(self, record: TrainingRecord) -> None:
@@ -135,7 +135,7 @@ class TrainingLog:
             os.pwrite(self._fd, b"\1", self._end + _DONE_OFFSET)
             os.fdatasync(self._fd)
         except OSError as error:
-            self._is_behind = True
+            self.is_behind = True
             text = f"{self._path} cannot be written: {error.strerror}; the trainer is ahead of it, restart it"
             raise DiskFull(text, path=self._path) from error
         self._advance(record)

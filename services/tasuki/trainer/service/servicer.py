@@ -36,7 +36,7 @@ from tasuki.v1.trainer_pb2 import WithdrawWeightsRequest
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
 from tasuki.v1.types_pb2 import ROLE_CRITIC, STAGE_UNSPECIFIED, TrainingSample
 from tasuki.v1.types_pb2 import Role as RoleMessage
-from tasuki.wire.errors import GradientsPending, InvalidArgument
+from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import RULES, MemoryTag, Service, Stage
 
 _log = logging.getLogger("tasuki.trainer")
@@ -65,7 +65,7 @@ class TrainerServicer(TrainerServiceServicer):
         if request.validate_only:
             async with self._validating(request) as is_repeat:
                 if not is_repeat:
-                    self._training.check_begin_run()
+                    self._state.check_no_gradients("BeginRun")
                 return trainer_pb2.BeginRunResponse(policy_version=self._state.policy_version)
 
         return await self._logged(request, lambda: self._training.begin_run(request), begin_run=request)
@@ -179,8 +179,7 @@ class TrainerServicer(TrainerServiceServicer):
         state = self._state
         async with state.turn:
             raise_unless_next(Stage.LOAD_WEIGHTS, after=state.stage)
-            if state.has_gradients:
-                raise GradientsPending("gradients are pending: call OptimStep or DiscardGradients before weights are published")
+            state.check_no_gradients("publishing")
             answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(publish_weights=request))
             state.stage, state.published_version = Stage.LOAD_WEIGHTS, state.policy_version
             published = [answer.publish_weights for answer in answers]
@@ -217,12 +216,15 @@ class TrainerServicer(TrainerServiceServicer):
         if request.validate_only:
             async with self._validating(request):
                 requests.check_path(request.path)
+                self._state.check_no_gradients("LoadCheckpoint")
                 answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(load_checkpoint=request))
                 return answers[0].load_checkpoint
 
         async def load() -> trainer_pb2.LoadCheckpointResponse:
             if request.HasField("as_version"):
                 raise InvalidArgument("as_version", "is for the trainer's own log; leave it out")
+            if not self._log.is_behind:  # else only a load or a restart helps
+                self._state.check_no_gradients("LoadCheckpoint")
             before, loaded = self._state.policy_version, await self._training.load_checkpoint(request)
             logged = trainer_pb2.LoadCheckpointRequest(path=request.path, as_version=loaded.policy_version)
             await self._log.loaded(self._record(request, checkpoint=logged))
@@ -307,10 +309,7 @@ class MemoryServicer(MemoryServiceServicer):
         async def pause() -> memory_pb2.PauseResponse:
             async with self._state.turn:
                 raise_unless_next(stage, after=self._state.stage)
-                if self._state.has_gradients:
-                    raise GradientsPending(
-                        "gradients are pending, and OFFLOAD would lose them: call OptimStep or DiscardGradients"
-                    )
+                self._state.check_no_gradients("OFFLOAD")
                 answers = await self._ranks.call(TrainerRankCommand(pause=request))
                 self._state.stage = stage
                 self._state.paused_tags.update(tag for tag in tags if request.makes_room or tag not in self._staying)

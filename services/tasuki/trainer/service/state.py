@@ -12,7 +12,7 @@ from tasuki.rpc.commands import CommandGate
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
 from tasuki.v1.trainer_pb2 import RoleState
-from tasuki.wire.errors import StageOrder, WrongPhase
+from tasuki.wire.errors import GradientsPending, StageOrder, WrongPhase
 from tasuki.wire.stages import START, MemoryTag, Service, Stage, allowed_after
 
 _LOADED = (None, Stage.LOAD_TRAINER)
@@ -40,6 +40,11 @@ class TrainerState:
     def has_gradients(self) -> bool:
         """Whether any role has gradients."""
         return any(state.has_gradients for state in self.roles.values())
+
+    def check_no_gradients(self, call: str) -> None:
+        """Raises GradientsPending if `call` would lose accumulated gradients."""
+        if self.has_gradients:
+            raise GradientsPending(f"gradients are pending, and {call} would lose them: call OptimStep or DiscardGradients")
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:

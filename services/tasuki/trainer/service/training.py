@@ -25,7 +25,7 @@ from tasuki.v1 import loss_pb2, ranks_pb2, trainer_pb2
 from tasuki.v1.trainer_pb2 import RoleState
 from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.v1.types_pb2 import TrainingSample
-from tasuki.wire.errors import GradientsNotFinite, GradientsPending, InvalidArgument, NoGradients
+from tasuki.wire.errors import GradientsNotFinite, InvalidArgument, NoGradients
 
 _LossCall = trainer_pb2.ForwardBackwardHeader | ranks_pb2.LoggedForwardBackward
 
@@ -57,14 +57,9 @@ class Training:
     def micro_batch_tokens(self) -> int:
         return self._limits.micro_batch_tokens
 
-    def check_begin_run(self) -> None:
-        """Raises GradientsPending."""
-        if self.state.has_gradients:
-            raise GradientsPending("gradients are pending: call OptimStep or DiscardGradients before a run begins")
-
     async def begin_run(self, request: trainer_pb2.BeginRunRequest) -> trainer_pb2.BeginRunResponse:
-        """Raises as check_begin_run."""
-        self.check_begin_run()
+        """Raises GradientsPending."""
+        self.state.check_no_gradients("BeginRun")
         answers = await self.ranks.call(ranks_pb2.TrainerRankCommand(begin_run=request))
         for state in self.state.roles.values():
             state.schedule_start = state.version
