@@ -90,6 +90,7 @@ class RlLoop:
             top_p=settings.top_p,
             top_k=settings.top_k,
             stop_token_ids=settings.stop_token_ids,
+            stop=settings.stop,
         )
 
     def run(self, report: Callable[[Step], None], *, first_step: int = 0, pending: PendingStep | None = None) -> None:
@@ -133,6 +134,7 @@ class RlLoop:
             temperature=evaluation.temperature,
             top_p=evaluation.top_p,
             stop_token_ids=settings.stop_token_ids,
+            stop=settings.stop,
         )
         with self.progress.timed(step, "evaluate", total=len(self.eval_rows) * evaluation.num_samples):
             call_number = step.step << _PART_BITS

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasuki.client import Client, Phase, SamplingParams
+from tasuki.client import Client, FinishReason, Phase, SamplingParams
 from tasuki.client.dataset import Row
 from tasuki.client.episode import Episodes
 from tasuki.client.episodes import EpisodePool
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 from tests.conftest import RunningNode
-from tests.models import char_tokenizer
+from tests.models import EOS, char_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
@@ -112,12 +112,24 @@ def client(node: RunningNode) -> Iterator[Client]:
         yield client
 
 
-def run(client: Client, folder: Path, function: str, rows: list[Row], *, num_samples: int = 2, **settings: object) -> Episodes:
-    options = {"max_tokens": 96, **settings}
+def run(
+    client: Client, folder: Path, function: str, rows: list[Row], *, num_samples: int = 2, stop: str = "", **settings: object
+) -> Episodes:
+    options, sampling = {"max_tokens": 96, **settings}, SamplingParams(max_new_tokens=6, stop=list(stop))
     tokenizer = ModelTokenizer(folder / "tokenizer")
     with EpisodePool(f"agents:{function}", tokenizer=tokenizer, folders=[folder], **options) as pool:
         pool.check_rows(rows, path="rows.jsonl")
-        return pool.run(client, rows, SamplingParams(max_new_tokens=6), num_samples=num_samples, number=5)
+        return pool.run(client, rows, sampling, num_samples=num_samples, number=5)
+
+
+def test_an_answer_that_a_stop_text_ended_is_followed_by_what_the_template_writes_after_it(client: Client, folder: Path):
+    stops = "abcdefghijklmnop"
+    ran = run(client, folder, "three_turns", [{"prompt": "ab"}], num_samples=8, stop=stops)
+    turns = [turn for episode in ran.episodes for turn in episode.turns.turns]
+    ended = [turn for turn in turns if turn.sample.token_ids[-1] in char_tokenizer().convert_tokens_to_ids(list(stops))]
+    assert {turn.sample.finish_reason for turn in ended[:1]} == {FinishReason.STOP}
+    followed = [turn for turn in turns if any(turn.parent is one for one in ended)]
+    assert {int(turn.prompt_token_ids[0]) for turn in followed} == {EOS}
 
 
 def test_turns_are_one_sequence_whose_log_probs_the_trainer_has_too(client: Client, folder: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 import torch
@@ -121,6 +122,8 @@ async def test_samples_say_under_which_distribution_their_log_probs_are(rollout:
         {"frequency_penalty": 0.5},
         {"presence_penalty": 0.5},
         {"repetition_penalty": 1.1},
+        {"logit_bias": {7: 2.0}},
+        {"json_schema": '{"type": "boolean"}'},
     ):
         assert await facts(temperature=0.7, **shaping) == (0.7, False), shaping
 
@@ -149,6 +152,36 @@ async def test_stop_tokens_end_a_sample_and_are_its_last_token(rollout: RolloutC
     (stopped,) = await rollout.generate([[5, 6]], max_new_tokens=8, temperature=0.0, stop_token_ids=[stop])
     assert (list(stopped.token_ids), stopped.finish_reason) == (list(free.token_ids[: first + 1]), types_pb2.FINISH_REASON_STOP)
     assert len(stopped.rollout_log_probs) == first + 1
+
+
+async def test_stop_texts_end_a_sample_that_spells_them_token_by_token(rollout: RolloutClient, trainer: TestTrainer) -> None:
+    """Every character is a token. The tokens and log-probs up to the last of the text are those drawn without it."""
+    await rollout.wake(trainer.publish(6))
+    common = {"num_samples": 4, "max_new_tokens": 40, "temperature": 0.9, "ignore_eos": True, "sampling_seed": 11}
+    free = {sample.sample_index: sample for sample in await rollout.generate([[5, 6]], **common)}
+    tokenizer = char_tokenizer()
+    text = tokenizer.decode(free[0].token_ids[20:26])
+    assert len(text) == 6
+    ended = {sample.sample_index: sample for sample in await rollout.generate([[5, 6]], **common, stop=["never so", text])}
+    assert (ended[0].finish_reason, len(ended[0].token_ids)) == (types_pb2.FINISH_REASON_STOP, 26)
+    assert ended[0].token_ids == free[0].token_ids[:26]
+    assert ended[0].rollout_log_probs == pytest.approx(free[0].rollout_log_probs[:26], abs=1e-5)
+    assert ended[0].has_exact_log_probs
+    assert all(ended[index].token_ids == free[index].token_ids for index in (1, 2, 3))
+
+
+async def test_biases_and_schemas_decide_what_is_drawn(rollout: RolloutClient, trainer: TestTrainer) -> None:
+    await rollout.wake(trainer.publish(6))
+    (forced,) = await rollout.generate([[5, 6]], max_new_tokens=4, ignore_eos=True, logit_bias={7: 100.0})
+    assert list(forced.token_ids) == [7] * 4
+    schema = (
+        '{"type": "object", "properties": {"sum": {"enum": [12, 345]}}, "required": ["sum"], "additionalProperties": false}'
+    )
+    blanks = dict.fromkeys(char_tokenizer().convert_tokens_to_ids(list(" \n\t\r\x0b\x0c")), -100.0)
+    samples = await rollout.generate([[5, 6]], num_samples=6, max_new_tokens=100, json_schema=schema, logit_bias=blanks)
+    texts = [char_tokenizer().decode(sample.token_ids, skip_special_tokens=True) for sample in samples]
+    assert {json.loads(text.rstrip(TOKENIZER_EOS))["sum"] for text in texts} <= {12, 345}
+    assert {sample.finish_reason for sample in samples} == {types_pb2.FINISH_REASON_STOP}
 
 
 async def test_prompt_and_completion_may_fill_the_context_to_the_last_token(
@@ -183,6 +216,14 @@ async def test_prompt_and_completion_may_fill_the_context_to_the_last_token(
         ([[5]], {"frequency_penalty": 3.0}, "sampling_params.frequency_penalty"),
         ([[5]], {"min_new_tokens": 9, "max_new_tokens": 8}, "sampling_params.min_new_tokens"),
         ([[5]], {"stop_token_ids": [1, VOCAB_SIZE]}, "sampling_params.stop_token_ids[1]"),
+        ([[5]], {"stop": ["a", ""]}, "sampling_params.stop[1]"),
+        ([[5]], {"stop": ["a" * 257]}, "sampling_params.stop[0]"),
+        ([[5]], {"stop": ["a"] * 17}, "sampling_params.stop"),
+        ([[5]], {"logit_bias": {VOCAB_SIZE: 1.0}}, "sampling_params.logit_bias"),
+        ([[5]], {"logit_bias": {5: float("nan")}}, "sampling_params.logit_bias[5]"),
+        ([[5]], {"json_schema": "[1"}, "sampling_params.json_schema"),
+        ([[5]], {"json_schema": '{"type": "strin"}'}, "sampling_params.json_schema"),
+        ([[5]], {"json_schema": "{}", "min_new_tokens": 2}, "sampling_params.json_schema"),
     ],
 )
 async def test_bad_requests_name_the_field(

@@ -154,6 +154,7 @@ def test_old_log_probs_are_computed_where_a_ratio_needs_them(tmp_path: Path, ove
         ("train.critic_warmup_steps", ["train.critic_warmup_steps=2"]),
         ("train.critic_warmup_steps", ["train.algorithm=ppo", CRITIC, "train.critic_warmup_steps=9", "train.num_steps=9"]),
         ("train.stop_token_ids.1", ["train.stop_token_ids=[7, 2147483648]"]),
+        ("train.stop.1", ['train.stop=["a", ""]']),
         ("train.stop_token_ids.0", ['train.stop_token_ids=["7"]']),
         ("train.top_k", ["train.top_k=2147483648"]),
         ("train.advantages.kl_target", STEERED),

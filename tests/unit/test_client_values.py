@@ -147,6 +147,9 @@ def test_what_cannot_be_sent_is_named(send: Callable[[], object], field: str) ->
         ("stop_token_ids", [5, "ab", [1.5], [2**31], [None]]),
         ("ignore_eos", ["no", 1, NAN]),
         ("sampling_seed", ["seed", 0.5, NAN, 2**63]),
+        ("stop", ["</answer>", [5], [b"\xff"], 7]),
+        ("logit_bias", [[5], {5: NAN}, {5: True}, {"a": 1.0}, {2**31: 1.0}]),
+        ("json_schema", [5, ["{}"]]),
     ],
 )
 def test_a_sampling_parameter_of_the_wrong_type_or_size_is_named(name: str, values: list[Any]) -> None:
@@ -162,3 +165,5 @@ def test_sampling_parameters_send_what_was_given_and_leave_out_the_rest() -> Non
     message = params.message()
     assert message == types_pb2.SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True, stop_token_ids=[7, 8])
     assert SamplingParams().message() == types_pb2.SamplingParams()
+    message = SamplingParams(stop=["a", "é"], logit_bias={7: -1}, json_schema={"type": "null"}).message()
+    assert message == types_pb2.SamplingParams(stop=["a", "é"], logit_bias={7: -1.0}, json_schema='{"type": "null"}')

@@ -92,12 +92,12 @@ def test_a_step_whose_rewards_all_failed_has_no_mean_reward(settings: TrainConfi
 def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(settings: TrainConfig):
     client = LoopClient()
     evaluation = EvalConfig(num_samples=4, temperature=0.75, pass_at=(1, 4))
-    own = changed(settings, eval=evaluation, num_steps=2, eval_every=1)
+    own = changed(settings, eval=evaluation, num_steps=2, eval_every=1, stop=("</answer>",))
     (first, _) = steps_of(loop_of(client, own, eval_rows=ROWS[:2]))
     asked = client.of("generate")[0]
     assert (asked.sampling.temperature, asked.sampling.max_new_tokens, len(asked.prompts)) == (0.75, 8, 2)
     assert (first.eval_score, first.metrics["eval/pass@1"], first.metrics["eval/pass@4"]) == (1.5, 0.75, 1.0)
-    assert len(client.of("generate")) == 5
+    assert [asked.sampling.stop for asked in client.of("generate")] == [("</answer>",)] * 5
 
 
 def test_a_score_that_is_reached_ends_the_run(settings: TrainConfig):

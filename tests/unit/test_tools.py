@@ -81,9 +81,9 @@ def test_the_next_prompt_is_what_the_template_renders_after_the_answer(by_form: 
     tokenizer = by_form[form]
     chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}, {"role": "tool", "content": "3"}]
     drawn = [*tokenizer.encode_text("2"), EOS]
-    extended = [*tokenizer.encode_prompt(chat[:1], ROW), *drawn, *tokenizer.encode_next(chat, 1, ROW, is_stopped=True)]
+    extended = [*tokenizer.encode_prompt(chat[:1], ROW), *drawn, *tokenizer.encode_next(chat, 1, ROW, last_token_id=EOS)]
     assert extended == tokenizer.encode_prompt(chat, ROW)
-    cut = [*tokenizer.encode_prompt(chat[:1], ROW), *drawn[:-1], *tokenizer.encode_next(chat, 1, ROW, is_stopped=False)]
+    cut = [*tokenizer.encode_prompt(chat[:1], ROW), *drawn[:-1], *tokenizer.encode_next(chat, 1, ROW, last_token_id=drawn[-2])]
     assert cut == extended
 
 
@@ -93,10 +93,10 @@ def test_a_template_that_rewrites_earlier_answers_is_bridged_and_one_that_hides_
     )
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     tokenizer = folder_with(tmp_path / "forgetful", forgetful)
-    assert tokenizer.encode_next(chat, 1, {}, is_stopped=True) == tokenizer.encode_text("[user](thought)c<eos>[assistant]")
+    assert tokenizer.encode_next(chat, 1, {}, last_token_id=EOS) == tokenizer.encode_text("[user](thought)c<eos>[assistant]")
     hides = "{% for m in messages if m.role == 'user' %}{{ m.content }}<eos>{% endfor %}"
     with pytest.raises(InvalidArgument, match="does not write an answer as it is"):
-        folder_with(tmp_path / "hides", hides).encode_next(chat, 1, {}, is_stopped=True)
+        folder_with(tmp_path / "hides", hides).encode_next(chat, 1, {}, last_token_id=EOS)
 
 
 def test_schemas_come_from_signature_and_docstring():

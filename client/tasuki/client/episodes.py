@@ -49,7 +49,9 @@ _WORKER = "tasuki.client.episode_worker"
 class ChatTokenizer(Protocol):
     def encode_text(self, text: str) -> list[int]: ...
     def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
-    def encode_next(self, messages: Sequence[Mapping[str, Any]], place: int, fields: Row, *, is_stopped: bool) -> list[int]: ...
+    def encode_next(
+        self, messages: Sequence[Mapping[str, Any]], place: int, fields: Row, *, last_token_id: int | None
+    ) -> list[int]: ...
     def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, Any]: ...
 
 
@@ -265,8 +267,8 @@ class EpisodePool:
         if parent is None:
             new = self._tokenizer.encode_prompt(messages, asked)
             return Asked(None, np.zeros(0, np.int32), np.array(new, np.int32), as_json(messages), asked)
-        is_stopped = parent.sample.finish_reason is FinishReason.STOP
-        new = self._tokenizer.encode_next(messages, len(parent.messages) - 1, asked, is_stopped=is_stopped)
+        last = int(drawn[-1]) if len(drawn := parent.sample.token_ids) else None
+        new = self._tokenizer.encode_next(messages, len(parent.messages) - 1, asked, last_token_id=last)
         return Asked(parent, parent.token_ids(), np.array(new, np.int32), as_json(messages), asked)
 
     def _answer(self, batch: Batch, episode: Episode, run: int, number: int, asked: Asked, done: Future[Sample]) -> None:

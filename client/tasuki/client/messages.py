@@ -52,12 +52,23 @@ def _takes(message: Message, name: str, value: Any) -> bool:
     field: Any = message.DESCRIPTOR.fields_by_name[name]
     is_flag = field.cpp_type == FieldDescriptor.CPPTYPE_BOOL
     try:
+        if field.message_type is not None:  # numbers by number
+            entries = getattr(message, name)
+            for key, number in value.items():
+                if isinstance(number, bool | np.bool_) or not math.isfinite(number):
+                    return False
+                entries[key] = number
+            return True
+        if field.cpp_type == FieldDescriptor.CPPTYPE_STRING and isinstance(value, str) is field.is_repeated:
+            return False  # one text is no list of texts
         if field.is_repeated:
             getattr(message, name).extend(value)
             return True
         if isinstance(value, bool | np.bool_) is not is_flag:
             return False
         setattr(message, name, bool(value) if is_flag else value)
+        if isinstance(value, str):
+            return True
         return math.isfinite(getattr(message, name))
-    except (TypeError, ValueError, OverflowError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         return False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +32,7 @@ class FinishReason(WireEnum):
     """Why a completion ended."""
 
     STOP = "STOP"
-    """An end-of-sequence or stop token was sampled; it is the last token."""
+    """An end-of-sequence or stop token was sampled, and is the last token; or a stop text was completed by the last token."""
     LENGTH = "LENGTH"
     CUT = "CUT"
     """Stopped by a drain. The tokens generated so far are valid for the sample's policy version."""
@@ -45,6 +46,13 @@ class Role(WireEnum):
     """The frozen weights that training started from."""
     CRITIC = "CRITIC"
     """Estimates the value of each token. Only on nodes with a table [trainer.critic]."""
+
+
+_WANTED = {
+    "stop": 'a list of texts, such as ["</answer>"]',
+    "logit_bias": "finite numbers by token id",
+    "json_schema": "a JSON Schema as a dict or text",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +80,12 @@ class SamplingParams:
     """Ignores every stop token, including those in stop_token_ids."""
     sampling_seed: int | None = None
     """Base seed, from which each sample's follows. Not supported on a GPU, where SGLang samples a batch from one generator."""
+    stop: Sequence[str] = ()
+    """Texts that end a completion with STOP, within a token or over several, also with ignore_eos. The tokens that form the text stay."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these tokens, -100 to 100. Log-probs are then not exact."""
+    json_schema: str | Mapping[str, object] | None = None
+    """JSON Schema that the completion's text follows. Log-probs are then not exact."""
 
     def __post_init__(self) -> None:
         message = self.message()
@@ -81,8 +95,10 @@ class SamplingParams:
 
     def message(self) -> types_pb2.SamplingParams:
         """The message that asks rollout for these parameters."""
-        wanted = {name: text for name, (_, text) in RANGES.items()}
-        return message_of(types_pb2.SamplingParams, {name: getattr(self, name) for name in self.__slots__}, wanted=wanted)
+        values = {name: getattr(self, name) for name in self.__slots__}
+        if isinstance(self.json_schema, Mapping):
+            values["json_schema"] = json.dumps(self.json_schema)
+        return message_of(types_pb2.SamplingParams, values, wanted={name: text for name, (_, text) in RANGES.items()} | _WANTED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +117,7 @@ class Sample:
     """Temperature behind rollout_log_probs; 1 for greedy samples."""
     has_exact_log_probs: bool = True
     """Whether every token was drawn from softmax(logits / temperature). False for greedy samples and where top_p, top_k, min_p,
-    min_new_tokens or a penalty changed the distribution. Importance ratios from these log-probs are then biased."""
+    min_new_tokens, logit_bias, json_schema or a penalty changed the distribution. Importance ratios are then biased."""
     prompt_token_ids: NDArray[np.int32] | tuple[()] = ()
     """The prompt that it completes."""
     loss_mask: Sequence[float] | NDArray[np.float32] = ()

@@ -244,6 +244,8 @@ class TrainConfig(Schema):
     """Number of most likely tokens to sample from; all by default."""
     stop_token_ids: tuple[Annotated[Int, Field(ge=0, le=_MAX_INT32)], ...] = ()
     """Stop tokens in addition to the model's own."""
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=64)], ...] = Field(default=(), max_length=16)
+    """Texts that end a completion, also in evaluations, such as `["</answer>"]`. The tokens that form the text are drawn and trained."""
     num_epochs: PositiveInt = 1
     """Passes over the samples of a step."""
     num_mini_batches: PositiveInt = 1

@@ -43,7 +43,7 @@ class FolderTokenizer:
         """Raises PathNotFound without tokenizer.json, InvalidArgument naming a file that cannot be used, NotInstalled."""
         self.folder = folder
         self._config = _table(folder / _CONFIG)
-        self._tokenizer = _backend(folder / TOKENIZER_FILE)
+        self.backend = _backend(folder / TOKENIZER_FILE)
         self.special_tokens = _special_tokens(folder, self._config)
         """Texts by name, as templates read them: `bos_token`, `eos_token`, ..."""
         self._declare()
@@ -56,12 +56,12 @@ class FolderTokenizer:
     @property
     def eos_token_id(self) -> int | None:
         token = self.special_tokens.get("eos_token")
-        return None if token is None else self._tokenizer.token_to_id(token)
+        return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str) -> Encoding:
         """Encodes without the tokens that tokenizer.json would add around a text."""
         with self._named("cannot encode it"):
-            return self._checked(self._tokenizer.encode(text, add_special_tokens=False))
+            return self._checked(self.backend.encode(text, add_special_tokens=False))
 
     def encode_start(self, text: str) -> list[int]:
         """Encodes the start of a sequence: with the tokens that tokenizer.json adds before a text, without those that it adds after it.
@@ -69,10 +69,10 @@ class FolderTokenizer:
         Does not repeat a beginning-of-text token that the text has itself.
         """
         own = self.encode(text).ids
-        if not self._tokenizer.num_special_tokens_to_add(False):
+        if not self.backend.num_special_tokens_to_add(False):
             return own
         with self._named("cannot encode it"):
-            whole = self._checked(self._tokenizer.encode(text))
+            whole = self._checked(self.backend.encode(text))
         inside = [index for index, part in enumerate(whole.sequence_ids) if part is not None]
         if not own or not inside:
             return own
@@ -81,17 +81,17 @@ class FolderTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, has_special: bool = False) -> str:
         """Decodes, without special tokens such as end of sequence unless told."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=not has_special)
+        return self.backend.decode(token_ids, skip_special_tokens=not has_special)
 
     def doubts(self) -> list[str]:
         """What is likely wrong, though it can be used."""
         found: list[str] = []
-        num_tokens = self._tokenizer.get_vocab_size()
+        num_tokens = self.backend.get_vocab_size()
         if self.vocab_size is not None and num_tokens < min(_MIN_SHARE * self.vocab_size, self.vocab_size - _PADDING):
             found.append(
                 f"{self.folder / TOKENIZER_FILE} has {num_tokens} tokens, the embedding {self.vocab_size} rows: is it the model's?"
             )
-        if self._config.get("add_bos_token") is True and not self._tokenizer.num_special_tokens_to_add(False):
+        if self._config.get("add_bos_token") is True and not self.backend.num_special_tokens_to_add(False):
             found.append(
                 f"{self.folder / _CONFIG} says add_bos_token, but tokenizer.json adds none: prompts that are strings begin without it"
             )
@@ -101,7 +101,7 @@ class FolderTokenizer:
         """Raises InvalidArgument for a token without a row in the embedding."""
         largest = max(encoding.ids, default=0)
         if self.vocab_size is not None and largest >= self.vocab_size:
-            token = self._tokenizer.id_to_token(largest)
+            token = self.backend.id_to_token(largest)
             problem = (
                 f"has the token {token!r} with id {largest}, but the model's embedding has {self.vocab_size} rows; remove it"
             )
@@ -112,7 +112,7 @@ class FolderTokenizer:
         """Makes tokens of the vocabulary added tokens, which are never split, where tokenizer_config.json says so."""
         from tokenizers import AddedToken
 
-        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
         declared = self._config.get("added_tokens_decoder") or {}
         if not isinstance(declared, Mapping) or not all(key.isdecimal() for key in declared):
             raise InvalidArgument(_KEY, f"{self.folder / _CONFIG}: added_tokens_decoder must be an object of tokens by id")
@@ -121,8 +121,8 @@ class FolderTokenizer:
             if not text or text in known:
                 continue
             flags = {flag: bool(entry[flag]) for flag in _FLAGS if isinstance(entry, Mapping) and flag in entry}
-            self._tokenizer.add_tokens([AddedToken(text, **flags)])
-            if self._tokenizer.token_to_id(text) != token_id:
+            self.backend.add_tokens([AddedToken(text, **flags)])
+            if self.backend.token_to_id(text) != token_id:
                 problem = (
                     f"{self.folder / _CONFIG} declares token {text!r} with id {token_id}, which tokenizer.json does not have"
                 )
@@ -130,8 +130,8 @@ class FolderTokenizer:
             known.add(text)
         for name in ("bos_token", "eos_token"):
             text = self.special_tokens.get(name)
-            if text is not None and text not in known and self._tokenizer.token_to_id(text) is not None:
-                self._tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+            if text is not None and text not in known and self.backend.token_to_id(text) is not None:
+                self.backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
 
     def _read_templates(self) -> dict[str, ChatTemplate]:
         from tasuki.models.chat_template import ChatTemplate
@@ -157,13 +157,13 @@ class FolderTokenizer:
         return {name: ChatTemplate(text, source=str(file)) for name, (text, file) in texts.items()}
 
     def _check(self) -> None:
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
-        if vocabulary.keys() <= {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}:
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
+        if vocabulary.keys() <= {token.content for token in self.backend.get_added_tokens_decoder().values()}:
             raise InvalidArgument(_KEY, f"{self.folder / TOKENIZER_FILE} has no tokens for text: take the model's own file")
         read = {"eos_token"}.union(*(template.variables for template in self.templates.values()))
         for name in sorted(read & self.special_tokens.keys()):
             text = self.special_tokens[name]
-            if self._tokenizer.token_to_id(text) is None:
+            if self.backend.token_to_id(text) is None:
                 problem = f"{self.folder / _CONFIG} names {text!r} as {name}, which is no token of tokenizer.json"
                 raise InvalidArgument(_KEY, f"{problem}; save both files together with the tokenizer")
 

@@ -31,7 +31,7 @@ from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
 from tasuki.rollout.ranks import RankProcesses, RankReport
 from tasuki.rollout.request_queue import AT_ONCE, Answer, Call, Intake
-from tasuki.rollout.sglang.scheduler import StopTokens, ignore_generation_config
+from tasuki.rollout.sglang.scheduler import EngineTokenizer, ignore_generation_config
 from tasuki.rpc.process_start import freeze_started
 from tasuki.wire.errors import InternalError
 
@@ -128,7 +128,7 @@ class RolloutEngine:
         # Replaces SGLang's handlers, which that installed. SGLang sends SIGQUIT when a rank dies.
         for number, handler in ((signal.SIGQUIT, on_death), (signal.SIGTERM, on_stop), (signal.SIGINT, on_stop)):
             asyncio.get_running_loop().add_signal_handler(number, handler)
-        self._requests.tokenizer = StopTokens.of(self._requests.model_config.hf_eos_token_id)
+        self._requests.tokenizer = EngineTokenizer.of(self._requests.model_config)
         self._sockets = ReplicaSockets(self._requests, [ports for _, ports in engine.launches])
         # Queue as many requests in the schedulers as can run, so that these never wait for the event loop.
         self._most_requests = AT_ONCE + 2 * sum(report["max_running_requests"] for report in reports[:: self.tp_size])

@@ -8,9 +8,11 @@ from array import array
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tasuki.algorithms.sampling import GREEDY_BELOW, RANGES
+from tasuki.models.tokenizer import TOKENIZER_FILE
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.seeds import sample_seed
 from tasuki.v1 import types_pb2
@@ -32,7 +34,11 @@ _WITHOUT_EFFECT = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "repetition_penalty": 1,
+    "logit_bias": None,
+    "json_schema": None,
 }
+_MAX_STOPS, _MAX_STOP_BYTES, _MAX_SCHEMA_BYTES = 16, 256, 65_536
+_MAX_BIAS = 100
 CUT = "abort"
 """SGLang's finish reason for an aborted completion."""
 _REASONS = {
@@ -80,6 +86,10 @@ def given_sampling(request: GenerateRequest) -> dict[str, object]:
     given: dict[str, object] = {field.name: value for field, value in params.ListFields()}
     if params.stop_token_ids:
         given["stop_token_ids"] = list(params.stop_token_ids)
+    if params.stop:
+        given["stop"] = list(params.stop)
+    if bias := {str(token_id): params.logit_bias[token_id] for token_id in sorted(params.logit_bias)}:
+        given["logit_bias"] = bias
     return given
 
 
@@ -136,6 +146,37 @@ def _check_sampling(sampling: Mapping[str, object], model: ModelFacts) -> None:
     stop_token_ids = sampling.get("stop_token_ids", ())
     assert isinstance(stop_token_ids, Sequence)
     _check_token_ids("sampling_params.stop_token_ids", stop_token_ids, model)
+    _check_texts(sampling, model)
+
+
+def _check_texts(sampling: Mapping[str, Any], model: ModelFacts) -> None:
+    """What SGLang computes with the tokenizer, and by token."""
+    for index, text in enumerate(stops := sampling.get("stop", ())):
+        field, num_bytes = f"sampling_params.stop[{index}]", len(text.encode())
+        if index >= _MAX_STOPS:
+            raise InvalidArgument("sampling_params.stop", f"has {len(stops)} texts; at most {_MAX_STOPS}")
+        if not 1 <= num_bytes <= _MAX_STOP_BYTES:
+            raise InvalidArgument(field, f"has {num_bytes} bytes; give 1 to {_MAX_STOP_BYTES}")
+    schema = sampling.get("json_schema")
+    for name in ("stop", "json_schema"):
+        if sampling.get(name) is not None and not (Path(model.path) / TOKENIZER_FILE).exists():
+            raise InvalidArgument(f"sampling_params.{name}", f"needs the model's {TOKENIZER_FILE}, and {model.path} has none")
+    for token_id, bias in sampling.get("logit_bias", {}).items():
+        if not 0 <= int(token_id) < model.vocab_size:
+            problem = f"{token_id} is not in the vocabulary of {model.vocab_size} tokens"
+            raise InvalidArgument("sampling_params.logit_bias", problem)
+        if not abs(bias) <= _MAX_BIAS:
+            problem = f"must be a number in [-{_MAX_BIAS}, {_MAX_BIAS}], not {bias:g}"
+            raise InvalidArgument(f"sampling_params.logit_bias[{token_id}]", problem)
+    if schema is not None:
+        if len(schema) > _MAX_SCHEMA_BYTES:
+            raise InvalidArgument("sampling_params.json_schema", f"has {len(schema)} characters; at most {_MAX_SCHEMA_BYTES}")
+        if not model.stop_token_ids or sampling.get("min_new_tokens"):
+            problem = "needs an end-of-sequence token after the JSON text: the model has none, or min_new_tokens forbids it"
+            raise InvalidArgument("sampling_params.json_schema", problem)
+        from tasuki.rollout.sglang.json_grammar import check_schema
+
+        check_schema(schema)
 
 
 def _check_combinations(sampling: Mapping[str, object], model: ModelFacts) -> None:
@@ -172,8 +213,8 @@ def log_prob_temperature(sampling: Mapping[str, object]) -> float:
 def has_exact_log_probs(sampling: Mapping[str, object]) -> bool:
     """Whether tokens are sampled exactly from softmax(logits / temperature), the distribution of the log-probs.
 
-    Penalties and min_new_tokens change the logits, so that the trainer's log-probs differ; top_p, top_k and min_p exclude tokens that
-    the reported distribution includes.
+    Penalties, biases, grammars and min_new_tokens change the logits, so that the trainer's log-probs differ; top_p, top_k and min_p
+    exclude tokens that the reported distribution includes.
     """
     return not is_greedy(sampling) and all(sampling.get(name, default) == default for name, default in _WITHOUT_EFFECT.items())
 

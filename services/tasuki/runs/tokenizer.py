@@ -84,11 +84,11 @@ class ModelTokenizer:
             stop_token_ids=self._stop_token_ids,
         )
 
-    def encode_next(self, messages: Sequence[Message], place: int, fields: Row, *, is_stopped: bool) -> list[int]:
+    def encode_next(self, messages: Sequence[Message], place: int, fields: Row, *, last_token_id: int | None) -> list[int]:
         """Encodes what the chat template writes after the answer `messages[place]`, up to the next one's start.
 
-        The answer's own tokens are never rendered, so that the prompt extends them exactly. is_stopped: whether they end with a stop
-        token. Raises InvalidArgument for a template that does not write an answer as it is.
+        The answer's own tokens are never rendered, so that the prompt extends them exactly. last_token_id: of the answer; if it is a
+        stop token, the template's is left out. Raises InvalidArgument for a template that does not write an answer as it is.
         """
         template, variables = self._template("messages", fields)
         answer = {"role": ASSISTANT, "content": _ANSWER}
@@ -100,7 +100,8 @@ class ModelTokenizer:
             raise InvalidArgument("messages", problem)
         template.check(known, variables, field="messages")
         token_ids = self._tokenizer.encode(text.partition(_ANSWER)[2]).ids
-        return token_ids[1:] if is_stopped and token_ids[:1] and token_ids[0] in self._stop_token_ids else token_ids
+        ends = last_token_id in self._stop_token_ids and token_ids[:1] and token_ids[0] in self._stop_token_ids
+        return token_ids[1:] if ends else token_ids
 
     def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, object]:
         """The `text` of an answer, its `tool_calls` if the row has tools, and the `message` that the next prompt repeats."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,6 +24,7 @@ from tasuki.config.engine_arguments import DRAFT_BLOCKS
 from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator, set_host_budget
+from tasuki.models.tokenizer import read_tokenizer
 from tasuki.rollout.rank_commands import EngineLock, EngineRank, rank_allocator, register_rank
 from tasuki.rollout.ranks import RankReport, reporting
 from tasuki.rollout.receive import WeightReceiver
@@ -31,6 +34,7 @@ from tasuki.rollout.sglang.cpu import BatchedAttention, multinomial_with_seed
 from tasuki.rollout.sglang.dense_lora import install_dense_lora
 from tasuki.rollout.sglang.first_samples import FirstSamples
 from tasuki.rollout.sglang.float32_logits import install_float32_logits
+from tasuki.rollout.sglang.json_grammar import JsonGrammars
 from tasuki.rollout.sglang.memory_saver import install_saver
 from tasuki.rollout.sglang.shared_base import EngineBase
 from tasuki.rpc.memory import staying_of_engine_rank
@@ -63,19 +67,37 @@ def _timed(method: Any, part: str, parts: dict[str, float]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class StopTokens:
-    """Replaces the tokenizer where no text is produced: has only the tokens that min_new_tokens must suppress."""
+class EngineTokenizer:
+    """Replaces SGLang's tokenizer where no text is produced: has the tokens that min_new_tokens must suppress, and finds stop strings."""
 
-    eos_token_id: int
+    folder: Path
+    """Of the model. Its tokenizer is read when the first request has stop strings."""
+    eos_token_id: int | None
     additional_stop_token_ids: set[int]
+    vocab_size: int
+    """Of the model."""
 
     @classmethod
-    def of(cls, eos_token_ids: set[int] | None) -> StopTokens | None:
-        """None for a model without an end-of-sequence token."""
-        if not eos_token_ids:
-            return None
-        first, *others = sorted(eos_token_ids)
-        return cls(first, set(others))
+    def of(cls, config: Any) -> EngineTokenizer:
+        """config: SGLang's ModelConfig."""
+        first, *others = sorted(config.hf_eos_token_id) if config.hf_eos_token_id else [None]
+        return cls(Path(config.model_path), first, {one for one in others if one is not None}, config.vocab_size)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
+        """As long as the most tokens that spell a stop string: its bytes. SGLang searches so many of the latest tokens, and one more."""
+        return text.encode()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return read_tokenizer(self.folder).decode(token_ids, has_special=True)
+
+    def init_xgrammar(self) -> tuple[Any, None]:
+        """What SGLang's grammar backend asks of a tokenizer."""
+        from transformers import PreTrainedTokenizerFast
+        from xgrammar import TokenizerInfo
+
+        known = PreTrainedTokenizerFast(tokenizer_object=read_tokenizer(self.folder).backend)
+        stop_token_ids = [self.eos_token_id, *self.additional_stop_token_ids]
+        return TokenizerInfo.from_huggingface(known, vocab_size=self.vocab_size, stop_token_ids=stop_token_ids), None
 
 
 class LendingReceiver:
@@ -115,7 +137,11 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
 
     def init_tokenizer(self) -> None:
         super().init_tokenizer()
-        self.tokenizer = StopTokens.of(self.model_config.hf_eos_token_id)
+        self.tokenizer = EngineTokenizer.of(self.model_config)
+
+    def init_grammar_manager(self) -> None:
+        super().init_grammar_manager()
+        self.grammar_manager.grammar_backend = cast(Any, JsonGrammars(self.tokenizer, self.model_config.vocab_size))
 
     def get_init_info(self) -> dict[str, Any]:
         report = super().get_init_info()

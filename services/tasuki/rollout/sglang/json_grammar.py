@@ -1,0 +1,66 @@
+"""Completions that follow a JSON Schema, by SGLang's xgrammar backend. Loaded for the first schema, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+
+from tasuki.wire.errors import InvalidArgument, NotInstalled
+
+_FIELD = "sampling_params.json_schema"
+
+
+def check_schema(schema: str) -> None:
+    """Raises InvalidArgument for a text that is no JSON Schema, or one that xgrammar does not know; NotInstalled without xgrammar."""
+    try:
+        import xgrammar
+    except ImportError as error:
+        text = "json_schema needs xgrammar, which SGLang asks for: pip install xgrammar"
+        raise NotInstalled(text, packages="xgrammar", extras="rollout") from error
+    try:
+        if not isinstance(json.loads(schema), dict):
+            raise InvalidArgument(_FIELD, "must be a JSON object")
+        xgrammar.Grammar.from_json_schema(schema)
+    except (ValueError, RecursionError, RuntimeError) as error:
+        cause = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error)).strip().partition("\n")[0]
+        raise InvalidArgument(_FIELD, f"is no JSON Schema that xgrammar can follow: {cause:.200}") from error
+
+
+class JsonGrammars:
+    """The backend that SGLang's GrammarManager asks."""
+
+    enable_strict_thinking = False
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        """tokenizer: has `init_xgrammar`."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+
+    @cached_property
+    def _backend(self) -> Any:
+        from sglang.srt.constrained import xgrammar_backend
+
+        xgrammar_backend.XGrammarGrammar.apply_vocab_mask = cast(Any, _mask)
+        return xgrammar_backend.XGrammarGrammarBackend(self._tokenizer, vocab_size=self._vocab_size)
+
+    def get_cached_or_future_value(self, key: tuple[str, str], require_reasoning: bool) -> Any:
+        return self._backend.get_cached_or_future_value(key, require_reasoning)
+
+    def set_cache(self, key: tuple[str, str], value: Any) -> None:
+        self._backend.set_cache(key, value)
+
+    def reset(self) -> None:
+        if "_backend" in self.__dict__:
+            self._backend.reset()
+
+
+def _mask(grammar: object, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
+    """Takes the place of SGLang's function of a grammar, which masks logits on GPUs alone."""
+    from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+    from xgrammar import apply_token_bitmask_inplace
+
+    mask = apply_token_bitmask_inplace if logits.device.type == "cpu" else XGrammarGrammarBackend.apply_vocab_mask
+    mask(logits, vocab_mask)
