@@ -50,7 +50,6 @@ class ScriptedNode(
         """Set while a changeover is allowed to end."""
         self.changeover.set()
         self.left_early = asyncio.Event()
-        self.drops_samples = False
         self.changed = asyncio.Condition()
         self.targets = {name: unix_target(state_dir, service=name) for name in ("trainer", "rollout")}
 
@@ -231,8 +230,6 @@ class ScriptedNode(
                         temperature=0.5,
                         has_exact_log_probs=True,
                     )
-                    if self.drops_samples:
-                        return
                     yield rollout.GenerateResponse(samples=[sample])
                     self._answered()
                     await self.hang.wait()

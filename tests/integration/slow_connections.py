@@ -33,20 +33,3 @@ def slow_connections(port: int, ca: Path, *, num: int) -> Iterator[list[socket.s
     finally:
         for connection in opened:
             connection.close()
-
-
-def num_closed(connections: list[socket.socket]) -> int:
-    """Number of connections that the other side has closed."""
-    return sum(_is_closed(connection) for connection in connections)
-
-
-def _is_closed(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        while connection.recv(4096):
-            pass
-    except (BlockingIOError, ssl.SSLWantReadError):
-        return False
-    except OSError:
-        return True
-    return True

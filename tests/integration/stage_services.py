@@ -11,7 +11,6 @@ from typing import Any
 
 from tasuki.config.paths import node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.arena import NativeAllocator
 from tasuki.memory.device_usage import device_usage
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.logs import open_service_tracer
@@ -35,7 +34,6 @@ from tasuki.v1.types_pb2 import (
 )
 from tasuki.v1.weights_pb2 import PublishedWeights
 from tasuki.wire.errors import DeadlineExceeded, StageOrder, TasukiError
-from tasuki.wire.stages import MemoryTag
 
 # For each stage, the stages after which its service accepts it, forwards or as an undo.
 _AFTER = {
@@ -68,7 +66,6 @@ class StageService:
     hold: dict[int, asyncio.Event] = field(default_factory=dict)
     held: asyncio.Event = field(default_factory=asyncio.Event)
     commands: list[CommandId] = field(default_factory=list)
-    arenas: NativeAllocator | None = None
     refuses_usage: bool = False
 
     async def run(self, request: Any, stage: Stage.ValueType, answer: Any, work: Callable[[], Any] = lambda: None) -> Any:
@@ -136,26 +133,14 @@ class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 class Memory(memory_pb2_grpc.MemoryServiceServicer):
-    """Moves pages if the service has arenas."""
-
     def __init__(self, service: StageService) -> None:
         self.service = service
 
     async def Pause(self, request: Any, context: Any) -> Any:
-        def work() -> Any:
-            arenas = self.service.arenas
-            moved = 500 if arenas is None else arenas.pause(MemoryTag.all_of(request.tags))
-            return memory_pb2.PauseResponse(released_bytes=moved)
-
-        return await self.service.run(request, request.stage, None, work)
+        return await self.service.run(request, request.stage, memory_pb2.PauseResponse(released_bytes=500))
 
     async def Resume(self, request: Any, context: Any) -> Any:
-        def work() -> Any:
-            arenas = self.service.arenas
-            moved = 500 if arenas is None else arenas.resume(MemoryTag.all_of(request.tags))
-            return memory_pb2.ResumeResponse(mapped_bytes=moved)
-
-        answer = await self.service.run(request, request.stage, None, work)
+        answer = await self.service.run(request, request.stage, memory_pb2.ResumeResponse(mapped_bytes=500))
         if request.stage == STAGE_RESUME_KV:
             self.service.served = self.service.received
         return answer
@@ -163,8 +148,7 @@ class Memory(memory_pb2_grpc.MemoryServiceServicer):
     async def GetUsage(self, request: Any, context: Any) -> Any:
         if self.service.refuses_usage:
             raise DeadlineExceeded("the ranks are busy")
-        arenas = self.service.arenas
-        return usage_response(arenas.usage() if arenas is not None else [], device_usage("cpu", 0))
+        return usage_response([], device_usage("cpu", 0))
 
 
 @asynccontextmanager

@@ -22,11 +22,10 @@ from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import Port
 from tasuki.rpc.server import RpcServer, cygrpc
 from tasuki.v1 import trainer_pb2_grpc
-from tasuki.wire.channel import MAX_MESSAGE_BYTES, MAX_PORT_CALLS, open_channel
+from tasuki.wire.channel import MAX_PORT_CALLS, open_channel
 from tasuki.wire.errors import ServiceFailed, from_rpc_error
 from tests.conftest import ENVIRONMENT, ROOT
 from tests.integration.counting_trainer import NAME, CountingTrainer
-from tests.integration.unfinished_messages import unfinished_calls, until_steady
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS, HEADERS, MESSAGE = 4, 1, 0
@@ -158,22 +157,25 @@ def test_a_service_whose_server_grpcio_has_ended_ends_too(tmp_path: Path, unused
     run_apart("serve_until_a_path_ends_it", tmp_path, unused_tcp_port)  # grpcio corrupts the memory of the process
 
 
+async def wait_until_served(target: str) -> None:
+    async with asyncio.timeout(60.0):
+        while True:
+            with suppress(grpc.RpcError):  # until it notices the end of the calls
+                return await check(target)
+
+
 async def test_unfinished_messages_are_held_for_so_many_calls_and_the_socket_answers(
     tmp_path: Path, unused_tcp_port: int
 ) -> None:
-    max_calls, num_calls = 8, 40
-    async with serving(tmp_path, unused_tcp_port, max_calls=max_calls) as server:
-        path = f"/{NAME}/OptimStep"
-        async with unfinished_calls(unused_tcp_port, path, num_connections=2, num_calls=num_calls) as callers:
-            held = await until_steady(lambda: sum(caller.held_bytes for caller in callers), for_s=1.0, limit_s=60.0)
-            assert held == max_calls * (MAX_MESSAGE_BYTES - 1)
-            assert sum(len(caller.ended) for caller in callers) == 2 * num_calls - max_calls
-            await check(server.target)
-            with pytest.raises(grpc.RpcError) as refused:
-                await check(f"127.0.0.1:{unused_tcp_port}")
-            assert from_rpc_error(refused.value).reason == "BUSY"
-        async with asyncio.timeout(60.0):
-            while True:
-                with suppress(grpc.RpcError):  # until it notices the end of the connections
-                    await check(f"127.0.0.1:{unused_tcp_port}")
-                    break
+    max_calls, target = 8, f"127.0.0.1:{unused_tcp_port}"
+    async with serving(tmp_path, unused_tcp_port, max_calls=max_calls) as server, open_channel(target) as channel:
+        calls = [channel.stream_unary(f"/{NAME}/OptimStep")(timeout=60) for _ in range(3 * max_calls)]  # which send nothing
+        refused, held = await asyncio.wait([asyncio.create_task(call.code()) for call in calls], timeout=5.0)
+        assert len(held) == max_calls and {task.result() for task in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        await check(server.target)
+        with pytest.raises(grpc.RpcError) as beyond:
+            await check(target)
+        assert from_rpc_error(beyond.value).reason == "BUSY"
+        for call in calls:
+            call.cancel()
+        await wait_until_served(target)

@@ -56,7 +56,7 @@ async def test_insecure_port_lets_every_local_user_in(tmp_path: Path) -> None:
 
 
 async def test_socket_asks_for_nothing_and_tells_of_sockets(tmp_path: Path) -> None:
-    """The scripted coordinator reports ports to everybody; test_port_coordinator.py asks the real one."""
+    """The scripted coordinator reports ports to everybody; test_port_attacks.py asks the real one."""
     config, folder = make_config("certificate", tmp_path)
     async with port_node(config, folder) as node:
         node.scripted.targets = node_targets(config)

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +12,6 @@ from tasuki.client.rewards import Completion, NamedReward, RewardPool
 from tasuki.client.types import FinishReason, Sample
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 
-ROOT = Path(__file__).parents[2]
 REWARD = """
 import os, signal, time
 import numpy as np
@@ -274,37 +268,3 @@ def test_a_function_that_cannot_be_imported_is_refused_at_the_start(folder: Path
     with pytest.raises(InvalidArgument) as raised:
         RewardPool(function, folders=[folder])
     assert problem in raised.value.message
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_worker_outlives_a_process_that_is_interrupted_or_killed(folder: Path, number: int):
-    (folder / "main.py").write_text(
-        "import signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs of a shell ignore it
-        f"sys.path[:0] = {[str(ROOT / root) for root in ('protos', 'client')]}\n"
-        "from pathlib import Path\n"
-        "from tasuki.client.rewards import RewardPool\n"
-        "if __name__ == '__main__':\n"
-        "    with RewardPool('my_rewards:reward', folders=[Path(__file__).parent], timeout_s=60) as pool:\n"
-        "        print(int(pool.score([{'prompt': 'a'}], ['pid']).rewards[0]), flush=True)\n"
-        "        pool.score([{'prompt': 'a'}] * 2, ['hangs'] * 2)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, folder / "main.py"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        assert process.stdout is not None
-        worker = int(process.stdout.readline())
-        time.sleep(0.5)
-        os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
-        process.wait(timeout=20)
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{worker}").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    is_left = Path(f"/proc/{worker}").exists()
-    if is_left:
-        os.kill(worker, signal.SIGKILL)
-    assert not is_left

@@ -74,23 +74,6 @@ async def test_lost_answers_and_new_boots_are_no_breach(tmp_path: Path) -> None:
     assert found.num_failed >= 5
 
 
-@pytest.mark.parametrize("point", CrashPoint)
-async def test_a_full_disk_at_any_write_of_a_changeover_is_no_breach(point: CrashPoint, tmp_path: Path) -> None:
-    failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()
-    failpoints.is_full = True
-    journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
-    journal.begin_epoch("boot-1")
-    node = make_node(journal, services)
-    for origin, phase, num_stages in ((Phase.TRAIN, Phase.ROLLOUT, 5), (Phase.ROLLOUT, Phase.TRAIN, 4)):
-        for passes in range(num_stages):
-            await acquire(node, origin, f"{origin} with room {passes}")
-            failpoints.armed = (point, passes)
-            with pytest.raises(DiskFull):
-                await acquire(node, phase, f"{phase} without room {passes}")
-    found = audit(read_history(tmp_path / "journal.sqlite"))
-    assert (found.violation, found.num_failed) == (None, 9)
-
-
 @pytest.mark.parametrize("is_full", [True, False])
 async def test_rollout_that_was_silent_at_the_begin_of_an_empty_changeover_is_no_breach(is_full: bool, tmp_path: Path) -> None:
     failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()

@@ -116,12 +116,6 @@ def test_a_plan_of_too_many_ranks_on_a_cpu_advises_fewer(
     assert "24 FSDP ranks" in said and "million parameters: embedding 32.8 million" in said
 
 
-def test_more_tokens_than_fit_are_refused_before_anything_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
-    with pytest.raises(InvalidArgument, match="rollout.engine.max_total_tokens: 9000000 tokens take .* give at most"):
-        chosen(node(model, rollout={"engine": {"max_total_tokens": 9_000_000}}))
-
-
 def test_a_refused_start_leaves_nothing_open(model: Path) -> None:
     write_sparse_weights(model)
     write_tokenizer(model)

@@ -33,22 +33,6 @@ def test_both_clients_are_made_alike():
     assert inspect.signature(AsyncClient.__init__) == inspect.signature(Client.__init__)
 
 
-def test_every_verb_of_the_service_is_there():
-    named = {
-        "generate",
-        "begin_run",
-        "forward_backward",
-        "optim_step",
-        "discard_gradients",
-        "compute_log_probs",
-        "compute_values",
-        "save",
-        "load",
-        "export_model",
-    }
-    assert named | {"acquire", "state", "watch", "changeovers"} <= _verbs(Client).keys()
-
-
 @pytest.mark.parametrize(
     ("target", "cause"), [("unix:{folder}/none.sock", "No such file or directory"), ("127.0.0.1:{port}", "Connection refused")]
 )

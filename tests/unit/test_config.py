@@ -91,10 +91,7 @@ def test_dtypes_that_are_not_given_are_those_that_the_cpu_is_fast_in(
         ("", ["trainer.betas=[1.5, 2.0]"], "trainer.betas.0"),
         ("", ["metrics.listen=127.0.0.1:70000"], "metrics.listen"),
         ("", ["metrics.listen=0.0.0.0:9464"], "metrics.listen"),
-        ("", ["listen=foo"], "listen"),
-        ("", ["listen=127.0.0.1:99999"], "listen"),
         ("", ["listen=127.0.0.1:65534"], "listen"),
-        ("", ["listen=0.0.0.0:5000"], "listen"),
         ("", ["trainer.lora.rank=0"], "trainer.lora.rank"),
         ("", ["trainer.lora.alpha=-1"], "trainer.lora.alpha"),
         ("", ['trainer.lora.target_modules=["q_proj", "gate"]'], "trainer.lora.target_modules.1"),
@@ -118,17 +115,12 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["device=cuda", "rollout.dtype=float32"], "rollout.dtype", 'device = "cuda"'),
         (["device=cuda", "memory.host_budget_bytes=1GB"], "memory.host_budget_bytes", 'device = "cpu"'),
         (["trainer.param_dtype=bfloat16", "trainer.lora.rank=8"], "trainer.param_dtype", "[trainer.lora]"),
-        (["trainer.devices=['0']"], "trainer.devices", "needs rollout.devices, too, and device ="),
         (["trainer.attention_backend=fa4"], "trainer.attention_backend", '= "fa4" needs device = "cuda"'),
-        (["trainer.attention_backend=varlen"], "trainer.attention_backend", '= "varlen" needs device = "cuda"'),
-        (["rollout.lora=adapter"], "rollout.lora", "[trainer.lora]"),
         (["rollout.lora=adapter", 'trainer.lora.target_modules=["qkv_proj"]'], "rollout.lora", "adapters of qkv_proj"),
         (["failpoints=['rollout@SYNC=kill']"], "failpoints", "TASUKI_FAILPOINTS"),
         (['trainer.learning_rate="1e-5"'], "trainer.learning_rate", "give a number, without quotes (got '1e-5')"),
         (["state_dir=1"], "state_dir", "give a path in quotes (got 1)"),
         (["model=3"], "model", "give a table (got 3)"),
-        (["train=4"], "train", "give a table (got 4)"),
-        (["rollout.engine=6"], "rollout.engine", "give a table (got 6)"),
         (["rollout.engine.x.y=1"], "rollout.engine.x", "give a number, a text, true or false, or a list of them"),
         (
             ['trainer.prefix_sharing="true"'],
@@ -248,13 +240,6 @@ def test_socket_folder_is_private_and_short_enough_for_a_socket(tmp_path: Path) 
         assert place.stat().st_mode & 0o777 == 0o700
         assert len(str(place)) <= 68
         assert socket_dir(state_dir) == place
-        place.rmdir()
-
-
-def test_deep_state_folders_have_socket_folders_of_their_own(tmp_path: Path) -> None:
-    places = [socket_dir(tmp_path / (name * 20)) for name in ("long", "other")]
-    assert len(set(places)) == 2
-    for place in places:
         place.rmdir()
 
 

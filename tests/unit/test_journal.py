@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -133,37 +129,3 @@ def test_served_version_counts_for_the_same_life_of_rollout_only(journal: Journa
     journal.end_changeover(changeover_id, seconds=1.0, policy_version=7)
     assert journal.served_version("r1") == 7
     assert journal.served_version("another boot") is None
-
-
-_WRITER = """
-import sys
-from pathlib import Path
-from tasuki.coordinator.journal import Journal
-from tasuki.wire.stages import Phase, Stage
-from tasuki.coordinator.journal import Outcome
-journal = Journal(Path(sys.argv[1]))
-journal.begin_epoch("boot")
-while True:
-    name = f"{journal.epoch}-{journal._sequence}"
-    changeover_id = journal.begin_changeover(name, origin=Stage.LOAD_TRAINER, target=Phase.ROLLOUT)
-    intent = journal.intend(Stage.LOAD_WEIGHTS, changeover_id, is_undo=False, trainer_boot_id="t", rollout_boot_id="r")
-    journal.done(intent, Outcome(), seconds=0.0)
-    print(changeover_id, flush=True)
-"""
-
-
-def test_nothing_acknowledged_is_lost_when_the_writer_is_killed(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    acknowledged: list[str] = []
-    for _ in range(2):
-        writer = subprocess.Popen([sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        acknowledged += [writer.stdout.readline().strip() for _ in range(50)]
-        os.kill(writer.pid, signal.SIGKILL)
-        acknowledged += [line.strip() for line in writer.stdout.read().splitlines()]
-        writer.wait()
-    journal = Journal(path)
-    kept = {one.changeover_id: one.stages for one in journal.changeovers(limit=100_000)}
-    assert len(acknowledged) >= 100
-    assert all(StageStatus.of(kept[changeover_id][0].status) is StageStatus.DONE for changeover_id in acknowledged)
-    assert journal._db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"

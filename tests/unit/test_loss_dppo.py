@@ -10,7 +10,6 @@ import torch
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
 from tasuki.algorithms.losses.dppo import DppoLoss
 from tasuki.algorithms.objective import policy_loss
-from tasuki.algorithms.setting import SettingError
 from tests.unit.loss_batches import random_case
 
 
@@ -55,13 +54,3 @@ def test_a_probability_of_one_has_a_finite_divergence(divergence: str) -> None:
     case.batch.old_log_probs_N.zero_()
     result = policy_loss(config, log_probs_N=case.log_probs_N, entropy_N=case.entropy_N, batch=case.batch)
     assert torch.isfinite(result.loss) and torch.isfinite(result.metrics["divergence"].value)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("divergence", "js"), ("threshold", -0.1), ("threshold", math.nan), ("max_ratio", 0.5), ("max_ratio", "20")],
-)
-def test_a_setting_out_of_range_is_named(field: str, value: object) -> None:
-    with pytest.raises(SettingError) as caught:
-        DppoLoss(**{field: value})
-    assert caught.value.field == field

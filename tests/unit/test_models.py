@@ -138,13 +138,6 @@ def test_a_policy_scores_as_transformers_and_a_poisoned_buffer_shows(kind: str) 
     torch.testing.assert_close(scores(policy), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_window_shows() -> None:
-    module = loaded("gemma3")
-    expected = plain_scores(module)
-    module.config.sliding_window = 64
-    assert not torch.allclose(plain_scores(module), expected, atol=1e-2)
-
-
 def test_a_buffer_that_nobody_has_accounted_for_is_refused() -> None:
     module = module_of("llama")
     module.model.layers[1].mlp.register_buffer("gain", torch.ones(1, device="meta"))

@@ -136,6 +136,7 @@ def test_what_does_not_fit_exits_1_with_a_change_that_fits(capsys: pytest.Captur
         (["{node}", "--gpu-gb", "80", "--set", "rollout.speed=2"], "rollout.speed"),
         (["{model}", "--gpu-gb", "80", "--gpus", "0"], "gpus: must be at least 1"),
         (["{model}", "--gpu-gb", "-1"], "gpu-gb"),
+        (["{model}", "--gpu-gb", "1e300"], "gpu-gb: must be at most 1e+09 GB"),
         (["{model}", "--gpu-gb", "nan"], "gpu-gb"),
         (["{model}", "--gpu-gb", "80", "--host-gb", "inf"], "host-gb"),
         (["{model}", "--gpu-gb", "80", "--set", "rollout.kv_ratio=1.5"], "rollout.kv_ratio: "),
@@ -159,25 +160,10 @@ def test_what_is_wrong_is_named_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("flags", "cause"),
-    [
-        (["--gpu-gb", "1e300"], "gpu-gb: must be at most 1e+09 GB, not 1e+300"),
-        (["--host-gb", "1e300"], "host-gb: must be at most"),
-        (["--gpus", "1000000"], "trainer.num_ranks makes 1000000 ranks; one node has at most 1024"),
-    ],
-)
-def test_what_no_node_has_is_refused(flags: list[str], cause: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--preset", "balanced", *flags]) == 2
-    assert f"error INVALID_ARGUMENT: {cause}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("arguments", "cause"),
     [
         (["{node}", "--set", "rollout.tp_size=3"], "rollout.tp_size: 4 attention heads cannot be split over 3 ranks"),
         (["{node}", "--set", "rollout.dp_size=4096"], "rollout.dp_size makes 4096 ranks; one node has at most 1024"),
-        (["{node}", "--set", "rollout.tp_size=2048"], "rollout.tp_size makes 2048 ranks"),
-        (["{node}", "--set", "trainer.num_ranks=2000"], "trainer.num_ranks makes 2000 ranks"),
         (["{node}", "--gpus", "1"], "trainer.num_ranks: 2 ranks need as many GPUs; there are 1"),
         (["{node}", "--gpus", "2", "--set", "rollout.dp_size=4"], "rollout.dp_size: 4 engines of TP 1 need 4 GPUs, not 2"),
         (["{node}", "--gpus", "2", "--set", "rollout.tp_size=4"], "rollout.tp_size: 1 engines of TP 4 need 4 GPUs, not 2"),
@@ -190,7 +176,6 @@ def test_what_no_node_has_is_refused(flags: list[str], cause: str, capsys: pytes
             "trainer.sequence_parallel: 8 ranks cannot share 4 attention heads evenly",
         ),
         (["{node}", "--gpus", "2000"], "gpus: must be at most 1024 on one node, not 2000"),
-        (["{model}", "--gpus", "2", "--set", "rollout.tp_size=4"], "rollout.tp_size: 1 engines of TP 4 need 4 GPUs, not 2"),
     ],
 )
 def test_a_configuration_is_told_its_key(
@@ -288,11 +273,3 @@ def test_a_config_json_that_is_no_file_is_named_as_what_it_is(tmp_path: Path, ca
     (tmp_path / "README.md").touch()
     assert main(["plan", str(tmp_path / "README.md"), "--gpu-gb", "80"]) == 2
     assert "README.md is neither a node's .toml nor a model's config.json" in capsys.readouterr().err
-
-
-def test_a_node_on_a_cpu_that_gives_no_residency_is_not_told_to_remove_it(node: Path, capsys: pytest.CaptureFixture[str]):
-    (node.parent / "model" / "config.json").write_text(json.dumps(CONFIG | SEVEN_B))
-    assert main(["plan", str(node), "--set", "device=cpu", "--host-gb", "64", "--json"]) == 1
-    ladder = json.loads(capsys.readouterr().out)["ladder"]
-    assert ladder
-    assert "as given" not in [rung["old"] for rung in ladder]

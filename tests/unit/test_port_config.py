@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.__main__ import main
 from tasuki.config.load import load_config
 from tasuki.config.save import save_config
 from tasuki.rpc.port import fleet_port
@@ -89,14 +88,6 @@ def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
         (tmp_path / "a",),
     )
     assert config.port_targets == {}
-
-
-def test_command_that_would_open_a_port_to_everybody_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "node.toml"
-    path.write_text('state_dir = "state"\nlisten = "0.0.0.0:5000"\n[model]\npath = "model"\n')
-    assert main(["up", str(path)]) == 2
-    assert "INVALID_ARGUMENT: listen = 0.0.0.0:5000 is not loopback" in capsys.readouterr().err
-    assert not (tmp_path / "state").exists()
 
 
 def test_a_fleets_port_has_room_for_the_waits_of_all_its_ranks(tmp_path: Path) -> None:
