@@ -51,7 +51,7 @@ def follow(folder: str) -> None:
             note("ranks", frame.f_back)
         elif name == "call" and file.endswith("memory/arena.py"):
             note(f"pages {frame.f_locals['name']}", frame)
-        elif name == "write_published" and file.endswith("weights/header.py"):
+        elif name == "write_published" and file.endswith("weights/weight_arena.py"):
             note("published", frame)
 
     sys.setprofile(called)

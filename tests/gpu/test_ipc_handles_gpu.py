@@ -141,7 +141,7 @@ def test_an_ipc_handle_that_leads_nowhere_is_refused(ipc_trainer: IpcTrainer, tm
 
 
 def _sealed_like(header: Any) -> int:
-    from tasuki.weights.header import create_sealed
+    from tasuki.weights.weight_arena import create_sealed
 
     _, fd = create_sealed("tasuki-weights-0", len(header._words) * 8)
     return fd

@@ -25,7 +25,7 @@ from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.launch import read_launch
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.mesh import start_mesh
+from tasuki.trainer.replicas import start_mesh
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.stages import MemoryTag

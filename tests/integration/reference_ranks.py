@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.launch import read_launch
-from tasuki.trainer.mesh import start_mesh
+from tasuki.trainer.replicas import start_mesh
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tests.integration.learning import start_learner

@@ -10,8 +10,7 @@ import torch
 
 from tasuki.v1 import weights_pb2
 from tasuki.weights import imported_weights, manifest
-from tasuki.weights.header import Header, create_sealed
-from tasuki.weights.weight_arena import WeightArena
+from tasuki.weights.weight_arena import Header, WeightArena, create_sealed
 
 
 def arena_on(device_uuid: str, *, rank: int) -> WeightArena:

@@ -18,8 +18,8 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.planner.node import Part
 from tasuki.planner.trainer_bytes import moment_block, trainer_tags
-from tasuki.trainer.backends.fsdp.optimizer import quantized_adamw
-from tasuki.trainer.backends.fsdp.optimizer.quantized_adamw import QuantizedMoment
+from tasuki.trainer.backends.fsdp.optimizer import adamw
+from tasuki.trainer.backends.fsdp.optimizer.adamw import QuantizedMoment
 from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
@@ -42,7 +42,7 @@ SETTINGS = {"learning_rate": RATE, "weight_decay": DECAY, "critic": {"learning_r
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts a matrix into several chunks, the last of which is shorter."""
-    monkeypatch.setattr(quantized_adamw, "CHUNK_ELEMENTS", 1700)
+    monkeypatch.setattr(adamw, "CHUNK_ELEMENTS", 1700)
 
 
 def start(model: Path, mesh: DeviceMesh, *, is_8bit: bool = True, **settings: Any) -> Learner:

@@ -26,7 +26,7 @@ from tasuki.trainer.backends.fsdp.shards import whole_tensors
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.launch import read_launch
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.mesh import start_mesh
+from tasuki.trainer.replicas import start_mesh
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.v1.weights_pb2 import PublishedWeights, WeightHandle

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.trainer.data.plan import plan_micro_batches
 from tasuki.trainer.launch import read_launch
-from tasuki.trainer.mesh import start_mesh
+from tasuki.trainer.replicas import start_mesh
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tests.integration import trainer_samples as plain

@@ -10,8 +10,7 @@ import pytest
 
 from tasuki.cli import certs
 from tasuki.config.load import load_config
-from tasuki.doctor.certificates import check_certificate, warn_of_certificate
-from tasuki.doctor.finding import Finding, Verdict, ok
+from tasuki.doctor.finding import Finding, Verdict, check_certificate, ok, warn_of_certificate
 from tasuki.doctor.node import check_datasets
 from tasuki.wire.extras import install_extras
 from tests.unit.doctor import examined, finding_of, is_bad, is_ok

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tasuki.rollout.recorded_plan import Fingerprint
+from tasuki.rollout.receive import Fingerprint
 
 
 class Model(nn.Module):

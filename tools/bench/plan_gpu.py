@@ -91,7 +91,7 @@ def measure(folder: Path, node: Node, device: str, num_micro_batches: int) -> di
     from tasuki.trainer.backends.fsdp.resident_tags import TAGS
     from tasuki.trainer.data.micro_batch import micro_batch
     from tasuki.trainer.launch import read_launch
-    from tasuki.trainer.mesh import start_mesh
+    from tasuki.trainer.replicas import start_mesh
     from tasuki.trainer.roles import Role
     from tasuki.trainer.service.requests import decode_samples
     from tasuki.v1.types_pb2 import TrainingSample

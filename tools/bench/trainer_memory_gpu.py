@@ -52,7 +52,7 @@ def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
     from tasuki.trainer.backends.fsdp.resident_tags import TAGS
     from tasuki.trainer.data.micro_batch import micro_batch
     from tasuki.trainer.launch import read_launch
-    from tasuki.trainer.mesh import start_mesh
+    from tasuki.trainer.replicas import start_mesh
     from tasuki.trainer.roles import Role
     from tasuki.trainer.service.requests import decode_samples
     from tasuki.wire.stages import MemoryTag

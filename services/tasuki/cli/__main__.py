@@ -279,7 +279,7 @@ def _command(commands: _Commands, name: str, run: Callable[[argparse.Namespace],
 
 def _up(arguments: argparse.Namespace) -> int:
     from tasuki.cli.train import check_data
-    from tasuki.doctor.certificates import warn_of_certificate
+    from tasuki.doctor.finding import warn_of_certificate
     from tasuki.node.exit_report import why_it_ended
     from tasuki.node.hub import with_local_files
     from tasuki.node.start import start_node

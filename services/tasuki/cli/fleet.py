@@ -21,7 +21,7 @@ from tasuki.config.load import MAX_CONFIG_BYTES, load_config
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, holder
 from tasuki.config.paths import client_target, fleet_target, log_path
 from tasuki.config.schema import NodeConfig
-from tasuki.doctor.certificates import warn_of_certificate
+from tasuki.doctor.finding import warn_of_certificate
 from tasuki.fleet.environment import fleet_table
 from tasuki.node.exit_report import is_requested, node_down, read_exit_report, why_it_ended
 from tasuki.node.node_snapshot import plain

@@ -25,9 +25,9 @@ from tasuki.node.model_folder import check_planned_folder
 from tasuki.planner.advice import advise
 from tasuki.planner.choose import choose
 from tasuki.planner.node import GB, Node, Strategy, node_of
-from tasuki.planner.node_traffic import check_rate, node_traffic
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS, find_preset
+from tasuki.planner.trainer_bytes import node_traffic
 from tasuki.wire.errors import InvalidArgument, NotInstalled
 
 DOES_NOT_FIT = 1
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     node = planned_node(arguments)
     fleet, num_nodes = node.config.fleet, arguments.num_nodes
     num_nodes = num_nodes if num_nodes is not None else 1 if fleet is None else fleet.num_nodes
-    check_rate(arguments.network_gbit, num_nodes=num_nodes)
+    _check_rate(arguments.network_gbit, num_nodes=num_nodes)
     traffic = node_traffic(node, num_nodes=num_nodes)
     planned = plan(choose(node))
     advice = advise(planned)
@@ -152,3 +152,10 @@ def _bytes(flag: str, size: float) -> int:
     if size > _MAX_GB:
         raise InvalidArgument(flag, f"must be at most {_MAX_GB:g} GB, not {size:g}")
     return int(size * GB)
+
+
+def _check_rate(network_gbit: float | None, *, num_nodes: int) -> None:
+    if network_gbit is not None and num_nodes == 1:
+        raise InvalidArgument("network-gbit", "is the rate between nodes, but this plan has one node: also give --nodes N")
+    if network_gbit is not None and not (math.isfinite(network_gbit) and network_gbit > 0):
+        raise InvalidArgument("network-gbit", f"must be a rate above 0 in 10^9 bits a second, not {network_gbit:g}")

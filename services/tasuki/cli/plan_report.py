@@ -12,10 +12,9 @@ from rich.table import Table
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import Advice
 from tasuki.planner.node import MARGIN, Checkpointing, Node, Part, gb
-from tasuki.planner.node_traffic import Traffic
 from tasuki.planner.plan import Plan, StagePlan
 from tasuki.planner.residency import expected_seconds, gpu_names, stages_to, stay_and_leave
-from tasuki.planner.trainer_bytes import checkpoint_bytes, run_disk
+from tasuki.planner.trainer_bytes import Traffic, checkpoint_bytes, run_disk
 from tasuki.wire.stages import Phase
 
 COLUMNS: dict[str, tuple[Part, ...]] = {
@@ -169,9 +168,8 @@ def traffic_lines(traffic: Sequence[Traffic], network_gbit: float | None, *, fit
     """Traffic between nodes and its expected seconds; empty for one node."""
     lines: list[str] = []
     for number, each in enumerate(traffic):
-        took = "" if network_gbit is None else f", {each.seconds(network_gbit):.2g} s at {network_gbit:g} Gb/s"
-        kind = "Crosses nodes" if not number else "  or" if each.is_available else "  not available"
-        lines.append(f"{kind}, {each.layout}: {gb(each.num_bytes)} GB each way a {each.per}{took}.")
+        took = "" if network_gbit is None else f", {_seconds(each, network_gbit):.2g} s at {network_gbit:g} Gb/s"
+        lines.append(f"{'  or' if number else 'Crosses nodes'}, {each.layout}: {gb(each.num_bytes)} GB each way a step{took}.")
     if traffic and not fits:
         lines.append("Every node of a fleet holds the whole model and its optimizer (HSDP): more nodes do not make it fit.")
     return lines
@@ -183,13 +181,16 @@ def traffic_table(traffic: Sequence[Traffic], network_gbit: float | None) -> dic
         {
             "layout": each.layout,
             "bytes": each.num_bytes,
-            "per": each.per,
-            "is_available": each.is_available,
-            "seconds": None if network_gbit is None else each.seconds(network_gbit),
+            "seconds": None if network_gbit is None else _seconds(each, network_gbit),
         }
         for each in traffic
     ]
     return {"node_traffic": rows} if rows else {}
+
+
+def _seconds(traffic: Traffic, network_gbit: float) -> float:
+    """At `network_gbit` 10^9 bits/s over all cards of a node; an estimate without latency and overlap."""
+    return traffic.num_bytes / (network_gbit * 10**9 / 8)
 
 
 def groups(planned: Plan) -> list[tuple[str, int]]:

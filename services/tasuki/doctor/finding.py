@@ -1,14 +1,19 @@
-"""Result of one check of `tasuki doctor`."""
+"""Result of one check of `tasuki doctor`, and the check of a certificate, which `tasuki up` makes too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ipaddress
+import ssl
+import sys
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.schema import NodeConfig
+from tasuki.rpc.port import read_certificate
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import NotInstalled, TasukiError
 from tasuki.wire.extras import install_extras
@@ -62,3 +67,43 @@ def is_running(config: NodeConfig) -> bool:
         return holder(config.state_dir, name=NODE_LOCK) is not None
     except PermissionError:
         return False
+
+
+_SOON_S = 14 * 86400
+_RENEW = "replace it with a new server certificate, for example from `tasuki certs`; a running node reloads it"
+
+
+def check_certificate(cert: Path, key: Path, *, now: float | None = None) -> Finding:
+    """Checks a matching certificate and key. now: Unix time in seconds."""
+    name = "certificate"
+    try:
+        shown = read_certificate(cert, key)
+    except ssl.SSLCertVerificationError as error:
+        return fail(name, f"{cert}: {error.verify_message}", _RENEW)
+    names = ", ".join(_written(kind, host) for kind, host in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address"))
+    until = ssl.cert_time_to_seconds(shown["notAfter"])
+    found = f"until {_day(until)} for {names or 'no name'}"
+    return warn(name, found, _RENEW) if until - (time.time() if now is None else now) < _SOON_S else ok(name, found)
+
+
+def _day(end: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(end))
+
+
+def _written(kind: str, name: str) -> str:
+    """A name as `tasuki certs --host` takes it; OpenSSL writes ::1 as 0:0:0:0:0:0:0:1."""
+    return name if kind == "DNS" else str(ipaddress.ip_address(name.strip()))
+
+
+def certificate_findings(config: NodeConfig) -> Iterable[Finding]:
+    """Checks the certificate; nothing without TLS. Call after `check_ports`."""
+    security = config.security
+    if security.cert is not None and security.key is not None:
+        yield check_certificate(security.cert, security.key)
+
+
+def warn_of_certificate(config: NodeConfig) -> None:
+    """Writes a line to stderr for a certificate that has expired or soon will. The node runs without its ports, by its sockets."""
+    for finding in certificate_findings(config):
+        if finding.verdict is not Verdict.OK:
+            sys.stderr.write(f"tasuki: {finding.verdict} {finding.name}: {finding.found}; {finding.advice}\n")

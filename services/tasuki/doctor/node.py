@@ -12,8 +12,7 @@ from tasuki.client.dataset import Row, read_jsonl
 from tasuki.config.load import SLOW_BFLOAT16, slow_dtypes
 from tasuki.config.paths import readable_by_others
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
-from tasuki.doctor.certificates import certificate_findings
-from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, ok, warn
+from tasuki.doctor.finding import Finding, Verdict, certificate_findings, checked, fail, is_running, ok, warn
 from tasuki.doctor.host import Gpu, check_disk, check_port, check_shared_memory
 from tasuki.memory.host import host_memory
 from tasuki.models.tokenizer import check_tokenizer

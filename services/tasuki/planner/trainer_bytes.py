@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
 from tasuki.memory.granularity import ALIGNMENT, CPU_MIN_TENSOR, arena_bytes, export_bytes, rounded_up
 from tasuki.models.shape import ModelShape
 from tasuki.planner.node import Node, Part
+from tasuki.wire.errors import InvalidArgument
 
 Bytes = dict[Part, int]
 _Shapes = tuple[tuple[int, ...], ...]
 _LARGEST_BLOCK = 256
 _SMALLEST_BLOCK = 32
 _SCALE_BYTES = 4
+_HALF_BYTES = 2
 
 
 def trainer_tags(node: Node) -> Bytes:
@@ -161,3 +164,28 @@ def moment_bytes(shape: Sequence[int], *, element_bytes: int, is_8bit: bool) -> 
     if block is None:
         return [num_elements * element_bytes] * 2
     return [num_elements, num_elements // block * _SCALE_BYTES] * 2
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of an optimizer step in each direction through one node's network cards. The first layout is the present one."""
+
+    layout: str
+    num_bytes: int
+
+
+def node_traffic(node: Node, *, num_nodes: int) -> Sequence[Traffic]:
+    """Traffic of a fleet of `num_nodes` such nodes; empty for one. Raises InvalidArgument for less than one.
+
+    Source: over R nodes, a ring all-reduce sends 2 (R - 1) / R of the bytes through each node.
+    """
+    if num_nodes < 1:
+        raise InvalidArgument("nodes", f"{num_nodes} must be at least 1")
+    if num_nodes == 1:
+        return ()
+    crossing = 2 * (num_nodes - 1) / num_nodes * gradient_bytes(node) * node.num_ranks
+    rows = [Traffic("HSDP", round(crossing))]
+    if node.lora is None and node.param_bytes > _HALF_BYTES:
+        halved = round(crossing * _HALF_BYTES / node.param_bytes)
+        rows.append(Traffic('HSDP with trainer.param_dtype = "bfloat16"', halved))
+    return rows

@@ -20,7 +20,7 @@ import torch
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import ArenaState, NativeAllocator
 from tasuki.memory.device_usage import device_usage
-from tasuki.rollout.receive import Received, WeightReceiver
+from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.saved_buffers import KeptContent, Span, span_of, without
 from tasuki.rpc.failpoints import Failpoints
@@ -242,8 +242,13 @@ class EngineRank:
         received = self.receiver.receive(command.weights, import_timeout_s=timeout_s)
         if self._layout[0] is not received.held:
             self._layout = received.held, hashlib.sha256(repr(received.held).encode()).digest()
-        result = _encode_received(command.weights.policy_version, received)
-        result.layout_digest = self._layout[1]
+        result = ranks_pb2.ReceiveResult(
+            policy_version=command.weights.policy_version,
+            copied_bytes=received.copied_bytes,
+            fallback_names=received.fallback_names,
+            timings=[types_pb2.Timing(name=name, seconds=seconds) for name, seconds in received.timings.items()],
+            layout_digest=self._layout[1],
+        )
         if result.layout_digest in command.known_layouts:
             result.sums = received.sums.astype("<u8").tobytes()
         else:
@@ -305,15 +310,6 @@ def _line_to(address: str) -> RankLine:
 def _run_at_once(command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
     (rank,) = _ranks
     return rank.run_at_once(command)
-
-
-def _encode_received(policy_version: int, received: Received) -> ranks_pb2.ReceiveResult:
-    return ranks_pb2.ReceiveResult(
-        policy_version=policy_version,
-        copied_bytes=received.copied_bytes,
-        fallback_names=received.fallback_names,
-        timings=[types_pb2.Timing(name=name, seconds=seconds) for name, seconds in received.timings.items()],
-    )
 
 
 class EngineLock:

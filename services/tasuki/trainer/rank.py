@@ -20,10 +20,9 @@ from tasuki.rpc.ranks import Handlers
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.launch import Launch
 from tasuki.trainer.learner import Learner, trained_roles
-from tasuki.trainer.mesh import mesh_device, start_mesh
 from tasuki.trainer.ranks.commands import RankCommands
 from tasuki.trainer.ranks.commands import run_rank as run_commands
-from tasuki.trainer.replicas import NodeReplicas, join_nodes
+from tasuki.trainer.replicas import NodeReplicas, join_nodes, mesh_device, start_mesh
 from tasuki.v1.ranks_pb2 import RankReady
 
 

@@ -24,13 +24,12 @@ from tasuki.weights.copies import (
     prepare_summed_copies,
 )
 from tasuki.weights.fd_socket import FdServer
-from tasuki.weights.header import ArenaState, Header, create_sealed
 from tasuki.weights.ipc_memory import IpcAllocation
 from tasuki.weights.manifest import Entry, Manifest, check, digest_of, header_bytes, lay_out, to_proto
 from tasuki.weights.plan import Slice
 from tasuki.weights.shards import Shard
 from tasuki.weights.split import indices_of
-from tasuki.weights.weight_arena import WeightArena
+from tasuki.weights.weight_arena import ArenaState, Header, WeightArena, create_sealed
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,10 @@ from tasuki.v1 import weights_pb2
 from tasuki.weights.checksum import checksum
 from tasuki.weights.chunk_memory import ImportedChunks
 from tasuki.weights.fd_socket import fetch
-from tasuki.weights.header import Header, map_sealed
 from tasuki.weights.ipc_memory import ImportedAllocation
 from tasuki.weights.manifest import Entry, Manifest, check_complete, digest_of, entries_by_name, from_proto, header_bytes
 from tasuki.weights.split import indices_of
-from tasuki.weights.weight_arena import WeightArena, device_uuid
+from tasuki.weights.weight_arena import Header, WeightArena, device_uuid, map_sealed
 from tasuki.wire.errors import BadHandle, VersionOrder
 
 

@@ -1,16 +1,115 @@
-"""An arena of published weights, in any kind of memory: published by a trainer rank, mapped by every engine rank."""
+"""An arena of published weights, in any kind of memory: published by a trainer rank, mapped by every engine rank.
+
+Its header has state, version and checksums, in a sealed memfd, written by its owner and read by all others.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from tasuki.v1 import weights_pb2
-from tasuki.weights.header import Header
-from tasuki.weights.manifest import Manifest
+from tasuki.weights.manifest import HEADER_FIXED_WORDS, Manifest, header_bytes
 from tasuki.wire.errors import BadHandle
+
+_MAGIC = int.from_bytes(b"tasuki03", "little")
+_NONE = 2**64 - 1
+# Missing in Python 3.11's fcntl: forbids new writable mappings, but keeps the owner's (Linux 5.1).
+_F_SEAL_FUTURE_WRITE = 0x0010
+# Without these seals a peer could shrink the file and so kill readers with SIGBUS.
+_FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class ArenaState(IntEnum):
+    """State of an arena's entries."""
+
+    EMPTY = 0
+    WRITING = 1
+    PUBLISHED = 2
+    WITHDRAWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderContent:
+    """Contents of the header; the version is None unless the state is PUBLISHED."""
+
+    state: ArenaState
+    version: int | None
+
+
+class Header:
+    """The header words of a mapping."""
+
+    def __init__(self, manifest: Manifest, mapping: mmap.mmap) -> None:
+        self._rank, self._num_entries = manifest.rank, len(manifest.entries)
+        # An 8-byte word is stored by a single instruction, so a reader sees the old or the new one.
+        self._words = memoryview(mapping)[: header_bytes(self._num_entries)].cast("Q")
+
+    def read(self) -> HeaderContent:
+        """Raises BadHandle if there is no header of this layout."""
+        magic, num_entries, state, version = self._words[:HEADER_FIXED_WORDS]
+        if magic != _MAGIC or num_entries != self._num_entries or state not in list(ArenaState):
+            raise BadHandle(f"the arena of rank {self._rank} has no valid header", rank=self._rank)
+        is_published = state == ArenaState.PUBLISHED and version != _NONE
+        return HeaderContent(ArenaState(state), version if is_published else None)
+
+    def checksums(self) -> np.ndarray:
+        """Checksums of the entries, uint64; valid only in state PUBLISHED."""
+        return np.array(self._words[HEADER_FIXED_WORDS:], dtype=np.uint64)
+
+    def write_state(self, state: ArenaState) -> None:
+        """Marks the entries as unreadable with any state but PUBLISHED."""
+        self._words[3] = _NONE
+        self._words[2] = state
+        self._words[1] = self._num_entries
+        self._words[0] = _MAGIC
+
+    def write_published(self, version: int, checksums: Sequence[int]) -> None:
+        """Marks the entries as readable. Writes the version last."""
+        for index, value in enumerate(checksums, start=HEADER_FIXED_WORDS):
+            self._words[index] = value
+        self._words[2] = ArenaState.PUBLISHED
+        self._words[3] = version
+
+    def close(self) -> None:
+        self._words.release()
+
+
+def create_sealed(name: str, num_bytes: int) -> tuple[mmap.mmap, int]:
+    """Creates a memfd that only this mapping can write and nobody can resize. The caller owns the descriptor."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        mapping = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FIXED_SIZE | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
+    return mapping, fd
+
+
+def map_sealed(fd: int, num_bytes: int, *, rank: int) -> mmap.mmap:
+    """Maps a peer's memfd read-only. Raises BadHandle unless it has this size and is sealed against resizing."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise BadHandle(f"rank {rank} sent a descriptor that is not a memfd", rank=rank) from error
+    size = os.fstat(fd).st_size
+    if size != num_bytes or seals & _FIXED_SIZE != _FIXED_SIZE:
+        raise BadHandle(
+            f"rank {rank} sent memory of {size} bytes, seals {seals:#x}; "
+            f"its manifest says {num_bytes} bytes, which must be sealed",
+            rank=rank,
+        )
+    return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
 
 
 def device_uuid(device: torch.device) -> str:

@@ -54,17 +54,15 @@ from tasuki.trainer.backends.fsdp.model import (
     read_model_config,
     reshard,
 )
-from tasuki.trainer.backends.fsdp.optimizer.adamw import ShardedAdamW
-from tasuki.trainer.backends.fsdp.optimizer.quantized_adamw import QuantizedAdamW
+from tasuki.trainer.backends.fsdp.optimizer.adamw import QuantizedAdamW, ShardedAdamW
 from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
 from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice, ResidentTags, choose_handles
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, export_model, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import map_base
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
-from tasuki.trainer.mesh import mesh_device
 from tasuki.trainer.modules.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
 from tasuki.trainer.modules.routing import ExpertLoad
-from tasuki.trainer.replicas import NodeReplicas
+from tasuki.trainer.replicas import NodeReplicas, mesh_device
 from tasuki.trainer.roles import Role
 from tasuki.v1.ranks_pb2 import RankPublished
 from tasuki.weights.export import ExportMemory, WeightExport

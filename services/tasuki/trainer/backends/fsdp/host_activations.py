@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.trainer.backends.fsdp.host_buffers import Copy, copy_stream, release_buffers, start_copy, take_buffers
-from tasuki.trainer.mesh import mesh_device
+from tasuki.trainer.replicas import mesh_device
 
 _SETTING = 'trainer.checkpointing = "offloaded"'
 _ADVICE = 'lower trainer.micro_batch_tokens, or choose "full"'

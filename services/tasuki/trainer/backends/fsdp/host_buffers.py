@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tasuki.memory.granularity import ALIGNMENT, rounded_up
 from tasuki.memory.host import host_memory
-from tasuki.trainer.mesh import mesh_device
+from tasuki.trainer.replicas import mesh_device
 from tasuki.wire.errors import InvalidArgument
 
 

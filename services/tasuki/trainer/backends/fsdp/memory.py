@@ -25,10 +25,8 @@ from tasuki.planner.node import Node, Part
 from tasuki.planner.plan import TRAINER_TAGS
 from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.trainer.backends.fsdp.onload import TAGS as ONLOAD_TAGS
-from tasuki.trainer.backends.fsdp.onload import Onload
-from tasuki.trainer.backends.fsdp.resident_tags import NONE_RESIDENT, TAGS, ExportChoice, ResidentTags
-from tasuki.trainer.mesh import mesh_device
+from tasuki.trainer.backends.fsdp.resident_tags import NONE_RESIDENT, RESTORED, TAGS, ExportChoice, Onload, ResidentTags
+from tasuki.trainer.replicas import mesh_device
 from tasuki.v1 import memory_pb2
 from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
 from tasuki.weights.export import ExportMemory, WeightExport
@@ -277,7 +275,7 @@ class TrainerMemory:
         return [MemoryTag.EXPORT] if MemoryTag.EXPORT in self._allocator.tags else []
 
     def _take_pages(self, tags: Sequence[MemoryTag]) -> int:
-        others = [tag for tag in tags if tag not in ONLOAD_TAGS]
+        others = [tag for tag in tags if tag not in RESTORED]
         before = self._mapped_bytes()
         self._allocator.resume(others)
         try:

@@ -34,11 +34,11 @@ from tasuki.trainer.backends.fsdp.shards import head_shards, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import engine_placement, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.durable.model_folder import load_shards
-from tasuki.trainer.mesh import mesh_device
 from tasuki.trainer.modules.compiled_blocks import compile_blocks
 from tasuki.trainer.modules.pointwise import fuse_pointwise
 from tasuki.trainer.modules.rotary import fuse_rotation
 from tasuki.trainer.modules.routing import EXPERTS, replace_routers
+from tasuki.trainer.replicas import mesh_device
 from tasuki.weights.shared_base import SharedBase
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel

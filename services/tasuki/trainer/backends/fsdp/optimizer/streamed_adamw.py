@@ -16,7 +16,7 @@ from tasuki.config.trainer_schema import OptimizerConfig
 from tasuki.trainer.backends.fsdp.host_buffers import Copy, copy_stream, release_buffers, start_copy, take_buffers
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.optimizer.adamw import ShardedAdamW
-from tasuki.trainer.mesh import mesh_device
+from tasuki.trainer.replicas import mesh_device
 
 BLOCK_BYTES = 256 << 20
 """Both moments of some parameters, or of a part of one."""
