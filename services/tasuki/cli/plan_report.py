@@ -177,14 +177,8 @@ def traffic_lines(traffic: Sequence[Traffic], network_gbit: float | None, *, fit
 
 def traffic_table(traffic: Sequence[Traffic], network_gbit: float | None) -> dict[str, Any]:
     """Traffic between nodes; empty for one node."""
-    rows = [
-        {
-            "layout": each.layout,
-            "bytes": each.num_bytes,
-            "seconds": None if network_gbit is None else _seconds(each, network_gbit),
-        }
-        for each in traffic
-    ]
+    seconds = [None if network_gbit is None else _seconds(each, network_gbit) for each in traffic]
+    rows = [{"layout": one.layout, "bytes": one.num_bytes, "seconds": s} for one, s in zip(traffic, seconds, strict=True)]
     return {"node_traffic": rows} if rows else {}
 
 

@@ -24,7 +24,6 @@ from tasuki.node.node_snapshot import NodeReader, as_dict
 from tasuki.runs.progress import progress_path, read_progress
 from tasuki.wire.errors import TasukiError
 
-_RETRY_S = 2.0
 _POLL_S = 2.0
 """A stream of all changes would cost a node with short steps more."""
 
@@ -52,7 +51,7 @@ class NodeFollower:
             reader = self._reader
         if reader is not None:
             reader.__exit__()
-        self._thread.join(_RETRY_S)
+        self._thread.join(_POLL_S)
 
     def read(self) -> dict[str, Any]:
         """The current state. is_live: whether the coordinator has answered; is_silent: whether it has not, although a node runs."""
@@ -61,12 +60,11 @@ class NodeFollower:
 
     def _poll(self) -> None:
         while not self._stop.is_set():
-            path = self._config_path()
-            if path is None:
+            if (path := self._config_path()) is None:
                 self._lose("no node runs here")
             else:
                 self._follow(path)
-            self._stop.wait(_RETRY_S)
+            self._stop.wait(_POLL_S)
 
     def _follow(self, path: Path) -> None:
         """Follows the node until it is gone."""
@@ -88,8 +86,8 @@ class NodeFollower:
             self._lose(f"the coordinator {state['absent'].get('coordinator', 'does not answer')}", is_silent=True)
             return
         with self._lock:
-            is_new = {**self._state, "seen": 0} != {**state, "seen": 0}
-            self._state, self._is_silent, self._note = {**state, "seen": time.time()}, False, ""
+            is_new = state != self._state
+            self._state, self._is_silent, self._note = state, False, ""
         if is_new:
             self._tell()
 
@@ -220,7 +218,7 @@ class Feed:
         self.place = place
         self._steps = StepColumns(place.output_dir or _NOWHERE)
         self._journal = JournalTail(place.journal)
-        self._restarts = RestartLogs(place.supervisor_log)
+        self._restarts = RestartLogs(log_path(place.archive, "supervisor"))
         self._memory = MemoryTimeline(place.memory_record)
         self._tokens: TokenTexts | None = None
         self._problems: list[str] = []

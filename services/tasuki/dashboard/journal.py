@@ -61,10 +61,9 @@ class JournalTail:
     problem: str = ""
 
     def __post_init__(self) -> None:
-        self.columns = StageColumns()
         self._lock = threading.Lock()
         self._file: tuple[int, int] | None = None
-        self._last_id, self._last_epoch, self._last_ended, self._bad_rows = 0, 0, -1, ""
+        self._begin_again()
 
     def advance(self) -> bool:
         """Returns whether there was anything new."""
@@ -94,12 +93,11 @@ class JournalTail:
     def last_seconds(self) -> dict[str, float]:
         """Seconds of each stage when it last succeeded."""
         with self._lock:
+            columns = (reversed(column) for column in (self.columns.stages, self.columns.seconds, self.columns.is_done))
             found: dict[str, float] = {}
-            for stage, seconds, is_done in zip(
-                reversed(self.columns.stages), reversed(self.columns.seconds), reversed(self.columns.is_done), strict=True
-            ):
-                if is_done and STAGES[stage] not in found:
-                    found[STAGES[stage]] = seconds
+            for stage, seconds, is_done in zip(*columns, strict=True):
+                if is_done:
+                    found.setdefault(STAGES[stage], seconds)
                 if len(found) == len(STAGES):
                     break
         return found
@@ -226,20 +224,15 @@ def _counted(db: sqlite3.Connection, restarts_now: int | None) -> dict[str, Any]
 
 
 def _changeover(row: sqlite3.Row, found: dict[int, dict[str, Any]]) -> None:
-    number = int(row["number"])
+    number, version = int(row["number"]), row["policy_version"]
     found[number] = {
         "number": number,
         "id": id_text(number),
         "epoch": int(row["epoch"]),
-        "request_id": str(row["request_id"]),
-        "origin": str(row["origin"]),
-        "target": str(row["target"]),
+        **{name: str(row[name]) for name in ("request_id", "origin", "target")},
         "start_time": _seconds(row["start_time"]),
-        "status": str(row["status"] or StageStatus.STARTED),
-        "policy_version": row["policy_version"] if isinstance(row["policy_version"], int) else None,
-        "seconds": _seconds(row["seconds"] or 0),
-        "error_reason": str(row["error_reason"] or ""),
-        "error_message": str(row["error_message"] or ""),
+        "policy_version": version if isinstance(version, int) else None,
+        **_result(row),
         "stages": [],
     }
 
@@ -250,14 +243,20 @@ def _stage(row: sqlite3.Row, found: dict[int, dict[str, Any]]) -> None:
         "stage": str(row["stage"]),
         "is_undo": bool(row["is_undo"]),
         "time": _seconds(row["begun"]),
-        "status": str(row["status"] or StageStatus.STARTED),
-        "seconds": _seconds(row["seconds"] or 0),
         "bytes": int(row["bytes"] or 0),
-        "error_reason": str(row["error_reason"] or ""),
-        "error_message": str(row["error_message"] or ""),
+        **_result(row),
     }
     if (changeover := found.get(int(row["number"]))) is not None:
         changeover["stages"].append(stage)
+
+
+def _result(row: sqlite3.Row) -> dict[str, Any]:
+    """How a changeover or a stage has ended, as far as it has."""
+    return {
+        "status": str(row["status"] or StageStatus.STARTED),
+        "seconds": _seconds(row["seconds"] or 0),
+        **{name: str(row[name] or "") for name in ("error_reason", "error_message")},
+    }
 
 
 def _seconds(value: object) -> float:

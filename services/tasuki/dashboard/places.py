@@ -15,7 +15,6 @@ from tasuki.config.paths import (
     archived_config_path,
     config_path,
     journal_path,
-    log_path,
     memory_record_path,
     training_output_path,
 )
@@ -52,10 +51,6 @@ class RunPlace:
     @property
     def memory_record(self) -> Path:
         return memory_record_path(self.archive)
-
-    @property
-    def supervisor_log(self) -> Path:
-        return log_path(self.archive, "supervisor")
 
     @property
     def samples(self) -> Path | None:

@@ -23,7 +23,6 @@ from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.feed import Feed
 from tasuki.dashboard.places import RunPlace, place_of, place_of_node
-from tasuki.rpc.access import Access
 from tasuki.rpc.http_port import MISDIRECTED, HttpCaller, HttpHandler, HttpPort
 from tasuki.rpc.methods import METHODS
 from tasuki.rpc.port import read_certificate
@@ -67,10 +66,18 @@ class DashboardServer(HttpPort):
 
         Raises OSError if the address is unavailable, InvalidArgument naming a key of [security] with an unusable file.
         """
-        self.feed = feed
+        self.feed, self._token = feed, token
         self.files = _static_files()
         super().__init__(listen, _Handler, guard=guard_config)
-        self.guard = Guard(token=token, access=self.access)
+
+    def check(self, handler: BaseHTTPRequestHandler) -> None:
+        """Checks a request before it is answered. Raises Unauthenticated and PermissionDenied."""
+        if self.access is not None:
+            self.access.check(_METHOD, HttpCaller(handler))
+        header = handler.headers.get("Authorization", "")
+        given = header[len(_BEARER) :].strip() if header.lower().startswith(_BEARER) else ""
+        if self._token is not None and not hmac.compare_digest(given.encode(), self._token.encode()):
+            raise Unauthenticated("open the URL that `tasuki dashboard` has printed: it has the token of this page")
 
 
 def _static_files() -> dict[str, tuple[str, bytes]]:
@@ -102,7 +109,7 @@ class _Handler(HttpHandler):
 
     def _answer_figures(self, server: DashboardServer, path: str, query: Query) -> None:
         try:
-            server.guard.check(self)
+            server.check(self)
             found = _figures(server.feed, path, query)
             if isinstance(found, str):
                 self._answer(HTTPStatus.OK, "text/csv; charset=utf-8", found.encode())
@@ -191,30 +198,6 @@ def check_listen(listen: str, config: NodeConfig | None) -> None:
         )
 
 
-def make_token() -> str:
-    return secrets.token_urlsafe(_TOKEN_BYTES)
-
-
-class Guard:
-    """Checks requests before they are answered."""
-
-    def __init__(self, *, token: str | None, access: Access | None) -> None:
-        """token: from the URL; None requires none. access: for a port beyond loopback."""
-        self._token, self._access = token, access
-
-    def check(self, handler: BaseHTTPRequestHandler) -> None:
-        """Raises Unauthenticated and PermissionDenied."""
-        if self._access is not None:
-            self._access.check(_METHOD, HttpCaller(handler))
-        if self._token is not None and not hmac.compare_digest(_given(handler).encode(), self._token.encode()):
-            raise Unauthenticated("open the URL that `tasuki dashboard` has printed: it has the token of this page")
-
-
-def _given(handler: BaseHTTPRequestHandler) -> str:
-    header = handler.headers.get("Authorization", "")
-    return header[len(_BEARER) :].strip() if header.lower().startswith(_BEARER) else ""
-
-
 _NICE = 10
 """Lower priority than the services, which may need the processors."""
 
@@ -251,14 +234,19 @@ def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str, 
 
     is_beyond = is_beyond_loopback(listen)
     is_open = is_beyond or (config is not None and config.security.insecure)
-    token = None if is_open else make_token()
+    token = None if is_open else secrets.token_urlsafe(_TOKEN_BYTES)
     feed = Feed(place, others=[_output_dir(other) for other in others])
     try:
         server = DashboardServer(feed, listen, token=token, guard_config=config if is_beyond else None)
     except OSError as error:
         raise InvalidArgument("listen", f"{listen}: {error.strerror}; give another address by --listen") from error
+    origin = f"http://{listen}"
+    if is_beyond and config is not None:
+        cert, key = config.security.cert, config.security.key
+        assert cert is not None and key is not None, "check_listen asks for them"
+        origin = f"https://{open_address(listen, cert=cert, key=key)}"
     # The fragment after # is never sent or logged.
-    server.url = f"{_origin(listen, config if is_beyond else None)}/{'' if token is None else f'#token={token}'}"
+    server.url = f"{origin}/{'' if token is None else f'#token={token}'}"
     return server
 
 
@@ -269,25 +257,15 @@ def _output_dir(folder: Path) -> Path:
     return output_dir
 
 
-def _origin(listen: str, guard_config: NodeConfig | None) -> str:
-    if guard_config is None:
-        return f"http://{listen}"
-    security = guard_config.security
-    assert security.cert is not None and security.key is not None, "check_listen asks for them"
-    return f"https://{open_address(listen, cert=security.cert, key=security.key)}"
-
-
 def open_address(listen: str, *, cert: Path, key: Path) -> str:
-    """HOST:PORT of a page beyond loopback. A wildcard becomes a host that the certificate names; without one it stays."""
-    host = _best(_hosts_of(cert, key), own=socket.gethostname())
+    """HOST:PORT of a page beyond loopback. A wildcard becomes a host that the certificate names; without one it stays.
+
+    This machine's name, else another that other machines can use, else the first.
+    """
+    hosts, own = _hosts_of(cert, key), socket.gethostname()
+    beyond = [host for host in hosts if not is_loopback(host.strip("[]"))]
+    host = own if own in hosts else next(iter([*beyond, *hosts]), None)
     return listen if host is None else reachable(listen, seen_from=f"{host}:0")
-
-
-def _best(hosts: list[str], *, own: str) -> str | None:
-    """This machine's name, else another that other machines can use, else the first."""
-    if own in hosts:
-        return own
-    return next((host for host in hosts if not is_loopback(host.strip("[]"))), next(iter(hosts), None))
 
 
 def _hosts_of(cert: Path, key: Path) -> list[str]:

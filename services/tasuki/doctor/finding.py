@@ -82,12 +82,8 @@ def check_certificate(cert: Path, key: Path, *, now: float | None = None) -> Fin
         return fail(name, f"{cert}: {error.verify_message}", _RENEW)
     names = ", ".join(_written(kind, host) for kind, host in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address"))
     until = ssl.cert_time_to_seconds(shown["notAfter"])
-    found = f"until {_day(until)} for {names or 'no name'}"
+    found = f"until {time.strftime('%Y-%m-%d', time.gmtime(until))} for {names or 'no name'}"
     return warn(name, found, _RENEW) if until - (time.time() if now is None else now) < _SOON_S else ok(name, found)
-
-
-def _day(end: float) -> str:
-    return time.strftime("%Y-%m-%d", time.gmtime(end))
 
 
 def _written(kind: str, name: str) -> str:

@@ -110,11 +110,6 @@ class Plan:
         return budget is None or self.budget_peak.tag_bytes <= budget
 
     @property
-    def has_room_for_a_sequence(self) -> bool:
-        """Whether the KV cache holds one sequence of maximum length, without which rollout does not start."""
-        return self.kv_pool.num_tokens >= self.node.longest_sequence
-
-    @property
     def fits(self) -> bool:
         return not self.problems()
 
@@ -128,8 +123,8 @@ class Plan:
         if not self.fits_budget:
             peak, budget = self.budget_peak, self.node.config.memory.host_budget_bytes
             reasons.append(f"the tags take {peak.tag_bytes} bytes in {peak.stage}, and memory.host_budget_bytes is {budget}")
-        if not self.has_room_for_a_sequence:
-            tokens, longest = self.kv_pool.num_tokens, self.node.longest_sequence
+        tokens, longest = self.kv_pool.num_tokens, self.node.longest_sequence
+        if tokens < longest:  # rollout would not start
             reasons.append(f"the KV cache holds {tokens:,} tokens and a sequence may have {longest:,}")
         return reasons
 

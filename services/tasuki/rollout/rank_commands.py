@@ -303,13 +303,8 @@ def _line_to(address: str) -> RankLine:
         for line in _lines:
             line.close()
         (rank,) = _ranks
-        _lines[:] = [RankLine(address, rank=rank.rank, run=_run_at_once)]
+        _lines[:] = [RankLine(address, rank=rank.rank, run=rank.run_at_once)]
     return _lines[0]
-
-
-def _run_at_once(command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
-    (rank,) = _ranks
-    return rank.run_at_once(command)
 
 
 class EngineLock:

@@ -295,16 +295,14 @@ class _PreparedPlan:
         is_read_back = read_back or not self._is_proven
         sums = np.array(self._checksums.read(), dtype=np.uint64) if is_read_back else self._copies.sums()
         self._is_proven = True
-        for constant, expected, held in zip(self.plan.constants, self._fill_sums, self._read_fills(), strict=True):
+        fills = self._fill_checksums.read() if self.plan.constants else []
+        for constant, expected, held in zip(self.plan.constants, self._fill_sums, fills, strict=True):
             if held != expected:
                 raise WeightsCorrupt(
                     f"{constant.parameter}: rows that must be {constant.value} are not", tensors=constant.parameter
                 )
         gathered = [checksum(self._imported.gathered(name), source) for name, source in self.held[len(sums) :]]
         return np.concatenate([sums, np.array(gathered, dtype=np.uint64)])
-
-    def _read_fills(self) -> list[int]:
-        return self._fill_checksums.read() if self.plan.constants else []
 
 
 def _strided(tensor: torch.Tensor, at: Slice) -> torch.Tensor:

@@ -84,7 +84,8 @@ def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool 
     if pipe_fd is not None and not _await_run(output_dir, to, pipe_fd=pipe_fd):
         return 0
     tail, num_sent = MetricsTail(output_dir), 0
-    if pipe_fd is None and not follows and not _has_new(output_dir, progress):
+    is_once = pipe_fd is None and not follows
+    if is_once and not any(figures.step > progress.last_step for figures in MetricsTail(output_dir).read()):
         if progress.last_step < 0:
             raise InvalidArgument("run", f"{output_dir / METRICS} has no steps")
         sys.stderr.write(f"{to} has every step, up to step {progress.last_step}\n")
@@ -99,10 +100,6 @@ def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool 
                 time.sleep(_POLL_S)
     sys.stderr.write(f"{num_sent} steps to {to}, up to step {progress.last_step}: {output_dir / TRACK / to}\n")
     return 0
-
-
-def _has_new(output_dir: Path, progress: _Progress) -> bool:
-    return any(figures.step > progress.last_step for figures in MetricsTail(output_dir).read())
 
 
 @contextmanager

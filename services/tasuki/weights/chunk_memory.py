@@ -179,7 +179,9 @@ class ChunkMemory:
         layout, num_bytes = placed.layout, placed.num_bytes
         offsets = in_place | {index: start + entry.arena_offset for index, entry in placed.entries.items()}
         entries = [replace(entry, arena_offset=offsets[index]) for index, entry in enumerate(layout.entries)]
-        manifest = self._complete(layout, entries)
+        sizes = tuple(self._exported.sizes)
+        uuid = device_uuid(self._device) if self._device.type == "cuda" else ""
+        manifest = replace(layout, arena_bytes=sum(sizes), entries=tuple(entries), device_uuid=uuid, chunk_bytes=sizes)
         if not num_bytes:
             return _Opened(placed, known, manifest, {})
         assert self._copies is not None and self._block is not None
@@ -226,11 +228,6 @@ class ChunkMemory:
         if self._block is None:
             self._block = self._copies.allocate(num_bytes), num_bytes
         return self._copies, self._block[0]
-
-    def _complete(self, manifest: Manifest, entries: Sequence[Entry]) -> Manifest:
-        sizes = tuple(self._exported.sizes)
-        uuid = device_uuid(self._device) if self._device.type == "cuda" else ""
-        return replace(manifest, arena_bytes=sum(sizes), entries=tuple(entries), device_uuid=uuid, chunk_bytes=sizes)
 
 
 class ImportedChunks(PeerMemory):

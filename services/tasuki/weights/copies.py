@@ -277,7 +277,9 @@ def _tables(
     return [
         (dtypes, Table(table.vector, table.blocks.to(device), table.tiles.to(device)))
         for dtypes, alike in by_dtypes.items()
-        for table in build_tables(alike, vector=vector or _vector(*dtypes), first_lane=first_owner)
+        for table in build_tables(
+            alike, vector=vector or VECTOR_BYTES // min(dtype.itemsize for dtype in dtypes), first_lane=first_owner
+        )
     ]
 
 
@@ -301,10 +303,6 @@ def _summed_view(values: torch.Tensor, where: Slice, slot: int, *, alignment: in
 
 def _index_side(where: Slice, alignment: int) -> Side:
     return Side(where.offset, where.strides, item_bytes=1, alignment=alignment)
-
-
-def _vector(*dtypes: torch.dtype) -> int:
-    return VECTOR_BYTES // min(dtype.itemsize for dtype in dtypes)
 
 
 def copy_types(source: torch.dtype, destination: torch.dtype) -> tuple[Any, Any]:

@@ -43,7 +43,7 @@ class FdServer:
         """Sends this from now on; earlier descriptors are no longer used."""
         assert 1 <= len(fds) <= MAX_FDS
         with self._lock:
-            self._frame, self._fds = framed(message), list(fds)
+            self._frame, self._fds = _LENGTH.pack(len(message)) + message, list(fds)
 
     def stop_serving(self) -> None:
         """Stops sending: peers that connect are disconnected."""
@@ -165,8 +165,3 @@ def peer_ids(peer: socket.socket) -> tuple[int, int]:
     """Process and user at the other end, as reported by the kernel."""
     pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
-
-
-def framed(message: bytes) -> bytes:
-    """Frames the message for `fetch`."""
-    return _LENGTH.pack(len(message)) + message

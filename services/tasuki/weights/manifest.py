@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import gt
 
+from tasuki.memory.granularity import rounded_up
 from tasuki.v1 import weights_pb2
 from tasuki.weights.copy_box import Box, first_gap, first_overlap
 from tasuki.wire.errors import BadHandle
@@ -98,7 +99,7 @@ def place(entries: Iterable[Entry]) -> tuple[list[Entry], int]:
     for entry in entries:
         _check_content(entry)
         placed.append(replace(entry, arena_offset=end))
-        end = _aligned(end + entry.num_bytes)
+        end = rounded_up(end + entry.num_bytes, ALIGNMENT)
     return placed, end
 
 
@@ -182,10 +183,6 @@ def from_proto(message: weights_pb2.WeightManifest, *, alignment: int = ALIGNMEN
     )
     check(manifest, alignment=alignment)
     return manifest
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
 def _check_content(entry: Entry) -> None:

@@ -250,13 +250,14 @@ def run_scheduler(
         allocator = _rank_memory(config, device)
         install_saver(allocator)
         _meet_in_private(port_args)
+        is_shared = config is not None and read_choices(config.state_dir).shares_base
         setup = RankSetup(
             config=config,
             rank=tp_rank if rank is None else rank,
             tp_rank=tp_rank,
             allocator=allocator,
             pipe_writer=pipe_writer,
-            base=None if config is None else _shared_base(config, rank=tp_rank, device=device),
+            base=EngineBase(config, rank=tp_rank, device=device) if is_shared and config is not None else None,
             start_seconds=count_seconds(model_runner.ModelRunner),
         )
         _install_scheduler(setup, device=server_args.device)
@@ -267,10 +268,6 @@ def run_scheduler(
 
 def _staying(config: NodeConfig, *, rank: int) -> frozenset[MemoryTag]:
     return staying_of_engine_rank(config, read_choices(config.state_dir), rank)
-
-
-def _shared_base(config: NodeConfig, *, rank: int, device: torch.device) -> EngineBase | None:
-    return EngineBase(config, rank=rank, device=device) if read_choices(config.state_dir).shares_base else None
 
 
 def _rank_memory(config: NodeConfig | None, device: torch.device) -> NativeAllocator:

@@ -35,7 +35,7 @@ class EngineBase:
         self._device, self._rank, self._num_ranks = device, rank, config.rollout.tp_size
         self._own_path = base_socket_path(config.state_dir, "rollout", rank)
         self._trainer_path = base_socket_path(config.state_dir, "trainer", rank)
-        self._layout = _checkpoint_layout(config)
+        self._layout = published_layout(config)
 
     def install(self) -> None:
         """From now on SGLang loads its model into the base."""
@@ -153,10 +153,6 @@ class _Published:
             f'rollout.lora: the engine computes with {name} when it loads it, and cannot share it; use "merged"',
             tensor=name,
         )
-
-
-def _checkpoint_layout(config: NodeConfig) -> Layout:
-    return published_layout(config)
 
 
 def _whole_entry(name: str, parameter: torch.Tensor) -> Entry:

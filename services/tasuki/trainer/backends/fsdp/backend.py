@@ -18,7 +18,7 @@ from tasuki.algorithms.batch import Metric
 from tasuki.config.choices import Choices
 from tasuki.config.paths import model_source, socket_dir
 from tasuki.config.schema import NodeConfig
-from tasuki.config.trainer_schema import CriticConfig, LoraConfig, OptimizerConfig
+from tasuki.config.trainer_schema import LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.models.families import read_model_shape
 from tasuki.models.stored_tensors import check_stored
@@ -121,13 +121,15 @@ class FsdpBackend:
             self._base = map_base(node, rank=mesh.get_local_rank(), device=self.device)
             self._to_close.callback(self._base.close)
         ended("planning")
-        self._policy = self._load_policy()
+        source = self._source(self._model_path, lora=config.lora)
+        self._policy = load_policy(replace(source, base=self._base), region=self._weights())
         ended("model")
         self._trained = {Role.POLICY: self._train(self._policy, config)}
         ended("memory")
         optimizer = config.critic_optimizer
         if config.critic is not None and optimizer is not None:
-            critic = self._load_critic(config.critic)
+            source = self._source(config.critic.path or self._model_path, lora=config.critic_lora)
+            critic = load_critic(source, region=self._weights())
             ended("model")
             self._trained[Role.CRITIC] = self._train(critic, optimizer)
             ended("memory")
@@ -282,14 +284,6 @@ class FsdpBackend:
                 self._reference = self._load_reference()
             return self._reference
         return self._trained[role].network
-
-    def _load_policy(self) -> Policy:
-        source = self._source(self._model_path, lora=self._node.trainer.lora)
-        return load_policy(replace(source, base=self._base), region=self._weights())
-
-    def _load_critic(self, config: CriticConfig) -> Critic:
-        path = config.path or self._model_path
-        return load_critic(self._source(path, lora=self._node.trainer.critic_lora), region=self._weights())
 
     def _load_reference(self) -> Policy:
         """Raises as HostShards where it stays on the host."""
