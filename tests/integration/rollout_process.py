@@ -185,10 +185,12 @@ def generate_request(
     num_samples: int = 1,
     first_prompt: int = 0,
     request_id: str = "",
+    session_key: str = "",
     **sampling: object,
 ) -> rollout_pb2.GenerateRequest:
     return rollout_pb2.GenerateRequest(
         request_id=request_id,
+        session_key=session_key,
         prompts=[rollout_pb2.Prompt(token_ids=prompt) for prompt in prompts],
         num_samples=num_samples,
         first_prompt=first_prompt,

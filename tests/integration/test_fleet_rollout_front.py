@@ -124,6 +124,15 @@ async def test_a_repeat_samples_by_the_same_seed_wherever_its_prompts_go(folder:
         assert seeds[0][0] == seeds[0][2] != seeds[0][1]
 
 
+async def test_a_session_stays_on_its_node_and_samples_as_any_other(folder: Path) -> None:
+    async with front(folder, is_seeded=True) as (fleet, stub):
+        for key in ("a", "b", "", "a", "b"):
+            await samples_of(stub, request(1, call_number=4, session_key=key))
+        asked = [[(one.session_key, one.sampling_params.sampling_seed) for one in node.requests] for node in fleet.nodes]
+        assert [[key for key, _ in node] for node in asked if node[0][0] == "b"] == [["b", "b"]]
+        assert len({seed for node in asked for _, seed in node}) == 1
+
+
 async def test_a_node_that_has_much_to_do_gets_fewer_prompts(folder: Path) -> None:
     async with front(folder) as (fleet, stub):
         fleet.nodes[0].hang.clear()

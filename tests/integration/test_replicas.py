@@ -5,13 +5,14 @@ Replicas compute in float32, so that their log-probs match those of transformers
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import psutil
 import pytest
 import torch
 
-from tasuki.v1 import memory_pb2, types_pb2
+from tasuki.v1 import memory_pb2, metrics_pb2, types_pb2
 from tests.integration.rollout_process import (
     RolloutClient,
     RolloutProcess,
@@ -97,3 +98,24 @@ async def test_cancel_and_drain_reach_both_replicas(client: RolloutClient, train
         samples = await running
     assert (drained.num_finished, drained.num_cut) == (0, 8)
     assert {sample.finish_reason for sample in samples} == {types_pb2.FINISH_REASON_CUT}
+
+
+async def test_a_sessions_turns_find_its_prefix_on_the_replica_that_has_it(
+    client: RolloutClient, replicas: RolloutProcess, trainer: TestTrainer
+) -> None:
+    async def cached_tokens() -> float:
+        told = await client.metrics.GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=60)
+        lines = told.text.decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("sglang:cached_tokens_total"))
+
+    await client.wake(trainer.publish(3))
+    sessions, num_prefix_tokens, before = {f"s{number}": [number + 3] * 60 for number in range(6)}, 0, await cached_tokens()
+    cpu = [rank.cpu_times().user for rank in ranks_of(replicas)]
+    for turn in range(4):
+        keys = [*sessions][turn:] + [*sessions][:turn]  # in another order each time
+        calls = [client.generate([sessions[key]], session_key=key, max_new_tokens=8, ignore_eos=True) for key in keys]
+        for key, (sample,) in zip(keys, await asyncio.gather(*calls), strict=True):
+            num_prefix_tokens += len(sessions[key]) - 13 if turn else 0  # but the last answer's last token and the 12 after it
+            sessions[key] = [*sessions[key], *sample.token_ids, *range(30, 42)]
+    assert await cached_tokens() - before >= num_prefix_tokens
+    assert all(rank.cpu_times().user > old for rank, old in zip(ranks_of(replicas), cpu, strict=True)), "both have sessions"

@@ -216,6 +216,7 @@ async def test_prompt_and_completion_may_fill_the_context_to_the_last_token(
         ([[5]], {"frequency_penalty": 3.0}, "sampling_params.frequency_penalty"),
         ([[5]], {"min_new_tokens": 9, "max_new_tokens": 8}, "sampling_params.min_new_tokens"),
         ([[5]], {"stop_token_ids": [1, VOCAB_SIZE]}, "sampling_params.stop_token_ids[1]"),
+        ([[5]], {"session_key": "s" * 129}, "session_key"),
         ([[5]], {"stop": ["a", ""]}, "sampling_params.stop[1]"),
         ([[5]], {"stop": ["a" * 257]}, "sampling_params.stop[0]"),
         ([[5]], {"stop": ["a"] * 17}, "sampling_params.stop"),

@@ -123,6 +123,7 @@ def test_a_text_in_place_of_token_ids_is_answered_with_how_to_tokenize_it(prompt
         (lambda: generation.requests([[1]], SamplingParams(), num_samples=2**40, call_number=None), "num_samples"),
         (lambda: generation.requests([[1]], SamplingParams(), num_samples=0, call_number=None), "num_samples"),
         (lambda: generation.requests([[1]], SamplingParams(), num_samples=1, call_number=-1), "call_number"),
+        (lambda: generation.requests([[1]], SamplingParams(), num_samples=1, session_key=5), "session_key"),
         (lambda: generation.requests([[1]], types_pb2.SamplingParams(), num_samples=1, call_number=None), "sampling_params"),
     ],
 )

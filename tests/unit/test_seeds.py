@@ -23,7 +23,7 @@ class SeededEngine(IdleEngine):
         self.model = replace(MODEL, is_seeded=True)
         self.seeds: list[object] = []
 
-    def generate(self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str):
+    def generate(self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str, session_key: str):
         taken = list(requests)
         self.seeds += [request.sampling["sampling_seed"] for request in taken]
         return super().generate(iter(taken), num_requests=num_requests, prefix=prefix)

@@ -121,6 +121,7 @@ class AsyncClient:
         *,
         num_samples: int = 1,
         call_number: int | None = None,
+        session_key: str | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Sample]:
         """Generates `num_samples` completions of each prompt, ordered by prompt, then by sample_index.
@@ -130,10 +131,16 @@ class AsyncClient:
         call_number: calls of equal content and number get the same samples of equal weights where samples are seeded, whichever client
         makes them. By default every call gets others.
 
+        session_key: keeps calls of the same key, such as a conversation's turns, on the replica that has their prefix in its KV cache.
+
         on_progress: called with the numbers of samples and of their tokens so far, from 0; from 0 again if rollout restarts.
         """
         requests = generation.requests(
-            prompts, sampling_params or SamplingParams(), num_samples=num_samples, call_number=call_number
+            prompts,
+            sampling_params or SamplingParams(),
+            num_samples=num_samples,
+            call_number=call_number,
+            session_key=session_key,
         )
         tell = on_progress or (lambda num_samples, num_tokens: None)
         for number in range(_MAX_LOSSES + 1):
@@ -160,7 +167,7 @@ class AsyncClient:
         num_samples: int = 1,
     ) -> AsyncGenerator[Sample, None]:
         """Yields the samples of `generate` as they complete. Leaving the loop early cancels the rest. Raises as `generate`."""
-        requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples, call_number=None)
+        requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples)
         async with aclosing(self._samples(requests, len(prompts) * num_samples)) as samples:
             async for sample in samples:
                 yield sample

@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -81,7 +82,7 @@ class EpisodePool:
         self._source = source_of(function, tuple(str(Path(folder).absolute()) for folder in folders))
         self._workers = [self._start() for _ in range(num_workers)]
         self._starting = set(self._workers)
-        self._ids = itertools.count()
+        self._ids, self._key = itertools.count(), uuid.uuid4().hex
         self._aside = Aside("tasuki-episodes")
         try:
             self._signature = self._aside.call(self._read_signature)
@@ -244,7 +245,8 @@ class EpisodePool:
             self._send(batch, episode, number, {"error": f"{kind}: {error}"})
             return
         call = _call_number(batch.number, episode.index, len(episode.turns.turns) + episode.num_open)
-        generated = client.submit(partial(_generate, turn=turn, sampling=sampling, call_number=call))
+        session = f"{self._key}-{episode.id}"
+        generated = client.submit(partial(_generate, turn=turn, sampling=sampling, call_number=call, session_key=session))
         batch.generated.add(generated)
         episode.num_open += 1
         episode.runs_since = None
@@ -356,9 +358,11 @@ class EpisodePool:
         return RewardFailed(text, sample=episode.index, prompt=prompt, cause=episode.failure, reward="episode")
 
 
-async def _generate(client: AsyncClient, *, turn: Asked, sampling: SamplingParams, call_number: int) -> Sample:
+async def _generate(
+    client: AsyncClient, *, turn: Asked, sampling: SamplingParams, call_number: int, session_key: str
+) -> Sample:
     prompt = np.concatenate([turn.token_ids_before, turn.new_token_ids])
-    (sample,) = await client.generate([prompt], sampling, call_number=call_number)
+    (sample,) = await client.generate([prompt], sampling, call_number=call_number, session_key=session_key)
     return sample
 
 

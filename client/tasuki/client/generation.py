@@ -27,7 +27,12 @@ Request = tuple[int, rollout_pb2.GenerateRequest]
 
 
 def requests(
-    prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, num_samples: int, call_number: int | None
+    prompts: Sequence[TokenIds],
+    sampling_params: SamplingParams,
+    *,
+    num_samples: int,
+    call_number: int | None = None,
+    session_key: str | None = None,
 ) -> list[Request]:
     """Splits prompts into requests that each fit a message. Their ids make a repeated request return the same samples on a CPU.
 
@@ -37,7 +42,9 @@ def requests(
         raise InvalidArgument("prompts", f"is of type {type(prompts).__name__}; give a list of lists of token ids{TOKENIZE}")
     if not len(prompts):
         raise InvalidArgument("prompts", "empty; give at least one")
-    if not message_of(rollout_pb2.GenerateRequest, {"num_samples": num_samples, "call_number": call_number}).num_samples:
+    given = {"num_samples": num_samples, "call_number": call_number, "session_key": session_key}
+    common = message_of(rollout_pb2.GenerateRequest, given, wanted={"session_key": "a text"})
+    if not common.num_samples:
         raise InvalidArgument("num_samples", f"is {num_samples}; give a whole number of at least 1")
     if not isinstance(sampling_params, SamplingParams):
         raise InvalidArgument("sampling_params", f"is of type {type(sampling_params).__name__}; give SamplingParams(...)")
@@ -52,6 +59,7 @@ def requests(
                 sampling_params=sampling_params.message(),
                 first_prompt=start,
                 call_number=call_number,
+                session_key=common.session_key,
             ),
         )
         for start, chunk in encode.cut(parts, field="prompts", max_parts=max(1, _MAX_SAMPLES // num_samples))

@@ -52,6 +52,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     FIRST_PROMPT_FIELD_NUMBER: _builtins.int
     CALL_NUMBER_FIELD_NUMBER: _builtins.int
+    SESSION_KEY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identifies the call; optional, at most 128 characters. Repeated with the same id and the same served version, even after a
     restart, a call uses the same seeds. Without `call_number` any other call uses different ones.
@@ -63,6 +64,10 @@ class GenerateRequest(_message.Message):
     call_number: _builtins.int
     """Tells calls of equal content apart: those with the same number use the same seeds, at any version and on any node. By default the
     service counts them, by version.
+    """
+    session_key: _builtins.str
+    """Keeps calls of the same key on one replica, in a fleet on one node, which has their prefix in its KV cache; at most 128 characters.
+    Does not change the samples. By default prompts are spread over all.
     """
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
@@ -79,10 +84,11 @@ class GenerateRequest(_message.Message):
         sampling_params: _types_pb2.SamplingParams | None = ...,
         first_prompt: _builtins.int = ...,
         call_number: _builtins.int | None = ...,
+        session_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_call_number", b"_call_number", "call_number", b"call_number", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_call_number", b"_call_number", "call_number", b"call_number", "first_prompt", b"first_prompt", "num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_call_number", b"_call_number", "call_number", b"call_number", "first_prompt", b"first_prompt", "num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params", "session_key", b"session_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__call_number: _TypeAlias = _typing.Literal["call_number"]  # noqa: Y015
     _WhichOneofArgType__call_number: _TypeAlias = _typing.Literal["_call_number", b"_call_number"]  # noqa: Y015

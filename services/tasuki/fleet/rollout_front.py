@@ -18,6 +18,7 @@ import grpc.aio
 from tasuki.fleet.nodes import FleetNodes, NodeChannels, on_all
 from tasuki.fleet.rules import merged_rollout_state, refuse_stage, renumbered, worst
 from tasuki.rollout.seeds import CallNumbers
+from tasuki.rollout.sessions import SessionPlaces
 from tasuki.rpc.calls import remaining_s
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -43,6 +44,7 @@ class CallSeeds:
         asked = rollout_pb2.GenerateRequest()
         asked.CopyFrom(request)
         asked.ClearField("request_id")
+        asked.ClearField("session_key")
         question = hashlib.sha256(asked.SerializeToString(deterministic=True)).hexdigest()
         self.calls.begin_version(version)
         asked_before = ""
@@ -72,6 +74,7 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
     def __init__(self, nodes: FleetNodes, *, seeds: CallSeeds | None) -> None:
         """seeds: None if engines do not use seeds."""
         self._nodes, self._seeds = nodes, seeds
+        self._sessions = SessionPlaces()
         self._loads = [0] * nodes.num_nodes
         """Samples outstanding on each node. Nobody else may generate there, so this is its load."""
 
@@ -81,7 +84,11 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
         nodes = self._nodes.all()
         request = await self._with_seed(request, leader=nodes[0])
         prompts = [prompt.token_ids for prompt in request.prompts]
-        shares = deal_prompts(prompts, num_samples=request.num_samples, loads=self._loads)
+        if request.session_key:
+            place = self._sessions.place(request.session_key, self._loads)
+            shares = [[range(len(prompts))] if node == place else [] for node in range(len(nodes))]
+        else:
+            shares = deal_prompts(prompts, num_samples=request.num_samples, loads=self._loads)
         parts = [
             _Part(node, run, dict.fromkeys(run, request.num_samples)) for node, share in enumerate(shares) for run in share
         ]
@@ -150,6 +157,7 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
             num_samples=request.num_samples,
             sampling_params=request.sampling_params,
             first_prompt=request.first_prompt + part.prompts.start,
+            session_key=request.session_key,
         )
         try:
             async for response in RolloutServiceStub(node.rollout).Generate(share, timeout=timeout_s):

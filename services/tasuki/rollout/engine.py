@@ -31,6 +31,7 @@ from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
 from tasuki.rollout.ranks import RankProcesses, RankReport
 from tasuki.rollout.request_queue import AT_ONCE, Answer, Call, Intake
+from tasuki.rollout.sessions import SessionPlaces
 from tasuki.rollout.sglang.scheduler import EngineTokenizer, ignore_generation_config
 from tasuki.rpc.process_start import freeze_started
 from tasuki.wire.errors import InternalError
@@ -134,6 +135,7 @@ class RolloutEngine:
         self._most_requests = AT_ONCE + 2 * sum(report["max_running_requests"] for report in reports[:: self.tp_size])
         self._intake = Intake(self._submit, room=self._room)
         self._idle = asyncio.Event()
+        self._sessions = SessionPlaces()
 
     @property
     def num_running(self) -> int:
@@ -152,14 +154,14 @@ class RolloutEngine:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 
     async def generate(
-        self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str
+        self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str, session_key: str = ""
     ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
         """Runs all requests in the engine; yields index and completion of each as it ends.
 
-        prefix: common to the ids of these requests and no others. All requests count as running before the first suspension. Closing the
-        generator aborts those still running.
+        prefix: common to the ids of these requests and no others. session_key: if not empty, keeps calls on one replica.
+        All requests count as running before the first suspension. Closing the generator aborts those still running.
         """
-        call = Call(requests, num_requests=num_requests, prefix=prefix)
+        call = Call(requests, num_requests=num_requests, prefix=prefix, session_key=session_key)
         self._intake.enter(call)
         try:
             while ended := await call.ended():
@@ -218,15 +220,21 @@ class RolloutEngine:
                     manager._create_tokenized_object(one, None, one.input_ids)
                     for one in map(batch.__getitem__, range(len(requests)))
                 ],
+                session_key=call.session_key,
             )
         except Exception as error:
             manager._discard_pending_req_states(batch)
             raise InternalError(f"SGLang refused requests that had passed our checks: {error}") from error
 
-    def _send(self, states: Sequence[Any], tokenized: Sequence[Any]) -> None:
+    def _send(self, states: Sequence[Any], tokenized: Sequence[Any], *, session_key: str) -> None:
         """Sends each request to one of the replicas."""
-        running = Counter(state.event.replica for state in self._requests.rid_to_state.values())
-        for replica, share in enumerate(shares([running[index] for index in range(self.num_replicas)], len(tokenized))):
+        counts = Counter(state.event.replica for state in self._requests.rid_to_state.values())
+        running = [counts[replica] for replica in range(self.num_replicas)]
+        parts = shares(running, len(tokenized))
+        if session_key:
+            place = self._sessions.place(session_key, running)
+            parts = [range(len(tokenized) * (replica == place)) for replica in range(self.num_replicas)]
+        for replica, share in enumerate(parts):
             for index in share:
                 states[index].event.replica = replica
             if share:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tasuki.rollout.engine import RolloutEngine
 
 _MAX_SAMPLES = 65_536
-_MAX_REQUEST_ID = 128
+_MAX_KEY = 128
 # SGLang's default.
 _DEFAULT_MAX_NEW_TOKENS = 128
 _WITHOUT_EFFECT = {
@@ -102,8 +102,9 @@ def check_request(request: GenerateRequest, model: ModelFacts) -> None:
     if len(request.prompts) * request.num_samples > _MAX_SAMPLES:
         asked = len(request.prompts) * request.num_samples
         raise InvalidArgument("num_samples", f"{asked} samples in one call; at most {_MAX_SAMPLES}, split the call")
-    if len(request.request_id) > _MAX_REQUEST_ID:
-        raise InvalidArgument("request_id", f"has {len(request.request_id)} characters; at most {_MAX_REQUEST_ID}")
+    for name in ("request_id", "session_key"):
+        if (length := len(getattr(request, name))) > _MAX_KEY:
+            raise InvalidArgument(name, f"has {length} characters; at most {_MAX_KEY}")
     sampling = given_sampling(request)
     _check_sampling(sampling, model)
     for index, prompt in enumerate(request.prompts):
@@ -244,7 +245,8 @@ async def generate(
     prefix = f"{call_id}-"
     requests = _engine_requests(request, engine.model, prefix=prefix, seed=seed)
     num_requests = len(request.prompts) * request.num_samples
-    async with aclosing(engine.generate(requests, num_requests=num_requests, prefix=prefix)) as completions:
+    running = engine.generate(requests, num_requests=num_requests, prefix=prefix, session_key=request.session_key)
+    async with aclosing(running) as completions:
         async for ended in completions:
             if not all(math.isfinite(log_prob) for _, completion in ended for log_prob in completion.log_probs):
                 text = f"policy version {policy_version} yields log-probs that are not finite; load a checkpoint"

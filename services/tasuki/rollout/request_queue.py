@@ -22,9 +22,9 @@ Answer = Mapping[str, Any]
 class Call:
     """The requests of one call: those waiting here, those in the engine, and those that have ended."""
 
-    def __init__(self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str) -> None:
+    def __init__(self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str, session_key: str = "") -> None:
         """prefix: common to the ids of all its requests and of no other call's."""
-        self.prefix = prefix
+        self.prefix, self.session_key = prefix, session_key
         self.num_waiting = num_requests
         """Number of requests not yet submitted."""
         self.num_in_engine = 0
