@@ -15,7 +15,6 @@ memory, as engines and trainers do.
 
 from __future__ import annotations
 
-import logging
 import mmap
 import multiprocessing
 import os
@@ -31,10 +30,6 @@ SHM = Path("/dev/shm")
 
 
 def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
-    if kind == "fails":
-        sys.exit(7)
-    if kind == "stops":
-        os.kill(os.getpid(), signal.SIGSTOP)
     if name == "beside":
         with (state_dir / "beside.saw").open("a") as saw:
             saw.write(f"{is_listening(run_folder / 'first.sock')}\n")
@@ -78,17 +73,6 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
     sys.exit(7)
 
 
-def await_failed(record: logging.LogRecord, kinds: dict[str, str]) -> bool:
-    """Holds the supervisor when it has started a service that fails, until that has ended. A filter of its log."""
-    from tasuki.wire.process_tree import has_ended
-
-    match record.args:
-        case (str(name), int(pid)) if record.msg.startswith("event=started") and kinds[name] == "fails":
-            while not has_ended(pid):
-                time.sleep(0.01)
-    return True
-
-
 def check_start(state_dir: Path, name: str) -> None:
     from tasuki.wire.errors import InvalidArgument
 
@@ -106,7 +90,6 @@ def main() -> int:
         service(sys.argv[2], sys.argv[3], state_dir=Path(sys.argv[4]), run_folder=Path(sys.argv[5]))
     from tasuki.config.lock import StateLock
     from tasuki.config.paths import socket_dir
-    from tasuki.node import processes
     from tasuki.node.services import ServiceCommand
     from tasuki.node.supervisor import supervise
     from tasuki.rpc.logs import configure_logging
@@ -115,9 +98,6 @@ def main() -> int:
     state_dir = Path(sys.argv[1])
     run_folder = socket_dir(state_dir)
     kinds = dict(argument.split("=") for argument in sys.argv[5:])
-    if "bounded" in kinds:
-        processes.EXIT_LIMIT_S = 4.0
-    logging.getLogger("tasuki.node").addFilter(partial(await_failed, kinds=kinds))
     services = [
         ServiceCommand(
             name=name,

@@ -17,7 +17,7 @@ from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.node.start import StartedNode, running_node
 from tasuki.node.stop import stop_node
 from tests.extent import IS_WHOLE
-from tests.integration.node_process import LIMIT_S, Start, is_alive, nodes_in, wait_for
+from tests.integration.node_process import LIMIT_S, Start, is_alive, nodes_in, pids_of, wait_for
 
 
 @pytest.fixture
@@ -51,15 +51,16 @@ def test_down_removes_what_a_killed_supervisor_and_guard_left(tmp_path: Path) ->
 
 
 def test_service_that_dies_takes_the_node_with_it(start: Start) -> None:
-    node = start(first="good", second="dies")
+    node = start(max_restarts=1, first="good", second="dies")
     node.wait_until_up()
-    assert node.process.wait(timeout=2 * LIMIT_S) == 1
+    assert node.process.wait(timeout=4 * LIMIT_S) == 1
+    node.pids += pids_of(node, "second")
     node.assert_gone()
     assert (node.exit["reason"], node.exit["first"]) == (
         "second ended by itself, more often than restart.max_restarts allows",
         "second",
     )
-    assert node.exit["services"]["second"] == {"exit_code": 7}
+    assert (node.exit["services"]["second"], node.exit["restarts"]) == ({"exit_code": 7}, {"second": 1})
 
 
 def test_killed_supervisor_leaves_nothing_behind(start: Start) -> None:

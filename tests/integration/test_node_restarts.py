@@ -80,13 +80,6 @@ def test_service_that_may_start_beside_another_does_so_once_and_waits_for_it_whe
     node.assert_gone()
 
 
-def test_service_that_dies_again_and_again_ends_the_node_after_its_restarts(start: Start) -> None:
-    node = start(max_restarts=2, first="good", second="dies")
-    node.wait_until_up()
-    assert node.process.wait(timeout=60) == 1
-    assert (node.exit["first"], node.exit["restarts"]) == ("second", {"second": 2})
-
-
 def test_stopped_process_is_dumped_and_its_service_restarted(start: Start) -> None:
     node = start(max_restarts=2, first="good", beats="good")
     node.wait_until_up()
