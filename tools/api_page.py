@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ def _sections() -> Iterator[str]:
     for name, value in public_names():
         yield f"\n## `{name}`\n\n"
         if inspect.isfunction(value):
-            yield from _function(name, value)
+            yield _function(name, value)
         elif issubclass(value, enum.Enum):
             yield from _enum(value)
         elif dataclasses.is_dataclass(value):
@@ -101,7 +101,8 @@ def _sections() -> Iterator[str]:
             yield from _class(value)
 
 
-def _function(name: str, function: Any) -> Iterator[str]:
+def _function(name: str, function: Any) -> str:
+    """A list entry: the signature, then the docstring."""
     keyword = "async def" if inspect.iscoroutinefunction(function) else "def"
     signature = inspect.signature(function)
     parts: list[str] = []
@@ -109,24 +110,24 @@ def _function(name: str, function: Any) -> Iterator[str]:
         if one.name not in ("self", "cls"):
             if one.kind == one.KEYWORD_ONLY and "*" not in parts:
                 parts.append("*")
-            default = repr(one.default) if isinstance(one.default, str) else _plain(repr(one.default))
+            value = one.default
+            default = f"{type(value).__name__}.{value.name}" if isinstance(value, enum.Enum) else _plain(repr(value))
             parts.append(f"{one.name}: {one.annotation}" + ("" if one.default is one.empty else f" = {default}"))
-    text = _wrapped(f"{keyword} {name}(", parts, f") -> {signature.return_annotation}")
-    if function.__name__ == "__init__":
-        text = _wrapped(f"class {name}(", parts, ")")
-    about = "" if function.__doc__ == object.__init__.__doc__ else f"\n{_text(function)}\n"
-    yield f"```python\n{text}\n```\n{about}" if "\n" in text else f"`{text}`\n{about}"
+    head, tail = (
+        ("class", "") if function.__name__ == "__init__" else (keyword, f" -> {_plain(str(signature.return_annotation))}")
+    )
+    about = "" if function.__doc__ == object.__init__.__doc__ else f"  \n  {' '.join(_text(function).split())}"
+    return f"- `{head} {name}({', '.join(parts)}){tail}`{about}\n"
 
 
 def _class(cls: type) -> Iterator[str]:
     yield f"{_text(cls)}\n\n"
-    yield from _function(cls.__name__, cls.__init__)
+    yield _function(cls.__name__, cls.__init__)
     if cls is tasuki.client.Client:
         yield "\nThe verbs are those of `AsyncClient`, without `await`; streams are plain generators.\n"
         return
     for name, method in _methods(cls):
-        yield f"\n### `{cls.__name__}.{name}`\n\n"
-        yield from _function(name, method)
+        yield _function(name, method)
 
 
 def _methods(cls: type) -> list[tuple[str, Any]]:
@@ -146,11 +147,10 @@ def _dataclass(cls: Any) -> Iterator[str]:
         (f"`{one.name}`", f"`{_plain(str(one.type))}{_default(one)}`", about.get(one.name, ""))
         for one in dataclasses.fields(cls)
     )
-    yield f"{_text(cls)}\n\n{_table('field', 'type, default', rows)}"
+    yield f"{_text(cls)}\n\n{_table('field', 'type, default', rows)}".rstrip() + "\n"
     for name, method in vars(cls).items():
         if isinstance(method, classmethod):
-            yield f"\n### `{cls.__name__}.{name}`\n\n"
-            yield from _function(name, method.__func__)
+            yield f"\n{_function(f'{cls.__name__}.{name}', method.__func__)}"
 
 
 def _message(cls: type[Message]) -> Iterator[str]:
@@ -227,23 +227,15 @@ def _documented(tree: ast.ClassDef) -> Iterator[tuple[ast.Name, str]]:
 
 
 def _text(value: Any) -> str:
-    """Returns a docstring as paragraphs; "" without one."""
-    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(value.__doc__ or "").split("\n\n"))
+    """Returns a docstring as its first line and the rest; "" without one."""
+    first, *rest = (" ".join(part.split()) for part in inspect.cleandoc(value.__doc__ or "").split("\n\n"))
+    return first + ("\n\n" + " ".join(rest) if rest else "")
 
 
 def _plain(text: str) -> str:
     """Strips quotes and module names from annotations, as written in the source."""
     text = re.sub(r"'([A-Za-z][^']*)'", r"\1", text)
     return re.sub(r"<(?:class )?'?(?:\w+\.)*(\w+)[^>]*>", r"\1", text)
-
-
-def _wrapped(head: str, parts: Sequence[str], tail: str) -> str:
-    """A signature in one line, or with parameters in lines of at most 90 characters."""
-    lines = [""]
-    for part in parts:
-        lines[-1:] = [f"{lines[-1]} {part},"] if len(lines[-1]) + len(part) < 88 else [lines[-1], f" {part},"]
-    whole = f"{head}{', '.join(parts)}{tail}"
-    return whole if len(whole) <= 100 else f"{head}\n" + "".join(f"   {line}\n" for line in lines) + tail
 
 
 def undocumented() -> list[str]:
