@@ -111,7 +111,8 @@ def _function(name: str, function: Any) -> str:
             if one.kind == one.KEYWORD_ONLY and "*" not in parts:
                 parts.append("*")
             value = one.default
-            default = f"{type(value).__name__}.{value.name}" if isinstance(value, enum.Enum) else _plain(repr(value))
+            default = f"{type(value).__name__}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
+            default = default if isinstance(value, str) else _plain(default)
             parts.append(f"{one.name}: {one.annotation}" + ("" if one.default is one.empty else f" = {default}"))
     head, tail = (
         ("class", "") if function.__name__ == "__init__" else (keyword, f" -> {_plain(str(signature.return_annotation))}")

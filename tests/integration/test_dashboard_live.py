@@ -39,14 +39,14 @@ async def test_a_node_that_runs_is_followed_through_a_changeover(page: Browser, 
     async with running_node(config) as node:
         with served(None, config=config) as server:
             await asyncio.to_thread(open_tab, page, server.url, "node", "Coordinator")
-            page.until("document.querySelector('#live').innerText === 'live · TRAIN'")
+            page.until("document.querySelector('#live').innerText === 'live · training'")
             assert page.evaluate("document.querySelector('.phase.train').getAttribute('aria-current')") == "step"
-            assert "TRAIN to ROLLOUT: last \u2013" in page.text(".arrows"), "there was no changeover yet"
+            assert "training to generating: last \u2013" in page.text(".arrows"), "there was no changeover yet"
             await node.acquire(types_pb2.PHASE_ROLLOUT)
             await asyncio.to_thread(
                 page.until, "document.querySelector('.phase.rollout').getAttribute('aria-current') === 'step'"
             )
-            await asyncio.to_thread(page.until, "document.querySelector('#live').innerText === 'live · ROLLOUT'")
+            await asyncio.to_thread(page.until, "document.querySelector('#live').innerText === 'live · generating'")
             await node.acquire(types_pb2.PHASE_TRAIN)
             await asyncio.to_thread(page.until, "document.querySelector('.is-at .name').innerText.includes('LOAD_TRAINER')")
             await asyncio.to_thread(open_tab, page, server.url, "changeovers", "c000002")

@@ -27,7 +27,7 @@ def test_every_view_of_a_recorded_run_has_its_figures(page: Browser, recorded) -
     open_tab(page, recorded.url, "memory", "Memory of cpu")
     assert "prediction of tasuki plan, " in page.text("#view-memory")
     assert "rollout kv_cache" in page.text("#view-memory") and "plan for these tags" in page.text("#view-memory")
-    open_tab(page, recorded.url, "node", "RESUME_KV")
+    open_tab(page, recorded.url, "node", "map KV cache")
     assert page.evaluate("document.querySelectorAll('.ring .stage').length") == 9
     open_tab(page, recorded.url, "changeovers", "c000064")
     assert "killed by signal 9" in page.text("#view-changeovers")
@@ -122,7 +122,7 @@ def test_a_run_that_learns_nothing_says_so_and_what_it_does_now(page: Browser, s
         page.open(server.url)
         page.until("document.querySelector('#view-run .warned')?.innerText.includes('The newest 4 steps changed no weights')")
         assert page.evaluate("location.href").endswith("/#run"), "a run's page opens on the run"
-        assert "evaluate: 3 of 8 · 120 tokens/s · step 4 of 9" in page.text("#progress")
+        assert "answering held-out prompts: 3 of 8 · 120 tokens/s · step 4 of 9" in page.text("#progress")
         assert "steps without update: 4" in page.text("#view-run figure") and "· recorded_run" in page.text("#view-run figure")
         page.evaluate("document.querySelector('#view-run figure .help').focus()")
         page.press("Enter")

@@ -1,7 +1,7 @@
 // Tabs, the token, and questions for changes. Each view loads its data when it becomes visible.
 
 import { makeChangeovers } from "./changeovers.js";
-import { h, number, prose, put, seconds } from "./dom.js";
+import { h, number, prose, put, seconds, words } from "./dom.js";
 import { makeEvaluations } from "./evaluations.js";
 import { makeMemory } from "./memory.js";
 import { makeNode } from "./node.js";
@@ -122,15 +122,16 @@ function refreshHead() {
 }
 
 async function showHead() {
-  const [run, node] = await Promise.all([api("/api/run"), api("/api/node")]);
+  const asked = api("/api/node"); // a busy node takes seconds: the run does not wait for it
+  asked.catch(() => {});
+  const run = await api("/api/run");
   byId("where").textContent = run.output_dir ?? run.archive;
   document.title = `${(run.output_dir ?? run.archive).split("/").pop()} · tasuki`;
   put(byId("unreadable"), run.problems.map((line) => h("p", { class: "cause" }, line)));
   put(byId("progress"), progress(run));
   for (const tab of OF_REWARDS) byId(`tab-${tab}`).hidden = run.is_supervised;
-  const phase = node.is_live ? String(node.node.phase).replace("PHASE_", "").replace("UNSPECIFIED", "changeover") : "";
-  badge(node.is_live ? `live · ${phase}` : node.is_silent ? "no answer" : run.summary ? "run ended" : "no node runs", node.is_live ? "is-live" : "");
-  return { run, node };
+  asked.then((node) => badge(node.is_live ? `live · ${words(String(node.node.phase).replace("PHASE_", ""))}` : node.is_silent ? "no answer" : run.summary ? "run ended" : "no node runs", node.is_live ? "is-live" : "")).catch(fail);
+  return run;
 }
 
 /** What the run does now, and how long it still takes. */
@@ -138,7 +139,7 @@ function progress({ progress: now, now: time }) {
   if (!now) return [];
   if (time - now.updated_at > STALE_S) return h("p", { class: "note" }, `The run's command wrote its last line ${seconds(time - now.updated_at)} ago: it has been stopped or killed. `, h("code", {}, "tasuki train --resume"), " can continue it.");
   const part = now.total ? `${number(now.done)} of ${number(now.total)}` : `for ${seconds(now.activity_s)}`;
-  const shown = [`${String(now.activity).replaceAll("_", " ")}: ${part}`, now.tokens_per_second ? `${number(now.tokens_per_second, 3)} tokens/s` : "", now.steps ? `step ${number(now.step)} of ${number(now.steps)}` : "", `${seconds(now.elapsed_s)} elapsed`, now.eta_s ? `about ${seconds(now.eta_s)} left` : "", now.waits_for];
+  const shown = [`${words(now.activity)}: ${part}`, now.tokens_per_second ? `${number(now.tokens_per_second, 3)} tokens/s` : "", now.steps ? `step ${number(now.step)} of ${number(now.steps)}` : "", `${seconds(now.elapsed_s)} elapsed`, now.eta_s ? `about ${seconds(now.eta_s)} left` : "", now.waits_for];
   return [now.steps ? h("progress", { max: now.steps, value: now.step, "aria-label": "Steps of the run" }) : null, h("span", {}, shown.filter(Boolean).join(" · "))];
 }
 
@@ -192,7 +193,7 @@ async function begin() {
   byId("token").addEventListener("keydown", (event) => event.key === "Enter" && byId("token-use").click());
   for (;;) {
     try {
-      const { run } = await showHead();
+      const run = await showHead();
       show((!byId(`tab-${wanted}`)?.hidden && wanted) || (run.output_dir ? "run" : "node"));
       break;
     } catch (error) {

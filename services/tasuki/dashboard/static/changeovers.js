@@ -1,7 +1,7 @@
 // Changeovers with the seconds of their stages, failures and causes; restarts of services.
 
 import { color } from "./chart.js";
-import { bytes, clock, facts, h, number, prose, put, seconds, status } from "./dom.js";
+import { bytes, clock, facts, h, number, prose, put, seconds, status, words } from "./dom.js";
 import { restarts, sinceLast, TO_ROLLOUT, TO_TRAIN } from "./node.js";
 
 const STAGES = [...TO_ROLLOUT, ...TO_TRAIN];
@@ -19,7 +19,7 @@ export function makeChangeovers(host, api, fail) {
   const columns = ["changeover", "begun", "leads to", "status", "seconds", "stages", "cause"];
   host.append(head, h("div", { class: "card" },
     h("div", { class: "tools" }, h("h2", {}, "Changeovers"), h("label", {}, failed, "only with failures")),
-    h("ul", { class: "legend", "aria-label": "Colours of the stages" }, STAGES.map((stage, place) => h("li", {}, h("span", { class: "key", style: { background: color(place) } }), stage))),
+    h("ul", { class: "legend", "aria-label": "Colours of the stages" }, STAGES.map((stage, place) => h("li", {}, h("span", { class: "key", style: { background: color(place) } }), words(stage)))),
     h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "hidden" }, "Changeovers, newest first"),
       h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col", class: name === "seconds" ? "number" : name === "stages" || name === "begun" ? "optional" : null }, name)))), body)),
     more), restarted);
@@ -56,7 +56,7 @@ function headline(page, logged) {
   const ended = page.changeovers.filter((one) => one.status === "DONE" && one.seconds);
   const median = (target) => {
     const sorted = ended.filter((one) => one.target === target).map((one) => one.seconds).sort((one, other) => one - other);
-    return sorted.length ? [[`To ${target}, median`, seconds(sorted[sorted.length >> 1]), `of ${sorted.length} shown`]] : [];
+    return sorted.length ? [[`To ${words(target)}, median`, seconds(sorted[sorted.length >> 1]), `of ${sorted.length} shown`]] : [];
   };
   const count = (status) => [number(page.counts[status] ?? 0), page.counts_now && page.counts[status] ? sinceLast(page.counts_now[status] ?? 0) : ""];
   return facts([["Done", ...count("DONE")], ["Failed", ...count("FAILED")], ...median("ROLLOUT"), ...median("TRAIN"), restarts(logged)]);
@@ -81,7 +81,7 @@ function rows(one, open, redraw) {
   const cause = one.error_reason ? [one.error_reason, one.error_message] : first ? [`${first.stage}: ${first.error_reason}`, first.error_message] : ["", ""];
   const row = h("tr", {},
     h("td", {}, h("button", { type: "button", class: "open", "aria-expanded": String(isOpen), "data-key": one.id, on: { click: toggle } }, one.id)),
-    h("td", { class: "optional" }, clock(one.start_time, { withDate: true })), h("td", {}, one.target), h("td", {}, status(one.status)),
+    h("td", { class: "optional" }, clock(one.start_time, { withDate: true })), h("td", {}, words(one.target)), h("td", {}, status(one.status)),
     h("td", { class: "number" }, one.seconds ? seconds(one.seconds) : "–"), h("td", { class: "optional" }, bar(one)),
     h("td", { class: "cause" }, prose(isOpen ? cause.filter(Boolean).join(": ") : short(cause))));
   return isOpen ? [row, h("tr", { class: "detail" }, h("td", { colspan: 7 }, details(one)))] : [row];
@@ -93,14 +93,14 @@ function short([reason, message]) {
 
 function bar(one) {
   const total = one.stages.reduce((sum, stage) => sum + stage.seconds, 0) || 1;
-  const label = one.stages.map((stage) => `${stage.stage} ${seconds(stage.seconds)}`).join(", ");
+  const label = one.stages.map((stage) => `${words(stage.stage)} ${seconds(stage.seconds)}`).join(", ");
   return h("div", { class: "stack", role: "img", "aria-label": label, title: label }, one.stages.map((stage) =>
     h("i", { style: { width: `${(100 * stage.seconds) / total}%`, background: FAILED.includes(stage.status) ? "var(--bad)" : color(Math.max(0, STAGES.indexOf(stage.stage))) } })));
 }
 
 function details(one) {
   const cells = one.stages.map((stage) => h("tr", {},
-    h("td", {}, stage.is_undo ? `undo of ${stage.stage}` : stage.stage), h("td", {}, clock(stage.time)), h("td", {}, status(stage.status)),
+    h("td", {}, `${stage.is_undo ? "undo of " : ""}${words(stage.stage)} (${stage.stage})`), h("td", {}, clock(stage.time)), h("td", {}, status(stage.status)),
     h("td", { class: "number" }, seconds(stage.seconds)), h("td", { class: "number" }, stage.bytes ? bytes(stage.bytes) : "–"),
     h("td", { class: "cause" }, prose([stage.error_reason, stage.error_message].filter(Boolean).join(": ")))));
   return h("table", {}, h("caption", {}, `from ${one.origin}, epoch ${one.epoch}, request ${one.request_id}${one.policy_version === null ? "" : `, version ${one.policy_version}`}`),

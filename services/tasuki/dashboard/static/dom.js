@@ -77,6 +77,18 @@ export function facts(pairs) {
     h("div", { class: "fact" }, h("dt", {}, name, help(name)), h("dd", {}, value, small ? h("small", {}, ` ${small}`) : null))));
 }
 
+const WORDS = {
+  start: "starting the node", evaluate: "answering held-out prompts", generate: "generating", reward: "scoring rewards", ref_log_probs: "log-probs of the reference", old_log_probs: "log-probs before the step", values: "values of the critic",
+  forward_backward: "computing gradients", critic: "training the critic", optim_step: "updating weights", to_train: "handing over to the trainer", to_rollout: "handing over to the engine", save: "saving a checkpoint", write_samples: "writing samples", export: "exporting the model", stop: "stopping",
+  LOAD_WEIGHTS: "publish weights", RESUME_WEIGHTS: "map weights", SYNC: "copy weights", OFFLOAD: "trainer leaves", RESUME_KV: "map KV cache", DRAIN: "finish requests", PAUSE_KV: "release KV cache", PAUSE_WEIGHTS: "release weights", LOAD_TRAINER: "trainer returns",
+  TRAIN: "training", ROLLOUT: "generating", UNSPECIFIED: "handing over",
+};
+
+/** What a part of a step, a stage or a phase does, by its name. */
+export function words(name) {
+  return WORDS[name] ?? String(name).replaceAll("_", " ");
+}
+
 const TERMS = [
   ["gap", "The difference between the trainer's and rollout's log-prob of a sampled token, in nats. If it grows, the two no longer compute the same policy."],
   ["signal", "The share of a step's groups whose rewards differ. In a group of equal rewards no completion has an advantage, so it teaches nothing. The deviation is that of the rewards within a group, mean over the groups."],

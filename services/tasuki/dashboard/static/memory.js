@@ -1,7 +1,7 @@
 // Memory of each device by service and tag over time, against the plan.
 
 import { drawChart } from "./chart.js";
-import { bytes, clock, facts, h, prose, put } from "./dom.js";
+import { bytes, clock, facts, h, prose, put, words } from "./dom.js";
 
 const WINDOWS = [[4, "last 4 changeovers"], [20, "last 20"], [200, "last 200"], [2000, "last 2,000"]];
 const FAR = 3;
@@ -56,7 +56,7 @@ function chartOf(device, memory) {
   return {
     title: `Memory of ${device.device}`, unit: "mapped bytes by tag", x: memory.times, xName: "", formatX: (time) => clock(time), height: 300,
     series: series.map((one) => ({ name: `${one.service} ${one.tag}`, mean: one.bytes, color: `var(--${one.service}-${one.tag}, var(--c7))` })),
-    limits, isStacked: true, isStepped: true, isWide: memory.devices.length === 1, isBinary: true, format: bytes, note: (index) => `after ${memory.stages[index]}`,
+    limits, isStacked: true, isStepped: true, isWide: memory.devices.length === 1, isBinary: true, format: bytes, note: (index) => `after: ${words(memory.stages[index])}`,
   };
 }
 

@@ -1,6 +1,6 @@
 // The ring with the current phase and stage, the services, and recent events.
 
-import { facts, h, help, number, pairs, put, seconds } from "./dom.js";
+import { facts, h, help, number, pairs, put, seconds, words } from "./dom.js";
 
 export const TO_ROLLOUT = ["LOAD_WEIGHTS", "RESUME_WEIGHTS", "SYNC", "OFFLOAD", "RESUME_KV"];
 export const TO_TRAIN = ["DRAIN", "PAUSE_KV", "PAUSE_WEIGHTS", "LOAD_TRAINER"];
@@ -22,7 +22,7 @@ function headline(node, run) {
   if (node.is_live) {
     const state = node.node;
     const stage = plain(state.changeover_id ? state.next_stage : state.stage, "STAGE_");
-    shown.push(["Phase", plain(state.phase, "PHASE_") || "changing", stage ? (state.changeover_id ? `${stage} runs` : `after ${stage}`) : ""]);
+    shown.push(["Now", words(String(state.phase).replace("PHASE_", "")), stage && (state.changeover_id ? `${words(stage)} runs` : `last: ${words(stage)}`)]);
     shown.push(["Version trained", version(node.trainer.policy_version)], ["Version served", version(state.policy_version)]);
     shown.push(["Changeovers", number(Number(state.num_changeovers))]);
   } else {
@@ -59,19 +59,19 @@ function ring(node) {
   const now = { at: plain(state.stage, "STAGE_"), running, phase: plain(state.phase, "PHASE_"), seconds: node.last_seconds };
   const total = (stages) => stages.reduce((sum, stage) => (stage in node.last_seconds ? (sum ?? 0) + node.last_seconds[stage] : sum), null);
   const items = [
-    phase("TRAIN", "the trainer holds the memory", "train", now, 0),
+    phase("TRAIN", "the trainer has the memory", "train", now, 0),
     ...TO_ROLLOUT.map((stage, place) => card(stage, { row: 1, column: 2 + 4 * place, span: 4, order: 1 + place }, now)),
-    phase("ROLLOUT", "the engine holds the memory", "rollout", now, 6),
+    phase("ROLLOUT", "the engine has the memory", "rollout", now, 6),
     ...TO_TRAIN.map((stage, place) => card(stage, { row: 2, column: 17 - 5 * place, span: 5, order: 7 + place }, now)),
   ];
   return h("div", { class: "card" }, h("h2", {}, "Ring", help("Ring")), h("ol", { class: "ring", "aria-label": "Phases and stages, in their order" }, items),
-    h("p", { class: "arrows" }, h("span", {}, `→ top row, TRAIN to ROLLOUT: last ${seconds(total(TO_ROLLOUT))}`), h("span", {}, `← bottom row, ROLLOUT to TRAIN: last ${seconds(total(TO_TRAIN))}`)));
+    h("p", { class: "arrows" }, h("span", {}, `→ top row, training to generating: last ${seconds(total(TO_ROLLOUT))}`), h("span", {}, `← bottom row, generating to training: last ${seconds(total(TO_TRAIN))}`)));
 }
 
 function phase(name, text, kind, now, order) {
   const isNow = now.phase === name && !now.running;
   return h("li", { class: `phase ${kind} ${isNow ? "is-now" : ""}`, style: { "--order": order }, "aria-current": isNow ? "step" : null },
-    h("strong", {}, name), h("span", {}, text), isNow ? h("span", {}, "now") : null);
+    h("strong", {}, words(name)), h("span", {}, text), isNow ? h("span", {}, "now") : null);
 }
 
 function card(stage, place, now) {
@@ -82,12 +82,7 @@ function card(stage, place, now) {
   return h("li", {
     class: `stage of-${owner} ${isAt ? "is-at" : ""} ${isRunning ? "is-running" : ""}`, "aria-current": isRunning ? "step" : null,
     style: { "grid-row": place.row, "grid-column": `${place.column} / span ${place.span}`, "--order": place.order },
-  }, h("span", { class: "name" }, breakable(stage)), h("span", { class: "figure" }, seconds(now.seconds[stage])), h("span", { class: "owner" }, owner), h("span", { class: "mark" }, text || "\u00a0"));
-}
-
-/** A line may break behind an underscore. */
-function breakable(stage) {
-  return stage.split("_").flatMap((part, place) => (place ? ["_", h("wbr"), part] : [part]));
+  }, h("span", { class: "name", title: stage }, words(stage)), h("span", { class: "figure" }, seconds(now.seconds[stage])), h("span", { class: "owner" }, owner), h("span", { class: "mark" }, text || "\u00a0"));
 }
 
 function services(node) {

@@ -1,7 +1,7 @@
 // The curves of a run by step, beside those of other runs.
 
 import { color, drawChart } from "./chart.js";
-import { facts, h, help, number, put, save, seconds } from "./dom.js";
+import { facts, h, help, number, put, save, seconds, words } from "./dom.js";
 
 const POINTS = 200;
 const SMOOTHINGS = [[0, "none"], [0.6, "0.6"], [0.9, "0.9"], [0.97, "0.97"]];
@@ -86,9 +86,10 @@ function draw(host, charts, curves, { names, smoothing, isLog, zoom }) {
   while (host.children.length > charts.length) host.lastChild.remove();
   charts.forEach((chart, place) => {
     const isCompared = names.length > 1 && !chart.is_stacked;
+    const label = chart.unit === "s" ? words : plain;
     const metrics = [...new Set(chart.series.map((one) => one.name))];
     const series = chart.series.map((one) => ({
-      ...one, name: isCompared ? `${plain(one.name)} · ${names[one.run]}` : plain(one.name), color: color(isCompared ? one.run : metrics.indexOf(one.name)), dash: isCompared ? DASHES[metrics.indexOf(one.name) % DASHES.length] : null,
+      ...one, name: isCompared ? `${label(one.name)} · ${names[one.run]}` : label(one.name), color: color(isCompared ? one.run : metrics.indexOf(one.name)), dash: isCompared ? DASHES[metrics.indexOf(one.name) % DASHES.length] : null,
       ...(smoothing && !chart.is_stacked ? { mean: smoothed(one.mean, smoothing), faint: one.mean, low: undefined, high: undefined } : {}),
     }));
     const isSeconds = chart.unit === "s";
