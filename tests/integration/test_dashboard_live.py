@@ -48,6 +48,6 @@ async def test_a_node_that_runs_is_followed_through_a_changeover(page: Browser, 
             )
             await asyncio.to_thread(page.until, "document.querySelector('#live').innerText === 'live · generating'")
             await node.acquire(types_pb2.PHASE_TRAIN)
-            await asyncio.to_thread(page.until, "document.querySelector('.is-at .name').innerText.includes('LOAD_TRAINER')")
+            await asyncio.to_thread(page.until, "document.querySelector('.is-at .name').innerText.includes('trainer returns')")
             await asyncio.to_thread(open_tab, page, server.url, "changeovers", "c000002")
             await asyncio.to_thread(page.open, "about:blank#left")
