@@ -185,11 +185,18 @@ def test_a_run_that_does_not_learn_says_so_once(tmp_path: Path, capsys: pytest.C
         Step(number, policy_version=0, mean_reward=0.0, num_equal_groups=6, metrics={"signal_fraction": 0.0})
         for number in range(6)
     ]
-    for step in [stalled[0], Step(1, policy_version=0, mean_reward=0.5, num_policy_steps=1), *stalled[1:]]:
+    evaluation = Step(4, policy_version=0, eval_score=0.0)
+    for step in [
+        stalled[0],
+        Step(1, policy_version=0, mean_reward=0.5, num_policy_steps=1),
+        *stalled[1:4],
+        evaluation,
+        *stalled[4:],
+    ]:
         lines.report(step)
     out, err = capsys.readouterr()
     assert out.count("signal 0.00  no update: 6 of 6 groups have equal rewards") == 6
-    assert err.count("WARNING: 3 steps without an update: 6 of 6 groups have equal rewards") == 1
+    assert err.count("WARNING: 3 steps without an update") == 1
     assert summarize(stalled, seed=0, seconds=1.0, changeovers=0, policy_version=0)["steps_without_update"] == 6
 
 

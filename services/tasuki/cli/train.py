@@ -291,9 +291,9 @@ class StepLines:
             self.display.write(f"{line}  {duration(eta_s)} left" if eta_s else line)
         if not step.is_evaluation:
             self._num_stalled = self._num_stalled + 1 if step.why_no_update else 0
-        if self._num_stalled == _STALLED_STEPS:
-            text = f"WARNING: {_STALLED_STEPS} steps without an update: {step.why_no_update}\n{STALLED}"
-            self.display.write(text, is_warning=True)
+            if self._num_stalled == _STALLED_STEPS:
+                text = f"WARNING: {_STALLED_STEPS} steps without an update: {step.why_no_update}\n{STALLED}"
+                self.display.write(text, is_warning=True)
 
 
 def step_line(step: Step) -> str:
