@@ -107,7 +107,7 @@ def test_a_card_without_room_for_all_parameters_trains_adapters_at_their_rate(mo
     assert main(["init", str(tmp_path / "own"), *flags(model, device="cuda"), "--gpu-memory-gb", "48"]) == 0
     text = (tmp_path / "own" / "node.toml").read_text()
     assert "\nlora.rank = 32\n" in text and "\nlearning_rate = 1e-05  # adapters bear ten times" in text
-    assert re.search(r"\nmicro_batch_tokens = \d+  # bounds memory", text)
+    assert re.search(r"\n# micro_batch_tokens = \d+  # the planner's choice", text)
     assert main(["plan", str(tmp_path / "own" / "node.toml"), "--gpu-gb", "48"]) == 0
 
 

@@ -156,7 +156,8 @@ def _fitting(table: dict[str, Any], *, gpu_gb: float | None) -> tuple[Plan, dict
         table["trainer"]["learning_rate"] = 1e-4 if "sft" in table else 1e-5
     elif "train" in table and planned.node.model.num_parameters < 1e9:
         table["trainer"]["learning_rate"] = 3e-5
-    table["trainer"].setdefault("micro_batch_tokens", planned.node.micro_batch_tokens)
+    if "micro_batch_tokens" not in table["trainer"]:  # a comment: each start plans it
+        table["trainer"]["# micro_batch_tokens"] = planned.node.micro_batch_tokens
     return planned, table
 
 
@@ -171,6 +172,7 @@ def _advice(planned: Plan, table: Mapping[str, Any]) -> dict[str, str]:
     return {
         "learning_rate": f"{rate}; lower it if the curve falls or jumps",
         "micro_batch_tokens": "bounds memory, not the result; halve it if memory runs out",
+        "# micro_batch_tokens": "the planner's choice here; set half of it if memory runs out",
     }
 
 
