@@ -46,6 +46,16 @@ async def goes_on(policy, prompt):
         pass
     return 2.0
 
+async def rewards_turns(policy, prompt):
+    for number in range(3):
+        try:
+            await asyncio.wait_for(policy.generate([40]), 0)  # drawn, but nobody hears its answer
+        except TimeoutError:
+            pass
+        await policy.generate([20 + number])
+        policy.reward(10.0 ** number if prompt == "rewarded" else 0.0)
+    return 1000.0
+
 async def fails(policy, prompt):
     await policy.chat().say("hello")
     match prompt:
@@ -130,6 +140,19 @@ def test_an_answer_that_a_stop_text_ended_is_followed_by_what_the_template_write
     assert {turn.sample.finish_reason for turn in ended[:1]} == {FinishReason.STOP}
     followed = [turn for turn in turns if any(turn.parent is one for one in ended)]
     assert {int(turn.prompt_token_ids[0]) for turn in followed} == {EOS}
+
+
+def test_rewards_of_turns_are_those_of_the_turns_after_which_they_were_given(client: Client, folder: Path):
+    ran = run(client, folder, "rewards_turns", [{"prompt": "rewarded"}, {"prompt": "not"}], discount=0.5)
+    assert ran.scores.rewards.tolist() == [1111.0] * 2 + [1000.0] * 2
+    for episode in ran.episodes:
+        returns = {
+            int(turn.prompt_token_ids[0]): value for turn, value in zip(episode.turns.turns, episode.turn_returns, strict=True)
+        }
+        assert returns[22] == (1100.0 if episode.row["prompt"] == "rewarded" else 1000.0)
+        for sample in episode.training_samples():
+            (number,) = set(np.asarray(sample.turns).tolist())
+            assert episode.turns.turns[number].sample.token_ids.tolist() == list(sample.completion_token_ids)
 
 
 def test_turns_are_one_sequence_whose_log_probs_the_trainer_has_too(client: Client, folder: Path):

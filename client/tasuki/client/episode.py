@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,10 +13,11 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tasuki.client.dataset import Row
 from tasuki.client.rewards import Scores
-from tasuki.client.turns import Turn, Turns
+from tasuki.client.turns import Turn, Turns, TurnSample
 from tasuki.client.types import FinishReason, Sample, SamplingParams, TrainingSample
 from tasuki.client.worker_process import WorkerProcess
 
@@ -35,6 +36,10 @@ class Episode:
     num_refused: int = 0
     num_losses: int = 0
     reward: float = math.nan
+    turn_rewards: Mapping[str, float] = field(default_factory=dict)
+    """By the turn's number, if the function has called `policy.reward`."""
+    turn_returns: NDArray[np.float64] | None = None
+    """Of each turn: its reward and the discounted ones of later turns; None if the episode's reward is for all its tokens."""
     failure: str = ""
     """Why it has no reward, or an empty string."""
     runs_since: float | None = None
@@ -44,13 +49,35 @@ class Episode:
 
     def training_samples(self) -> list[TrainingSample]:
         """One for each branch with tokens to train, without advantages."""
-        return [TrainingSample.of(sample) for sample in self.turns.samples() if np.any(sample.loss_mask)]
+        if self.turn_returns is None:
+            return [TrainingSample.of(sample) for sample in self.turns.samples() if np.any(sample.loss_mask)]
+        pairs = zip(self.turns.samples(), self.turns.numbers(), strict=True)
+        return [TurnSample.of_turn(sample, turns, self.turn_returns) for sample, turns in pairs if np.any(sample.loss_mask)]
 
     def sample(self) -> Sample:
         """The longest branch; empty without a turn."""
         empty = np.zeros(0, np.int32)
         none = Sample(0, 0, empty, empty.astype(np.float32), FinishReason.CUT, 0)
         return max(self.turns.samples(), key=lambda sample: len(sample.token_ids), default=none)
+
+
+def credit_turns(group: Sequence[Episode], *, discount: float, failed: float) -> None:
+    """Computes the return of each turn, if an episode of the group has rewarded turns; others have their reward at the last one.
+
+    failed: reward of an episode that failed.
+    """
+    if not any(episode.turn_rewards for episode in group):
+        return
+    for episode in group:
+        returns = np.zeros(len(episode.turns.turns))
+        reward = failed if episode.failure else episode.reward
+        rewards = np.zeros(len(returns))
+        for turn, value in (episode.turn_rewards or {str(len(returns) - 1): reward}).items():
+            rewards[int(turn) :][:1] += value  # none without a turn
+        following = 0.0
+        for turn in reversed(range(len(returns))):
+            returns[turn] = following = rewards[turn] + discount * following
+        episode.turn_returns = returns
 
 
 @dataclass(frozen=True, slots=True, eq=False)

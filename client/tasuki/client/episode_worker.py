@@ -59,7 +59,7 @@ class _Episodes:
                 episode = next((number for number, one in self._tasks.items() if one is task), None)
                 if episode is not None:
                     why = f"blocked its worker for over {self._timeout_s:g} s; its code awaits what takes time, or runs it in a thread"
-                    send_answer(self._connection, [episode, None, "end", (math.nan, why)])
+                    send_answer(self._connection, [episode, None, "end", (math.nan, why, {})])
                     os._exit(BLOCKED)
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -102,9 +102,14 @@ class _Episodes:
         try:
             async with clock.running():
                 function = cast(Callable[..., Awaitable[object]], load_function(*self._source))
-                answer = checked_reward(await function(policy=Policy(ask), **arguments))
+                policy = Policy(ask)
+                answer = *checked_reward(await function(policy=policy, **arguments)), {}
+                if policy.turn_rewards and not answer[1]:
+                    policy.reward(answer[0])
+                    answer = *checked_reward(math.fsum(policy.turn_rewards.values())), policy.turn_rewards
         except BaseException as error:  # noqa: BLE001  the user's function may raise anything
-            answer = math.nan, f"took over {timeout_s:g} s of its own time" if clock.has_run_out() else f"raised {told(error)}"
+            why = f"took over {timeout_s:g} s of its own time" if clock.has_run_out() else f"raised {told(error)}"
+            answer = math.nan, why, {}
         self._tasks.pop(episode)
         for key in [key for key in self._answers if key[0] == episode]:
             self._answers.pop(key).cancel()

@@ -24,7 +24,7 @@ import numpy as np
 from tasuki.client.aside import Aside
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.dataset import Row, prompt_problem
-from tasuki.client.episode import Asked, Batch, Episode, Episodes
+from tasuki.client.episode import Asked, Batch, Episode, Episodes, credit_turns
 from tasuki.client.episode_worker import BLOCKED
 from tasuki.client.reward_worker import Signature
 from tasuki.client.rewards import START_TIMEOUT_S, Scores, source_of
@@ -70,13 +70,15 @@ class EpisodePool:
         timeout_s: float = 60.0,
         max_turns: int = 16,
         on_error: Literal["fail", "zero", "skip"] = "fail",
+        discount: float = 1.0,
     ) -> None:
         """function: "module:function", an async function of `policy` and of fields of the row, which returns the reward.
 
         tokenizer: None only checks the function. max_tokens: of an episode, prompts included. timeout_s: of an episode, without the
-        time that the policy takes.
+        time that the policy takes. discount: factor by which the rewards of each further turn count less, see `policy.reward`.
         Raises InvalidArgument when the function cannot be imported.
         """
+        self._discount, self._failed_reward = discount, 0.0 if on_error == "zero" else math.nan
         self._tokenizer, self._max_tokens, self._max_turns = tokenizer, max_tokens, max_turns
         self._timeout_s, self._on_error, self._function = timeout_s, on_error, function
         self._source = source_of(function, tuple(str(Path(folder).absolute()) for folder in folders))
@@ -138,6 +140,8 @@ class EpisodePool:
             self._aside.call(lambda: self._run(client, batch, is_over))
         finally:
             is_over.set()
+        for first in range(0, len(episodes), num_samples):
+            credit_turns(episodes[first : first + num_samples], discount=self._discount, failed=self._failed_reward)
         return Episodes(batch.episodes, self._scores(batch.episodes, num_samples))
 
     def _run(self, client: Client, batch: Batch, is_over: threading.Event) -> None:
@@ -217,7 +221,7 @@ class EpisodePool:
             episode.runs_since = time.monotonic()
             return
         if kind == "end":
-            episode.reward, episode.failure = fields
+            episode.reward, episode.failure, episode.turn_rewards = fields
             if episode.failure and self._on_error == "fail":
                 raise self._failed(episode, batch)
             del batch.running[episode.id]
@@ -294,7 +298,8 @@ class EpisodePool:
             episode.turns.is_truncated = True
         context = [*asked.token_ids_before.tolist(), *asked.new_token_ids.tolist(), *token_ids]
         reason = sample.finish_reason.lower()
-        self._send(batch, episode, number, {**answer, "token_ids": token_ids, "context": context, "finish_reason": reason})
+        told = {**answer, "token_ids": token_ids, "context": context, "finish_reason": reason}
+        self._send(batch, episode, number, {**told, "turn": len(episode.turns.turns) - 1})
 
     def _overdue(self, batch: Batch) -> list[tuple[WorkerProcess, str]]:
         """Workers with an episode that has not ended in time: its code blocks the worker's event loop."""
@@ -347,8 +352,7 @@ class EpisodePool:
                 return signature
 
     def _scores(self, episodes: Sequence[Episode], num_samples: int) -> Scores:
-        failed = 0.0 if self._on_error == "zero" else math.nan
-        rewards = np.array([failed if one.failure else one.reward for one in episodes], np.float32)
+        rewards = np.array([self._failed_reward if one.failure else one.reward for one in episodes], np.float32)
         return Scores(rewards, sum(bool(one.failure) for one in episodes), {"episode": rewards})
 
     def _failed(self, episode: Episode, batch: Batch) -> RewardFailed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,8 +13,10 @@ from tasuki.algorithms import advantages
 from tasuki.algorithms.advantages import RunningBaseline
 from tasuki.algorithms.estimator import Estimator
 from tasuki.algorithms.reward_kl import adapted_coef, kl_penalties, token_rewards
+from tasuki.client.turns import TurnSample
 from tasuki.client.types import FinishReason, Sample, TrainingSample
 from tasuki.config.train_schema import AdvantageConfig
+from tasuki.wire.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,8 +40,12 @@ class Group:
         return [[TrainingSample.of(sample, prompt_token_ids=self.prompt_token_ids)] for sample in self.samples]
 
     def differs(self) -> bool:
-        """Whether the rewards differ. Equal rewards give no gradient."""
-        return bool(advantages.has_signal(self.rewards[np.newaxis])[0])
+        """Whether the rewards, or those of a turn, differ. Equal rewards give no gradient."""
+        rows = [
+            self.rewards[np.newaxis],
+            *([_returns_TG([next(iter(each), None) for each in self.branches])] if self.branches else []),
+        ]
+        return bool(np.any(advantages.has_signal(np.concatenate(rows))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +111,46 @@ def estimate_advantages(
             replace(sample, advantages=float(advantages_PG.reshape(-1)[place]))
             for sample, place in zip(samples, places, strict=True)
         ]
+    if any(isinstance(sample, TurnSample) for sample in estimated):
+        estimated = _by_turn(estimated, places, rewards_PG.shape, settings=settings)
     coef = None
     if settings.kl_target is not None and "reward_kl" in metrics:
         coef = adapted_coef(kl_coef, metrics["reward_kl"], target=settings.kl_target, num_samples=len(samples))
     return Estimate(estimated, EstimatorState(coef, state.baseline.updated(shaped_PG.reshape(-1))), metrics)
+
+
+def _by_turn(
+    samples: Sequence[TrainingSample], places: Sequence[int], shape_PG: tuple[int, ...], *, settings: AdvantageConfig
+) -> list[TrainingSample]:
+    """Gives the tokens of each turn its own advantage: its return, estimated beside those of the same turn in its group."""
+    if settings.estimator not in (Estimator.GROUP_MEAN, Estimator.LEAVE_ONE_OUT) or settings.kl_coef:
+        problem = 'policy.reward needs "group_mean" or "leave_one_out", and advantages.kl_coef = 0 (loss.kl_coef may be set)'
+        raise InvalidArgument("train.advantages.estimator", problem)
+    of_episode: list[TrainingSample | None] = [None] * math.prod(shape_PG)
+    for place, sample in zip(places, samples, strict=True):
+        of_episode[place] = sample
+    size, by_turn = shape_PG[1], list[NDArray[np.float32]]()
+    for first in range(0, len(of_episode), size):
+        returns_TG = _returns_TG(of_episode[first : first + size])
+        estimated = (
+            advantages.group_mean(returns_TG, std=settings.std)
+            if settings.estimator is Estimator.GROUP_MEAN
+            else advantages.leave_one_out(returns_TG)
+        )
+        by_turn += list(np.vstack([estimated, np.zeros((1, size), np.float32)]).T)  # the last row: tokens of no turn, -1
+    return [
+        replace(sample, advantages=by_turn[place][sample.turns]) if isinstance(sample, TurnSample) else sample
+        for sample, place in zip(samples, places, strict=True)
+    ]
+
+
+def _returns_TG(samples: Sequence[TrainingSample | None]) -> NDArray[np.float64]:
+    """Returns of the turns of G episodes, of each of which a sample is given; NaN for turns that an episode has not taken."""
+    returns = [sample.turn_returns if isinstance(sample, TurnSample) else () for sample in samples]
+    rows_TG = np.full((max(map(len, returns), default=0), len(returns)), np.nan)
+    for place, each in enumerate(returns):
+        rows_TG[: len(each), place] = each
+    return rows_TG
 
 
 def has_advantages(samples: Sequence[TrainingSample]) -> bool:

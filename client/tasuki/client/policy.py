@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import operator
 import re
 import threading
@@ -48,6 +49,23 @@ class Policy:
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
+        self._latest_turn: int | None = None
+        self.turn_rewards: dict[int, float] = {}
+        """By the number of the turn; empty if none was rewarded."""
+
+    def reward(self, value: float) -> None:
+        """Adds to the reward of the turn whose answer came last. What the function returns is added to the last turn's.
+
+        Raises ValueError before the first turn, and for a value that is no finite number.
+        """
+        if isinstance(value, str) or not math.isfinite(value) or self._latest_turn is None:
+            raise ValueError(f"policy.reward({value!r}): give a finite number after a turn of the policy")
+        self.turn_rewards[self._latest_turn] = self.turn_rewards.get(self._latest_turn, 0.0) + value
+
+    async def _turn(self, kind: str, fields: Mapping[str, Any]) -> Reply:
+        answer = await self._ask(kind, fields)
+        self._latest_turn = answer.pop("turn", self._latest_turn)  # none of a turn that was refused
+        return Reply(**answer)
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a text by the model's tokenizer, without the tokens that begin a sequence."""
@@ -55,12 +73,8 @@ class Policy:
 
     async def generate(self, token_ids: Sequence[int], *, max_new_tokens: int | None = None) -> Reply:
         """Continues a prompt of token ids. A prompt that begins with an earlier turn's tokens extends it; any other begins a branch."""
-        return Reply(
-            **await self._ask(
-                "generate",
-                {"token_ids": [operator.index(token_id) for token_id in token_ids], "max_new_tokens": max_new_tokens},
-            )
-        )
+        given = [operator.index(token_id) for token_id in token_ids]
+        return await self._turn("generate", {"token_ids": given, "max_new_tokens": max_new_tokens})
 
     async def chat_completion(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, max_new_tokens: int | None = None
@@ -70,7 +84,7 @@ class Policy:
         Messages that begin with an earlier turn's, its answer included, extend its tokens; any others begin a branch.
         """
         fields = {"messages": list(messages), "tools": list(tools), "max_new_tokens": max_new_tokens}
-        return Reply(**await self._ask("chat", fields))
+        return await self._turn("chat", fields)
 
     def chat(self, messages: Sequence[Message] = (), *, tools: Sequence[Tool] = ()) -> Chat:
         """A conversation that begins with `messages`, such as a system prompt. tools: Python functions with a docstring."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.client.types import FinishReason, Sample
+from tasuki.client.types import FinishReason, Sample, TrainingSample
 
 Message = Mapping[str, Any]
 
@@ -72,13 +72,40 @@ class Turns:
         Its `loss_mask` is 1 for tokens that were drawn, in the first branch that has them, and 0 for all others: each is trained
         once, under the prefix it was drawn from.
         """
-        parents = {id(turn.parent) for turn in self.turns}
         trained: set[int] = set()
-        for last in self.turns:
-            if id(last) not in parents:
-                path = last.path()
-                yield _joined(path, trained, is_truncated=self.is_truncated)
-                trained |= {id(turn) for turn in path}
+        for path in self._branches():
+            yield _joined(path, trained, is_truncated=self.is_truncated)
+            trained |= {id(turn) for turn in path}
+
+    def numbers(self) -> Iterator[NDArray[np.int32]]:
+        """Yields for each of the samples the number of the turn that drew a token, [T]; -1 for tokens that none did."""
+        number = {id(turn): place for place, turn in enumerate(self.turns)}
+        for path in self._branches():
+            parts = [
+                ((0 if turn.parent is None else len(turn.prompt_token_ids), -1), (len(turn.sample.token_ids), number[id(turn)]))
+                for turn in path
+            ]
+            yield np.concatenate([np.full(length, value, np.int32) for pair in parts for length, value in pair])
+
+    def _branches(self) -> Iterator[list[Turn]]:
+        parents = {id(turn.parent) for turn in self.turns}
+        return (turn.path() for turn in self.turns if id(turn) not in parents)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TurnSample(TrainingSample):
+    """A branch of an episode whose turns have rewards of their own."""
+
+    turns: NDArray[np.int32] | tuple[()] = ()
+    """[T], the number of the turn that drew each token, else -1."""
+    turn_returns: NDArray[np.float64] | tuple[()] = ()
+    """Of all turns of the episode."""
+
+    @classmethod
+    def of_turn(cls, sample: Sample, turns: NDArray[np.int32], turn_returns: NDArray[np.float64]) -> TurnSample:
+        known = TrainingSample.of(sample)
+        fields = {name: getattr(known, name) for name in TrainingSample.__slots__}
+        return cls(**fields, turns=turns, turn_returns=turn_returns)
 
 
 def as_json(messages: Sequence[Message]) -> list[str]:

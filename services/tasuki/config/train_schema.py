@@ -122,6 +122,8 @@ class EpisodeConfig(Schema):
     max_turns: PositiveInt = 16
     max_tokens: PositiveInt | None = None
     """Maximum tokens of an episode, prompts included; by default what the context and a micro-batch hold."""
+    discount: Float = Field(default=1.0, gt=0, le=1)
+    """Factor by which the reward of each further turn counts less, where the function calls `policy.reward`."""
     on_error: Literal["fail", "zero", "skip"] = "fail"
     """Action if the function raises or exceeds its limit: end the run, count 0, or skip the episode in baseline and loss."""
 

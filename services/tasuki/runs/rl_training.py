@@ -127,6 +127,7 @@ def open_rewards(
                 timeout_s=train.episode.timeout_s,
                 max_turns=train.episode.max_turns,
                 on_error=train.episode.on_error,
+                discount=train.episode.discount,
             )
         assert train.reward is not None
         return RewardPool(
