@@ -38,12 +38,11 @@ from tasuki.wire.errors import (
     NotJoined,
     StaleEpoch,
     StaleSequence,
-    TasukiError,
-    from_rpc_error,
 )
 from tasuki.wire.tracing import NO_TRACER, Tracer, open_tracer
 from tests.otlp import ReceivedSpan, receiving
 from tests.ports import free_port
+from tests.refusal import refused
 from tests.sparse_weights import write_sparse_weights
 from tests.unit.simulated_fleet import MemberNode
 
@@ -137,7 +136,7 @@ async def test_an_operation_that_missed_a_node_is_tried_again_under_its_id(tmp_p
             await stack.enter_async_context(serving_node(config))
         channel = await stack.enter_async_context(open_channel(leader))
         fleet = CoordinatorServiceStub(channel)
-        assert isinstance(await caught(acquire_first(fleet, TRAIN, request_id="one")), NotJoined)
+        assert isinstance(await refused(acquire_first(fleet, TRAIN, request_id="one")), NotJoined)
         for config in configs:
             await join(channel, this_member(config, boot_id=f"b{config.fleet.node_rank}"))
         assert (await acquire(fleet, TRAIN, request_id="one"))[-1].state.phase == TRAIN
@@ -145,12 +144,6 @@ async def test_an_operation_that_missed_a_node_is_tried_again_under_its_id(tmp_p
 
 def leader_address() -> str:
     return f"127.0.0.1:{free_port()}"
-
-
-async def caught(call: Any) -> TasukiError:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await call
-    return from_rpc_error(raised.value)
 
 
 async def join(channel: grpc.aio.Channel, member: FleetNode, *, attempt: int = 1, name: str = "f") -> fleet_pb2.JoinResponse:
@@ -241,29 +234,29 @@ async def test_a_node_of_a_fleet_refuses_clients_other_fleets_and_older_lives(tm
         return FleetCommand(**{"name": "f", "attempt": 1, "epoch": 5, "sequence": 1, **changed})
 
     async with serving_node(config), open_channel(target) as beside:
-        error = await caught(acquire_first(CoordinatorServiceStub(beside), TRAIN))
+        error = await refused(acquire_first(CoordinatorServiceStub(beside), TRAIN))
         assert isinstance(error, HeldByFleet)
         assert error.metadata == {"fleet": "f", "address": "10.0.0.1:50050"}
         rollout = this_member(config, boot_id="b").rollout_target
         async with open_channel(rollout) as clients:
             generate = RolloutServiceStub(clients).Generate(rollout_pb2.GenerateRequest(), timeout=TIMEOUT_S)
-            assert isinstance(await caught(generate.read()), HeldByFleet)
+            assert isinstance(await refused(generate.read()), HeldByFleet)
         for changed, expected in (({"name": "g"}, HeldByFleet), ({"attempt": 0}, StaleEpoch), ({"attempt": 2}, StaleEpoch)):
             other = command(**changed)
             async with open_channel(target, metadata=fleet_metadata(other)) as channel:
-                assert isinstance(await caught(acquire_first(CoordinatorServiceStub(channel), TRAIN, fleet=other)), expected)
+                assert isinstance(await refused(acquire_first(CoordinatorServiceStub(channel), TRAIN, fleet=other)), expected)
         async with open_channel(target, metadata=fleet_metadata(command())) as channel:
             stub = CoordinatorServiceStub(channel)
             look = coordinator_pb2.GetStateRequest(fleet=command(sequence=7))
             assert (await stub.GetState(look, timeout=TIMEOUT_S)).state.phase == TRAIN
             # The channel repeats a read whose answer was lost; a command must not reuse the number of a read.
             assert (await stub.GetState(look, timeout=TIMEOUT_S)).state.phase == TRAIN
-            assert isinstance(await caught(acquire_first(stub, TRAIN, fleet=command(sequence=7))), StaleSequence)
+            assert isinstance(await refused(acquire_first(stub, TRAIN, fleet=command(sequence=7))), StaleSequence)
             late_look = coordinator_pb2.GetStateRequest(fleet=command(sequence=6))
-            assert isinstance(await caught(stub.GetState(late_look, timeout=TIMEOUT_S)), StaleSequence)
+            assert isinstance(await refused(stub.GetState(late_look, timeout=TIMEOUT_S)), StaleSequence)
             late = acquire_first(stub, TRAIN, fleet=command(sequence=6))
-            assert isinstance(await caught(late), StaleSequence)
-            assert isinstance(await caught(acquire_first(stub, TRAIN, fleet=command(epoch=4, sequence=9))), StaleEpoch)
+            assert isinstance(await refused(late), StaleSequence)
+            assert isinstance(await refused(acquire_first(stub, TRAIN, fleet=command(epoch=4, sequence=9))), StaleEpoch)
             assert (await acquire(stub, TRAIN, fleet=command(epoch=6)))[-1].state.phase == TRAIN
     # Epoch and sequence are on disk.
     journal = Journal(config.state_dir / "journal.sqlite")
@@ -285,10 +278,10 @@ async def test_the_leader_takes_a_rank_once_and_a_node_that_fits(tmp_path: Path)
             nodes.all()
         other = this_member(configs[1], boot_id="b1")
         other.num_gpus = 8
-        assert isinstance(await caught(join(channel, other)), FleetMismatch)
-        assert isinstance(await caught(join(channel, member, attempt=0)), StaleEpoch)
+        assert isinstance(await refused(join(channel, other)), FleetMismatch)
+        assert isinstance(await refused(join(channel, member, attempt=0)), StaleEpoch)
         assert (await join(channel, member)).num_joined == 1
         assert (await join(channel, member)).num_joined == 1
-        assert isinstance(await caught(join(channel, this_member(configs[1], boot_id="b2"))), FleetMismatch)
+        assert isinstance(await refused(join(channel, this_member(configs[1], boot_id="b2"))), FleetMismatch)
         beat = fleet_pb2.HeartbeatRequest(name="f", attempt=1, node_rank=1, boot_id="b2")
-        assert isinstance(await caught(FleetServiceStub(channel).Heartbeat(beat, timeout=TIMEOUT_S)), NotJoined)
+        assert isinstance(await refused(FleetServiceStub(channel).Heartbeat(beat, timeout=TIMEOUT_S)), NotJoined)

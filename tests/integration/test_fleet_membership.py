@@ -18,7 +18,8 @@ from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.wire.address import split_host_port
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import FleetEnded, NodeRunning
-from tests.integration.test_fleet import TIMEOUT_S, caught, config_of, join, leader_address, leading
+from tests.integration.test_fleet import TIMEOUT_S, config_of, join, leader_address, leading
+from tests.refusal import refused
 
 
 async def test_a_silent_node_ends_the_fleet_and_the_others_hear_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +36,7 @@ async def test_a_silent_node_ends_the_fleet_and_the_others_hear_of_it(tmp_path: 
         assert "was silent" in told.value.message
         with pytest.raises(FleetEnded):
             nodes.all()
-        assert isinstance(await caught(join(channel, members[1])), FleetEnded)
+        assert isinstance(await refused(join(channel, members[1])), FleetEnded)
 
 
 async def test_a_node_that_is_stopped_ends_the_fleet_at_once_and_says_why(tmp_path: Path) -> None:
@@ -60,7 +61,7 @@ async def test_a_node_that_is_stopped_ends_the_fleet_at_once_and_says_why(tmp_pa
         assert nodes.error is not None
         assert nodes.error.message == "the fleet has ended: node 1 was stopped by its operator; restart the job"
         assert nodes.error.metadata["node_rank"] == "1"
-        told = await caught(join(channel, members[0]))
+        told = await refused(join(channel, members[0]))
         assert isinstance(told, FleetEnded) and told.message == nodes.error.message
 
 
@@ -68,10 +69,10 @@ def test_a_leader_whose_port_is_taken_is_refused_before_it_starts(tmp_path: Path
     config = config_of(tmp_path, 0, leader_address())
     assert config.fleet is not None
     check_place(config)
-    with socket.create_server(split_host_port(config.fleet.leader)), pytest.raises(NodeRunning) as refused:
+    with socket.create_server(split_host_port(config.fleet.leader)), pytest.raises(NodeRunning) as told:
         check_place(config)
-    assert refused.value.message.startswith(f"fleet.leader: node 0 cannot serve on {config.fleet.leader}: ")
-    assert "MASTER_PORT" in refused.value.message
+    assert told.value.message.startswith(f"fleet.leader: node 0 cannot serve on {config.fleet.leader}: ")
+    assert "MASTER_PORT" in told.value.message
 
 
 async def test_a_node_joins_again_when_the_leader_was_restarted_and_ends_when_it_stays_away(

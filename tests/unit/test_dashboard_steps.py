@@ -120,14 +120,6 @@ def test_colours_follow_the_names_and_rounding_is_constant_beside_a_run_without_
     assert found["constants"] == {"kl": None, "seconds/generate": 0.5}
 
 
-def test_losses_of_training_and_of_held_out_rows_are_told_apart(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(line(step, metrics={"loss": step / 3, "eval/loss": step / 4}) for step in range(3))
-    )
-    (chart,) = [chart for chart in draw(thinned(read_all(StepColumns(tmp_path)))) if chart["title"] == "Loss"]
-    assert [one["name"] for one in chart["series"]] == ["loss", "held-out loss"]
-
-
 def test_steps_that_change_no_weights_are_counted(tmp_path: Path) -> None:
     updates = [1, 0, 1, None, 0, 0]  # None: a step that only evaluated
     lines = [

@@ -86,3 +86,8 @@ def test_tokens_beyond_a_budget_are_refused_with_a_number_that_fits() -> None:
     layout = h200s(node(device="cpu", memory=memory, rollout={"engine": {"max_total_tokens": most}}))
     bare = replace(layout.keeping(frozenset()), kv_tokens=most + 1)
     assert plan(layout).fits and not plan(bare).fits
+
+
+def test_tokens_for_less_than_a_sequence_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="max_total_tokens: = 100 cannot hold one sequence of 4096"):
+        h200s(node(rollout={"engine": {"max_total_tokens": 100}}))
