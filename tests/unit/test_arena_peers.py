@@ -17,15 +17,15 @@ MIB = 1 << 20
 
 PEER = """
 import sys
+from tasuki.memory.arena import buffer_at
 from tasuki.memory.shared_chunks import Import, SharedChunk
-chunks = [SharedChunk(*map(int, one.split(":"))) for one in sys.argv[1:]]
-peer = Import(chunks, device="cpu")
+peer = Import([SharedChunk(*map(int, one.split(":"))) for one in sys.argv[1:]], device="cpu")
 for line in sys.stdin:
     verb, *numbers = line.split()
     if verb == "read":
-        print(peer.view(int(numbers[0]), 1)[0][0], flush=True)
+        print(buffer_at(peer.base + int(numbers[0]), 1)[0][0], flush=True)
     else:
-        peer.view(int(numbers[0]), 1)[0] = bytes([int(numbers[1])])
+        buffer_at(peer.base + int(numbers[0]), 1)[0] = bytes([int(numbers[1])])
         print("done", flush=True)
 """
 

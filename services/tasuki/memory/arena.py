@@ -108,7 +108,7 @@ def numbers(values: Sequence[int]) -> Any:
 
 
 def buffer_at(address: int, num_bytes: int) -> Any:
-    """Host memory as a buffer that does not own it."""
+    """Host memory as a buffer that does not own it; of an arena's block not after `free` or while the arena sleeps."""
     return (ctypes.c_char * num_bytes).from_address(address)
 
 
@@ -224,7 +224,8 @@ class Arena:
         driver, index = driver_and_index(device)
         options = numbers([capacity_bytes, min_chunk_bytes, max_chunk_bytes])
         (self.id,) = self._call("create_arena", driver, tag.encode(), index, options, num_outs=1)
-        self._buffers: dict[int, int] = {}
+        self.buffers: dict[int, int] = {}
+        """Address and bytes of every buffer that is in use."""
 
     def allocate(self, num_bytes: int) -> int:
         """Address of `num_bytes`, aligned to 512. Raises OutOfGpuMemory; WrongPhase while the arena sleeps."""
@@ -238,18 +239,10 @@ class Arena:
         """Host memory as a buffer; its bytes go back to the arena when the last reference to it has gone."""
         address = self.allocate(num_bytes)
         block = buffer_at(address, num_bytes)
-        self._buffers[address] = num_bytes
+        self.buffers[address] = num_bytes
         # Not at exit: tensors may be used until the end, and the process's end frees everything.
-        weakref.finalize(block, _free, address, self._buffers).atexit = False
+        weakref.finalize(block, _free, address, self.buffers).atexit = False
         return block
-
-    def view(self, address: int, num_bytes: int) -> Any:
-        """Host memory of a block as a buffer; must not be used after `free` or while the arena sleeps."""
-        return buffer_at(address, num_bytes)
-
-    def buffers(self) -> list[tuple[int, int]]:
-        """Address and bytes of every buffer that is in use."""
-        return list(self._buffers.items())
 
     def set_policy(self, keep: Keep) -> None:
         """Sets what the next pauses keep."""
@@ -301,39 +294,35 @@ class NativeAllocator:
 
         Chunk sizes: 0 is the default, on a GPU the measured 64 MiB to 1 GiB, on a CPU 2 to 64 MiB.
         """
-        self._device = device
+        self.device = device
         if device == "cpu":
             # On a CPU a mapping costs the same at any size, and models are small.
             min_chunk_bytes, max_chunk_bytes = min_chunk_bytes or _CPU_MIN_CHUNK_BYTES, max_chunk_bytes or _CPU_MAX_CHUNK_BYTES
         self._arenas = {
             tag: Arena(tag, device=device, min_chunk_bytes=min_chunk_bytes, max_chunk_bytes=max_chunk_bytes) for tag in tags
         }
-        self._adopted: dict[MemoryTag, Arena] = {}
+        self._own = list(self._arenas.values())
         for tag, policy in (keep or {}).items():
             self.arena(tag).set_policy(policy)
         self._cuda: CudaRegions | None = None
         if device != "cpu":
             from tasuki.memory.region_cuda import CudaRegions
 
-            self._cuda = CudaRegions(list(self._arenas.values()), device=device)
-
-    @property
-    def device(self) -> str:
-        return self._device
+            self._cuda = CudaRegions(self._own, device=device)
 
     @property
     def tags(self) -> tuple[MemoryTag, ...]:
-        return (*self._arenas, *self._adopted)
+        return tuple(self._arenas)
 
     def arena(self, tag: MemoryTag) -> Arena:
-        if tag not in self.tags:
+        if tag not in self._arenas:
             raise InvalidArgument("tags", f"{tag} is no tag of this process; it has {', '.join(self.tags)}")
-        return self._arenas[tag] if tag in self._arenas else self._adopted[tag]
+        return self._arenas[tag]
 
     def adopt(self, tag: MemoryTag, arena: Arena) -> None:
         """Pauses, resumes and counts this arena as `tag`. The caller still fills and closes it."""
-        assert tag not in self.tags
-        self._adopted[tag] = arena
+        assert tag not in self._arenas
+        self._arenas[tag] = arena
 
     @contextmanager
     def region(self, tag: MemoryTag) -> Iterator[None]:
@@ -352,9 +341,7 @@ class NativeAllocator:
 
     def pause(self, tags: Sequence[MemoryTag]) -> int:
         """Returns the bytes given back to the system; 0 for tags already asleep."""
-        arenas = [self.arena(tag) for tag in tags]
-        (num_bytes,) = _call_for(arenas)("pause", _ids(arenas), len(arenas), num_outs=1)
-        return num_bytes
+        return _move("pause", [self.arena(tag) for tag in tags])
 
     def resume(self, tags: Sequence[MemoryTag]) -> int:
         """Returns the bytes mapped. Raises OutOfGpuMemory with every tag still asleep."""
@@ -367,33 +354,31 @@ class NativeAllocator:
 
     def blocks(self, tag: MemoryTag) -> list[tuple[int, int]]:
         """Address and bytes of each block in the tag's region: the content that a pause discards or keeps."""
-        return self.arena(tag).buffers() if self._cuda is None else self._cuda.blocks(tag)
+        return list(self.arena(tag).buffers.items()) if self._cuda is None else self._cuda.blocks(tag)
 
     def usage(self) -> list[TagUsage]:
-        return [_tag_usage(tag, self._device, arena.usage()) for tag, arena in (self._arenas | self._adopted).items()]
+        return [_tag_usage(tag, self.device, arena.usage()) for tag, arena in self._arenas.items()]
 
     def close(self) -> None:
         """Releases all addresses. Raises Busy while a tensor in a region lives."""
         if self._cuda is not None:
             self._cuda.close()
-        for arena in self._arenas.values():
+        for arena in self._own:
             arena.close()
 
     def _resume(self, name: str, arenas: Sequence[Arena]) -> int:
         """Resumes, and empties torch's cache if memory is short: the driver does not count cached blocks as free, and emptying is slow."""
-        resume = partial(_call_for(arenas), name, _ids(arenas), len(arenas), num_outs=1)
         try:
-            (number,) = resume()
+            return _move(name, arenas)
         except OutOfGpuMemory:
             if self._cuda is None:
                 raise
             self._cuda.empty_cache()
-            (number,) = resume()
-        return number
+            return _move(name, arenas)
 
     def cuda_regions(self) -> CudaRegions:
         if self._cuda is None:
-            raise InvalidArgument("device", f"{self._device} has no CUDA memory pools")
+            raise InvalidArgument("device", f"{self.device} has no CUDA memory pools")
         return self._cuda
 
 
@@ -402,7 +387,7 @@ class Transfer:
 
     def __init__(self, ticket: int, arenas: Sequence[Arena]) -> None:
         self._ticket = ticket
-        self._call = _call_for(arenas)
+        self._call = partial(call, **_about(arenas))
 
     def wait(self) -> int:
         """Ends the transfer. Returns the bytes mapped; a failure leaves every arena as it was."""
@@ -417,12 +402,14 @@ class Transfer:
         self._call("stream_after", self._ticket, stream, address, num_bytes)
 
 
-def _call_for(arenas: Sequence[Arena]) -> partial[list[int]]:
-    return partial(call, device=arenas[0].device if arenas else "", tags=[arena.tag for arena in arenas])
+def _move(name: str, arenas: Sequence[Arena]) -> int:
+    """Calls tasuki_<name> for all of these arenas. Returns its number."""
+    (number,) = call(name, numbers([arena.id for arena in arenas]), len(arenas), num_outs=1, **_about(arenas))
+    return number
 
 
-def _ids(arenas: Sequence[Arena]) -> Any:
-    return numbers([arena.id for arena in arenas])
+def _about(arenas: Sequence[Arena]) -> dict[str, Any]:
+    return {"device": arenas[0].device if arenas else "", "tags": [arena.tag for arena in arenas]}
 
 
 def _tag_usage(tag: MemoryTag, device: str, usage: ArenaUsage) -> TagUsage:

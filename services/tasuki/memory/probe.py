@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tasuki.memory.arena import Arena
+from tasuki.memory.arena import Arena, buffer_at
 from tasuki.memory.shared_chunks import Export, Import, SharedChunk
 from tasuki.wire.errors import TasukiError
 
@@ -35,7 +35,7 @@ def give(device: str) -> None:
     _begin(device)
     arena = Arena("probe", device=device, capacity_bytes=64 << 20)
     address = arena.allocate(_NUM_BYTES)
-    _bytes_at(device, address, arena)[:] = _as_bytes(device)
+    _bytes_at(device, address)[:] = _as_bytes(device)
     export = Export(arena)
     try:
         chunks = [f"{chunk.offset}:{chunk.num_bytes}:{chunk.fd}" for chunk in export.chunks]
@@ -55,7 +55,7 @@ def take(device: str, offset: int, described: Sequence[str]) -> None:
     chunks = [SharedChunk(*map(int, one.split(":"))) for one in described]
     imported = Import(chunks, device=device)
     if device == "cpu":
-        content = bytes(imported.view(offset, _NUM_BYTES))
+        content = bytes(buffer_at(imported.base + offset, _NUM_BYTES))
     else:
         import torch
 
@@ -72,9 +72,9 @@ def _begin(device: str) -> None:
         torch.zeros(1, device=device)  # makes the context
 
 
-def _bytes_at(device: str, address: int, arena: Arena) -> Any:
+def _bytes_at(device: str, address: int) -> Any:
     if device == "cpu":
-        return arena.view(address, _NUM_BYTES)
+        return buffer_at(address, _NUM_BYTES)
     import torch
 
     return torch.as_tensor(_AtAddress(address), device=device)

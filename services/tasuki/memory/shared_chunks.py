@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from tasuki.memory.arena import Arena, buffer_at, call, driver_and_index
+from tasuki.memory.arena import Arena, call, driver_and_index
 
 _READ_ONLY = 0
 
@@ -55,10 +55,6 @@ class Import:
         self._call = partial(call, device=device)
         driver, index = driver_and_index(device)
         self._id, self.base = self._call("import", driver, index, _READ_ONLY, _table(chunks), len(chunks), num_outs=2)
-
-    def view(self, offset: int, num_bytes: int) -> Any:
-        """Host memory of the peer as a buffer; must not be read after `release` or `close`."""
-        return buffer_at(self.base + offset, num_bytes)
 
     def release(self) -> None:
         """Unmaps the peer's memory; keeps the addresses. Idempotent."""

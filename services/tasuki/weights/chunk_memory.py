@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tasuki.memory.arena import Arena
+from tasuki.memory.arena import Arena, buffer_at
 from tasuki.memory.granularity import equal_chunks
 from tasuki.memory.shared_chunks import Export, Import, SharedChunk
 from tasuki.v1 import weights_pb2
@@ -186,8 +186,7 @@ class ChunkMemory:
             return _Opened(placed, known, manifest, {})
         assert self._copies is not None and self._block is not None
         address = self._block[0]
-        view = self._copies.view(address, num_bytes) if self._device.type == "cpu" else None
-        tensors = tensors_at(address, list(placed.entries.values()), num_bytes, device=self._device, view=view)
+        tensors = tensors_at(address, list(placed.entries.values()), num_bytes, device=self._device)
         return _Opened(placed, known, manifest, dict(zip(placed.entries, tensors, strict=True)))
 
     def release(self) -> None:
@@ -241,10 +240,8 @@ class ImportedChunks(PeerMemory):
     def tensors(self, entries: Sequence[Entry] | None = None) -> list[torch.Tensor]:
         """Tensors of the manifest's entries, or of others in the same bytes."""
         # They say they are on `device`, whichever GPU the memory is on: there it is mapped, and there the kernels run.
-        num_bytes = self._manifest.arena_bytes
-        view = self._import.view(0, num_bytes) if self._device.type == "cpu" else None
         places = self._manifest.entries if entries is None else entries
-        return tensors_at(self._import.base, places, num_bytes, device=self._device, view=view)
+        return tensors_at(self._import.base, places, self._manifest.arena_bytes, device=self._device)
 
     def release(self) -> None:
         self._import.release()
@@ -268,15 +265,13 @@ class ImportedChunks(PeerMemory):
             raise BadHandle(f"rank {rank} sent memory that {self._device} does not map: {error}", rank=rank) from error
 
 
-def tensors_at(
-    address: int, entries: Sequence[Entry], num_bytes: int, *, device: torch.device, view: Any = None
-) -> list[torch.Tensor]:
-    """The entries in the bytes from `address` on. view: the same bytes as a buffer, on the host."""
+def tensors_at(address: int, entries: Sequence[Entry], num_bytes: int, *, device: torch.device) -> list[torch.Tensor]:
+    """The entries in the bytes from `address` on."""
     if device.type == "cuda":
         storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
         return [tensor_in(storage, entry, device=device) for entry in entries]
     # torch has no read-only tensors; page protection stops writes to a peer's memory.
-    storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+    storage = torch.frombuffer(buffer_at(address, num_bytes), dtype=torch.uint8).untyped_storage()
     return [tensor_in(storage, entry, device=device) for entry in entries]
 
 

@@ -77,8 +77,7 @@ class WritableBase:
 
     def tensors(self) -> list[torch.Tensor]:
         """Tensors of the entries, to be filled. Must not be used after `close`."""
-        view = self._arena.view(self._address, self._num_bytes) if self._device.type == "cpu" else None
-        return tensors_at(self._address, self.entries, self._num_bytes, device=self._device, view=view)
+        return tensors_at(self._address, self.entries, self._num_bytes, device=self._device)
 
     def publish(self, entries: Sequence[Entry], *, rank: int, num_ranks: int) -> SharedBase:
         """The same bytes, read-only, once all that was written has arrived. entries: what readers find in them, of this rank."""
