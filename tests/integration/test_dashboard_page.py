@@ -209,6 +209,28 @@ def test_chats_filters_and_held_out_rows(page: Browser, stalled: Path) -> None:
         page.open("about:blank#left")
 
 
+def test_an_episode_is_shown_by_turn(page: Browser, stalled: Path) -> None:
+    words = ["<user>add 12 and 30<eos><policy>", '<call>{"a": 12}', "<eos>", "<tool>42<eos><policy>", "The sum is 42.", "<eos>"]
+    (stalled / "model" / "tokenizer.json").write_text(
+        json.dumps({"model": {"vocab": {word: place for place, word in enumerate(words)}}})
+    )
+    tokens = {"prompt_token_ids": [0], "token_ids": [1, 5, 3, 4, 5], "rollout_log_probs": [-1.0, -0.1, 0.0, -2.0, -0.1]}
+    given = {"loss_mask": [1, 1, 0, 1, 1], "advantages": [0.25, 0.25, 0.0, -1.5, -1.5]}
+    sample = {"group": 0, "sample": 0, "reward": 1.0, "rewards": {}, "prompt": "12 + 30", "completion": "42", **tokens, **given}
+    (stalled / "samples" / "step-000003.jsonl").write_text(json.dumps(sample) + "\n")
+    with served(stalled) as server:
+        open_tab(page, server.url, "samples", "The sum is 42.")
+        titles = page.evaluate("[...document.querySelectorAll('.chat h3')].map((one) => one.innerText)")
+        assert titles == [
+            "Prompt as the model got it",
+            "policy, turn 1, advantage 0.25",
+            "tools, users, template",
+            "policy, turn 2, advantage -1.5",
+        ]
+        texts = page.evaluate("[...document.querySelectorAll('.chat .text-block')].map((one) => one.innerText)")
+        assert texts == [words[0], words[1] + "<eos>", words[3], "The sum is 42.<eos>"]
+
+
 def enter(page: Browser, selector: str, value: str) -> None:
     page.evaluate(
         f"(() => {{ const one = document.querySelector({json.dumps(selector)}); one.value = {json.dumps(value)};"

@@ -154,8 +154,8 @@ function show(host, sample) {
   const figure = h("figure", {});
   put(host, h("h2", {}, `Group ${sample.group ?? "–"}, completion ${sample.sample ?? "–"}`),
     h("dl", { class: "pairs two" }, pairs.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))])),
-    sample.messages ? chat(sample) : h("div", {}, block("Prompt", sample.prompt), block(titleOf(sample), sample.completion)),
-    sample.templated ? h("details", {}, h("summary", {}, "Prompt as the model got it"), block("Tokens of the prompt, as text", sample.templated)) : null);
+    sample.is_masked.includes(true) ? episode(sample) : sample.messages ? chat(sample) : h("div", {}, block("Prompt", sample.prompt), block(titleOf(sample), sample.completion)),
+    sample.templated && !sample.is_masked.includes(true) ? h("details", {}, h("summary", {}, "Prompt as the model got it"), block("Tokens of the prompt, as text", sample.templated)) : null);
   if (!sample.token_ids.length) {
     host.append(h("p", { class: "note" }, "Tokens and log-probs are kept for train.samples.groups_per_step groups of a step, which are listed first."));
     return;
@@ -165,13 +165,25 @@ function show(host, sample) {
 }
 
 function titleOf(sample) {
-  return sample.is_masked.includes(true) ? "Turns of this episode" : sample.messages ? "assistant, this completion" : "Completion";
+  return sample.messages ? "assistant, this completion" : "Completion";
 }
 
 /** The messages of a chat and the completion, by role. */
 function chat(sample) {
   const turns = [...sample.messages, { role: "assistant", content: sample.completion, others: "", isCompletion: true }];
   return h("div", { class: "chat" }, turns.map((one) => h("div", { class: `turn ${one.isCompletion ? "is-completion" : ""}` }, block(one.isCompletion ? titleOf(sample) : one.role, [one.content, one.others].filter(Boolean).join("\n")))));
+}
+
+/** An episode's turns: what the policy drew, and what the template, tools and users wrote between. */
+function episode(sample) {
+  const turns = [{ title: "Prompt as the model got it", text: sample.templated ?? sample.prompt }];
+  let count = 0;
+  sample.is_masked.forEach((isMasked, place) => {
+    const title = () => (isMasked ? "tools, users, template" : `policy, turn ${(count += 1)}, advantage ${number(sample.advantages?.[place] ?? sample.advantage, 3)}`);
+    if (isMasked !== sample.is_masked[place - 1]) turns.push({ title: title(), text: "", isDrawn: !isMasked });
+    turns.at(-1).text += sample.tokens[place] ?? `⟨${sample.token_ids[place]}⟩`;
+  });
+  return h("div", { class: "chat" }, turns.map((one) => h("div", { class: `turn ${one.isDrawn ? "is-completion" : ""}` }, block(one.title, one.text))));
 }
 
 function gapOf(sample, place) {
