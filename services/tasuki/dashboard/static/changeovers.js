@@ -103,7 +103,7 @@ function details(one) {
     h("td", {}, `${stage.is_undo ? "undo of " : ""}${words(stage.stage)} (${stage.stage})`), h("td", {}, clock(stage.time)), h("td", {}, status(stage.status)),
     h("td", { class: "number" }, seconds(stage.seconds)), h("td", { class: "number" }, stage.bytes ? bytes(stage.bytes) : "–"),
     h("td", { class: "cause" }, prose([stage.error_reason, stage.error_message].filter(Boolean).join(": ")))));
-  return h("table", {}, h("caption", {}, `from ${one.origin}, epoch ${one.epoch}, request ${one.request_id}${one.policy_version === null ? "" : `, version ${one.policy_version}`}`),
+  return h("table", {}, h("caption", {}, `from: ${words(one.origin)}, epoch ${one.epoch}, request ${one.request_id}${one.policy_version === null ? "" : `, version ${one.policy_version}`}`),
     h("thead", {}, h("tr", {}, ["stage", "begun", "status", "seconds", "bytes", "cause"].map((name) => h("th", { scope: "col", class: ["seconds", "bytes"].includes(name) ? "number" : null }, name)))), h("tbody", {}, cells));
 }
 
