@@ -1,4 +1,4 @@
-"""The trainer service of two ranks with LoRA: only adapters learn, and all weights that leave it include them."""
+"""The trainer service of two ranks with LoRA from PEFT's adapter: only adapters learn, and all weights that leave it include them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -30,6 +30,8 @@ checkpointing = "full"
 [trainer.lora]
 rank = 23
 alpha = 46
+use_rslora = true
+path = "{{adapter}}"
 """
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -40,8 +42,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trainer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
-    trainer = start_trainer(tmp_path_factory.mktemp("lora-node"), model, num_ranks=2, settings=SETTINGS)
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter that PEFT saved, with B that is not zero."""
+    folder = tmp_path_factory.mktemp("adapter") / "peft"
+    config = LoraConfig(r=23, lora_alpha=46, use_rslora=True, target_modules=list(ALL), init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trainer(model: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
+    settings = SETTINGS.format(adapter=adapter)
+    trainer = start_trainer(tmp_path_factory.mktemp("lora-node"), model, num_ranks=2, settings=settings)
     trainer.wait_until_serving()
     yield trainer
     trainer.stop()
@@ -61,8 +73,12 @@ def with_adapter(model: Path, exported: Path) -> PeftModel:
     return PeftModel.from_pretrained(base, exported / "adapter", is_trainable=True)
 
 
-async def test_a_step_equals_that_of_peft_in_one_process(client: TrainerClient, model: Path, tmp_path: Path) -> None:
+async def test_a_step_equals_that_of_peft_in_one_process(
+    client: TrainerClient, model: Path, adapter: Path, tmp_path: Path
+) -> None:
     await client.export(tmp_path / "before")
+    given, before = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "before" / "adapter"))
+    assert given.keys() == before.keys() and all(torch.equal(tensor, before[name]) for name, tensor in given.items())
     samples = await samples_of_now(client, 20)
     for sample in samples:
         sample.temperature = plain.TEMPERATURE
@@ -76,12 +92,12 @@ async def test_a_step_equals_that_of_peft_in_one_process(client: TrainerClient, 
     assert 12 * num_adapted < saved.bytes < 12 * num_adapted + 400_000
     assert answer.loss == pytest.approx(expected.loss, abs=1e-5)
     assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
-    adapter = load_file(tmp_path / "after" / "adapter" / "adapter_model.safetensors")
+    after = load_file(tmp_path / "after" / "adapter" / "adapter_model.safetensors")
     trained = {name.replace(".default", ""): param for name, param in expected.parameters.items() if ".lora_" in name}
-    assert set(adapter) == set(trained)
-    assert len(adapter) == 2 * 2 * len(ALL)
+    assert set(after) == set(trained)
+    assert len(after) == 2 * 2 * len(ALL)
     for name, param in trained.items():
-        torch.testing.assert_close(adapter[name], param, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(after[name], param, rtol=1e-5, atol=1e-6)
 
 
 async def test_reference_is_the_base_model_while_the_policy_learns(client: TrainerClient, model: Path) -> None:

@@ -137,6 +137,13 @@ def test_settings_that_do_not_go_together_are_both_named(tmp_path: Path, overrid
     assert other in refused.value.message
 
 
+def test_an_adapter_to_start_from_is_refused_with_a_reference_that_would_not_have_it(tmp_path: Path) -> None:
+    file = write(tmp_path, MINIMAL + RUN)
+    load_config(file, overrides=["trainer.lora.path=a", "train.loss.kl_coef=0"])
+    with pytest.raises(InvalidArgument, match="trainer.lora.path .* merge it into the model"):
+        load_config(file, overrides=["trainer.lora.path=a", "train.loss.kl_coef=0.1"])
+
+
 @pytest.mark.parametrize("stage_s", [0.1, 7, 600, 7200])
 def test_deadlines_are_noticed_in_their_order(tmp_path: Path, stage_s: float) -> None:
     deadlines = load_config(write(tmp_path, MINIMAL), overrides=[f"coordinator.stage_timeout_s={stage_s}"]).coordinator

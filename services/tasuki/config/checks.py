@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.table import MAX_GPUS, UNIX, UUID
+from tasuki.models.adapter_folder import check_adapter
 from tasuki.wire.address import is_beyond_loopback, is_same_port
 from tasuki.wire.errors import InvalidArgument
 
@@ -45,6 +46,11 @@ def check_config(config: NodeConfig) -> None:
     fused = [name for name in FUSED_LINEAR if config.served_adapter and name in config.served_adapter.target_modules]
     if fused:
         raise SettingsConflict("rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(fused)}; leave it at "merged"')
+    if config.trainer.lora is not None and config.trainer.lora.path is not None and config.has_kl:
+        problem = (
+            "starts the policy, but the KL reference would be the model without it; merge it into the model with PEFT, or set"
+        )
+        raise SettingsConflict("trainer.lora.path", f"{problem} kl_coef = 0")
     _check_critic(config)
     problem = port_problem(config)
     if problem is not None:
@@ -130,6 +136,8 @@ def check_model(config: NodeConfig, model: ModelShape, *, critic: ModelShape | N
         check_critic_model(config, model, critic)
     if trainer.lora is not None:
         check_lora_targets(model, trainer.lora.target_modules)
+        if trainer.lora.path is not None:
+            check_adapter(trainer.lora.path, model, **trainer.lora.model_dump(exclude={"path"}))
     if critic is not None and trainer.critic_lora is not None:
         check_lora_targets(critic, trainer.critic_lora.target_modules)
     if model.num_heads % rollout.tp_size:

@@ -280,10 +280,14 @@ class NodeConfig(Schema):
         return DEFAULT_MICRO_BATCH_TOKENS[self.device] * self.trainer.sequence_parallel if tokens is None else tokens
 
     @property
+    def has_kl(self) -> bool:
+        """Whether the run compares the policy with a KL reference."""
+        return self.train is not None and (self.train.loss.kl_coef > 0 or self.train.advantages.kl_coef > 0)
+
+    @property
     def has_reference(self) -> bool:
         """Whether weights of a KL reference are planned."""
-        has_kl = self.train is not None and (self.train.loss.kl_coef > 0 or self.train.advantages.kl_coef > 0)
-        return self.trainer.lora is None and (has_kl or self.trainer.reference_on_host is not None)
+        return self.trainer.lora is None and (self.has_kl or self.trainer.reference_on_host is not None)
 
     @property
     def reference_is_on_host(self) -> bool:

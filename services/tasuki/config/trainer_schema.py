@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -21,11 +22,20 @@ class LoraConfig(Schema):
     """Rank of the adapters: rows of A and columns of B. Without this table all parameters are trained."""
     alpha: PositiveFloat = 32.0
     """The adapters' output is scaled by `alpha / rank`."""
+    use_rslora: Bool = False
+    """Scale by `alpha / sqrt(rank)` instead: rsLoRA, for high ranks (arXiv:2312.03732)."""
+    path: Path | None = None
+    """Adapter to start from, a folder of PEFT's with the same rank, alpha, scaling and layers. Without it the policy is the model."""
     target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1)] = tuple(
         name for name in get_args(LinearName) if name not in FUSED_LINEAR
     )
     """Linear layers that get an adapter, in every layer of the model. Experts cannot have any. Phi 3 has "qkv_proj" and "gate_up_proj"
     in the place of their parts, GLM 4 the latter."""
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the adapters' output."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
     @model_validator(mode="after")
     def _targets_differ(self) -> LoraConfig:
@@ -157,7 +167,7 @@ class TrainerConfig(OptimizerConfig):
         """The critic's adapters, if it has any."""
         if self.critic is None or self.critic.lora_rank is None:
             return None
-        return (self.lora or LoraConfig()).model_copy(update={"rank": self.critic.lora_rank})
+        return (self.lora or LoraConfig()).model_copy(update={"rank": self.critic.lora_rank, "path": None})
 
     @model_validator(mode="after")
     def _adapters_need_no_reference(self) -> TrainerConfig:

@@ -23,7 +23,7 @@ SINGLE_FILE = "model.safetensors"
 EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "value_head.weight"
 _MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
-_READ = ("F32", "BF16", "F16")
+READ_DTYPES = ("F32", "BF16", "F16")
 _BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
@@ -63,14 +63,14 @@ def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTen
         if indexed is None:
             if not os.path.lexists(single):
                 raise _without_weights(folder, key=key)
-            stored = _read_file(single, key=key)
+            stored = read_file(single, key=key)
             _check_strays(folder, stored, key=key)
             return stored
         tensor_in = {file_name: name for name, file_name in sorted(indexed.items(), reverse=True)}
         if single.is_file() and SINGLE_FILE not in tensor_in:
             problem = f"{single} is not in {INDEX_FILE}, and readers disagree on which of the two counts; remove one of them"
             raise InvalidArgument(key, problem)
-        files = {name: _read_file(folder / name, key=key, tensor=tensor) for name, tensor in sorted(tensor_in.items())}
+        files = {name: read_file(folder / name, key=key, tensor=tensor) for name, tensor in sorted(tensor_in.items())}
     return _joined(folder / INDEX_FILE, indexed, files, key=key)
 
 
@@ -100,8 +100,8 @@ def check_stored(
                 f"{name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; {_AGAIN}, or correct config.json"
             )
             raise InvalidArgument(key, f"{tensor.file}: {problem}")
-        if tensor.dtype not in _READ:
-            problem = f"{name} is {tensor.dtype}, the trainer reads {', '.join(_READ)}; convert the model to one of them"
+        if tensor.dtype not in READ_DTYPES:
+            problem = f"{name} is {tensor.dtype}, the trainer reads {', '.join(READ_DTYPES)}; convert the model to one of them"
             raise InvalidArgument(key, f"{tensor.file}: {problem}")
     if unread:
         problem = f"no layer of {model.architecture} with this config.json reads {_several(unread)}, so an export would lack it"
@@ -163,7 +163,7 @@ def _joined(
     return stored
 
 
-def _read_file(file: Path, *, key: str, tensor: str = "") -> dict[str, StoredTensor]:
+def read_file(file: Path, *, key: str, tensor: str = "") -> dict[str, StoredTensor]:
     """The tensors of one file. tensor: one that the index promises. Raises as read_stored."""
     holds = f" and should hold {tensor}" if tensor else ""
 
@@ -229,7 +229,7 @@ def _check_strays(folder: Path, stored: Mapping[str, StoredTensor], *, key: str)
     """Refuses a second file with the same tensors, which an engine that reads every file would load."""
     for file in sorted(folder.glob("*.safetensors")):
         if file.name != SINGLE_FILE and not file.name.startswith("consolidated"):
-            both = sorted(stored.keys() & _read_file(file, key=key).keys())
+            both = sorted(stored.keys() & read_file(file, key=key).keys())
             if both:
                 raise InvalidArgument(key, f"{SINGLE_FILE} and {file} both hold {both[0]}; remove one of the files")
 

@@ -26,7 +26,7 @@ SLOT = 1
 
 def install_dense_lora(config: LoraConfig) -> None:
     """Lets SGLang find these kernels by the name LORA_BACKEND."""
-    register_lora_backend(LORA_BACKEND)(lambda: partial(DenseLora, scale=config.alpha / config.rank))
+    register_lora_backend(LORA_BACKEND)(lambda: partial(DenseLora, scale=config.scaling))
 
 
 class DenseLora(BaseLoRABackend):

@@ -70,6 +70,8 @@ class RoleFacts:
     """LoRA rank if only adapters are saved; None for a whole network."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
     """Scale of their output, times the rank; None for a whole network, and in checkpoints that do not say."""
+    lora_use_rslora: bool = False
+    """Whether their output is scaled by alpha / sqrt(rank)."""
     model: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json on which results depend, with their values; empty in checkpoints that do not say."""
 
@@ -208,6 +210,11 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
         if None not in (saved.lora_alpha, mine.lora_alpha) and saved.lora_alpha != mine.lora_alpha:
             problem = f"holds adapters of alpha {saved.lora_alpha:g} as {role}, but the trainer has {mine.lora_alpha:g}"
             raise InvalidArgument("path", f"{path} {problem}; load it with the alpha it was saved with")
+        if saved.lora_use_rslora != mine.lora_use_rslora:
+            problem = (
+                f"holds adapters with use_rslora {saved.lora_use_rslora} as {role}, but the trainer has {mine.lora_use_rslora}"
+            )
+            raise InvalidArgument("path", f"{path} {problem}; load it with the value it was saved with")
         for key in sorted(saved.model.keys() & mine.model.keys()):
             if saved.model[key] != mine.model[key]:
                 problem = (
@@ -304,6 +311,7 @@ def checkpoint_facts(
             model.architectures[0],
             lora_rank=rank,
             lora_alpha=alpha,
+            lora_use_rslora=lora is not None and lora.use_rslora,
             model=computing_settings(model),
         )
     return CheckpointFacts(num_ranks, roles, config.optimizer_8bit)

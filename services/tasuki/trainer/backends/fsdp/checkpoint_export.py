@@ -47,7 +47,11 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
     policy = facts.roles[Role.POLICY]
     _check_model(checkpoint, policy, source=source)
     reader = TensorReader(checkpoint, index_crc32=index_crc32, progressed=lambda: None)
-    alpha = LoraConfig().alpha if policy.lora_alpha is None else policy.lora_alpha
+    lora = LoraConfig(
+        rank=policy.lora_rank or 1,
+        alpha=LoraConfig().alpha if policy.lora_alpha is None else policy.lora_alpha,
+        use_rslora=policy.lora_use_rslora,
+    )
     sizes = {name.removeprefix(_POLICY): size for name, size in reader.sizes().items() if name.startswith(_POLICY)}
     model = read_model_shape(source)
     names = find_family(model.architecture).checkpoint
@@ -75,15 +79,15 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
                 a, b = read(a_name), read(b_name)
                 adapter |= {file_name(a_name): a, file_name(b_name): b}
                 base, tensor = tensor, torch.empty(shape, dtype=dtype)
-                merge(tensor, base=base, factors=(b, a), scaling=alpha / a.shape[0])
+                merge(tensor, base=base, factors=(b, a), scaling=lora.scaling)
             shards = checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=names)
             writer.add({shard.name: shard.local for shard in shards})
         writer.finish()
         copy_other_files(source, aside, dtype=dtype)
         if adapter:
             targets = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in adapter})
-            lora = LoraConfig.model_validate({"rank": policy.lora_rank, "alpha": alpha, "target_modules": targets})
-            write_adapter(aside / "adapter", adapter, config=lora, source=source)
+            named = LoraConfig.model_validate(lora.model_dump() | {"target_modules": targets})
+            write_adapter(aside / "adapter", adapter, config=named, source=source)
     except OSError as error:
         delete_aside(aside, path=output)
         raise cannot_write(output, error) from error

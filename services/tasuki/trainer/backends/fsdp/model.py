@@ -29,7 +29,7 @@ from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.attention.trial import choose_kernel, fault_with_shared_prompts
 from tasuki.trainer.backends.fsdp.expert_parallel import parallelize_experts, ungathered_parameters
 from tasuki.trainer.backends.fsdp.host_buffers import HostShards
-from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters
+from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters, load_adapters
 from tasuki.trainer.backends.fsdp.shards import head_shards, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import engine_placement, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
@@ -261,6 +261,8 @@ def _materialize(network: Policy | Critic, source: NetworkSource, *, region: Abs
         network._apply(make)
     set_buffers(network.causal_lm, source.model, device=device)
     initialize_adapters(network.causal_lm, seed=source.seed)
+    if source.lora is not None and source.lora.path is not None:
+        load_adapters(network.causal_lm, source.lora.path)
     if source.compiles:
         compile_blocks(network.causal_lm)
 

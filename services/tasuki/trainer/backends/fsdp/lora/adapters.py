@@ -1,4 +1,4 @@
-"""LoRA with PEFT: adapters on linear layers of a frozen model. An adapter adds the product B A, scaled by alpha / rank.
+"""LoRA with PEFT: adapters on linear layers of a frozen model. An adapter adds the product B A, scaled.
 
 PEFT renames parameters: `q_proj.weight` becomes `q_proj.base_layer.weight`, next to `q_proj.lora_A.default.weight` [rank, in] and
 `q_proj.lora_B.default.weight` [out, rank]. Only this module knows these names.
@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tasuki.config.trainer_schema import LoraConfig
+from tasuki.models.adapter_folder import ADAPTER_FILE
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -40,7 +42,8 @@ def _peft_config(config: LoraConfig) -> PeftConfig:
     # Takes two seconds to import, so only when needed.
     from peft import LoraConfig as PeftConfig
 
-    return PeftConfig(r=config.rank, lora_alpha=cast(int, config.alpha), target_modules=list(config.target_modules))
+    alpha, targets = cast(int, config.alpha), [*map(str, config.target_modules)]
+    return PeftConfig(r=config.rank, lora_alpha=alpha, use_rslora=config.use_rslora, target_modules=targets)
 
 
 def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
@@ -70,6 +73,16 @@ def initialize_adapters(causal_lm: nn.Module, *, seed: int) -> None:
             param.zero_()
 
 
+@torch.no_grad()
+def load_adapters(causal_lm: nn.Module, folder: Path) -> None:
+    """Reads the adapters from PEFT's folder, which config.checks has judged. Every rank reads the whole file: nothing is sent."""
+    with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
+        for name, param in adapter_parameters(causal_lm):
+            sharded = cast(DTensor, param)
+            whole = file.get_tensor(file_name(name)).to(param.device, param.dtype)
+            param.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None))
+
+
 def base_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The model's own parameters under their original names, with or without adapters."""
     for name, param in causal_lm.named_parameters():
@@ -85,7 +98,7 @@ def adapter_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter
 
 
 def adapted_parameters(causal_lm: nn.Module) -> dict[str, tuple[DTensor, DTensor, DTensor, float]]:
-    """W, A, B and alpha / rank of every adapted weight, by its name; empty without adapters."""
+    """W, A, B and scaling of every adapted weight, by its name; empty without adapters."""
     params = cast(dict[str, DTensor], {name: param.detach() for name, param in causal_lm.named_parameters()})
     layers = [name.removesuffix(_A) for name in params if name.endswith(_A)]
     return {

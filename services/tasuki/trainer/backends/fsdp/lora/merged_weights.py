@@ -1,4 +1,4 @@
-"""Weights with their adapters merged, W + alpha / rank B A, each rank's slice by itself, for publishing and exporting."""
+"""Weights with their adapters merged, W + scaling B A, each rank's slice by itself, for publishing and exporting."""
 
 from __future__ import annotations
 

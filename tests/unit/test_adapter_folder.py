@@ -1,0 +1,70 @@
+"""An adapter to start from is judged before a node starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tasuki.config.checks import check_model
+from tasuki.models.families import read_model
+from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tests.models import make_model
+from tests.planned import config_of
+
+FILE, NAME = "adapter_model.safetensors", "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+
+
+def settings(folder: Path, **changes: object) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    held = load_file(folder / FILE)
+    change(held)
+    save_file(held, folder / FILE)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda folder: (folder / FILE).unlink(), "adapter_model.safetensors is missing"),
+        (lambda folder: (folder / FILE).write_bytes(b"x" * 40), "is no safetensors file"),
+        (lambda folder: settings(folder, peft_type="IA3"), "peft_type 'IA3'; only LORA"),
+        (lambda folder: settings(folder, use_dora=True), "use_dora True, which is not supported"),
+        (lambda folder: settings(folder, modules_to_save=["lm_head"]), "modules_to_save ['lm_head']"),
+        (lambda folder: settings(folder, bias="all"), "bias 'all'"),
+        (lambda folder: settings(folder, rank_pattern={"q_proj": 2}), "rank_pattern {'q_proj': 2}"),
+        (lambda folder: settings(folder, of_next_year=1), "of_next_year 1"),
+        (lambda folder: settings(folder, init_lora_weights="pissa"), "'pissa' belongs to a changed model"),
+        (lambda folder: settings(folder, r=8), "trainer.lora.rank: is 4"),
+        (lambda folder: settings(folder, lora_alpha=7), "trainer.lora.alpha: is 32"),
+        (lambda folder: settings(folder, use_rslora=True), "trainer.lora.use_rslora: is False"),
+        (lambda folder: tensors(folder, lambda held: held.pop(NAME)), f"lacks {NAME}"),
+        (lambda folder: tensors(folder, lambda held: held.update(more=held[NAME].clone())), "holds more"),
+        (lambda folder: tensors(folder, lambda held: held.update({NAME: held[NAME][:3]})), f"{NAME} is F32 [3, 4]"),
+        (lambda folder: tensors(folder, lambda held: held.update({NAME: held[NAME].double()})), f"{NAME} is F64"),
+    ],
+)  # fmt: skip
+def test_an_adapter_of_something_else_is_refused_by_name(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
+    made = make_model("qwen2_tied", seed=0)
+    model = read_model(made.config.to_dict() | {"architectures": [type(made).__name__]}).shape
+    config = config_of(trainer={"lora": {"rank": 4, "path": tmp_path, "target_modules": ["q_proj", "down_proj"]}})
+    held: dict[str, torch.Tensor] = {}
+    for name, shape in model.parameters().items():
+        if "q_proj.weight" in name or "down_proj.weight" in name:
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            held |= {f"{layer}.lora_A.weight": torch.ones(4, shape[1]), f"{layer}.lora_B.weight": torch.ones(shape[0], 4)}
+    save_file(held, tmp_path / FILE)
+    given = {"peft_type": "LORA", "r": 4, "lora_alpha": 32, "bias": "none", "use_dora": False, "rank_pattern": {}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(given))
+    check_model(config, model)
+    damage(tmp_path)
+    with pytest.raises((InvalidArgument, PathNotFound)) as refused:
+        check_model(config, model)
+    assert words in str(refused.value)
