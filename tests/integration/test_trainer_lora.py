@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -95,6 +96,8 @@ async def test_a_step_equals_that_of_peft_in_one_process(
     after = load_file(tmp_path / "after" / "adapter" / "adapter_model.safetensors")
     trained = {name.replace(".default", ""): param for name, param in expected.parameters.items() if ".lora_" in name}
     assert set(after) == set(trained)
+    named = json.loads((tmp_path / "after" / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert named == sorted(ALL)  # the same bytes in each process
     assert len(after) == 2 * 2 * len(ALL)
     for name, param in trained.items():
         torch.testing.assert_close(after[name], param, rtol=1e-5, atol=1e-6)

@@ -129,6 +129,7 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], *, config: LoraConfi
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     settings = _peft_config(config)
     settings.base_model_name_or_path, settings.task_type, settings.inference_mode = str(source), "CAUSAL_LM", True
+    settings.target_modules = sorted(config.target_modules)  # PEFT's is a set, in another order in each process
     settings.save_pretrained(str(folder))
 
 
