@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def _error(
 ) -> str:
     """Returns the error of a command, which ends with a user error's exit code before a node starts or a file is written."""
     arguments = [argument for override in overrides for argument in ("--set", override)]
-    assert main([command, str(config), *options, *arguments]) == USER_ERROR
+    assert main([*command.split(), str(config), *options, *arguments]) == USER_ERROR
     assert not (config.parent / "node").exists()
     return capsys.readouterr().err
 
@@ -73,6 +74,8 @@ def test_a_bad_line_of_the_dataset_is_named_by_every_command(
         lines.write("\n" + line + "\n")
     for command in ("train", "plan", "up"):
         assert problem in _error(config, capsys, command=command)
+    place = ("--name", "a", "--num-nodes", "1", "--node-rank", "0", "--leader", "localhost:29400")
+    assert problem in _error(config, capsys, command="fleet up", options=place)
     main(["doctor", str(config), "--json"])
     assert problem in capsys.readouterr().out
 
@@ -191,6 +194,22 @@ def test_a_key_that_a_run_cannot_be_resumed_with_is_named(
     before = (begun / "metrics.jsonl").read_bytes()
     assert problem in _error(config, capsys, override, options=["--resume"])
     assert (begun / "metrics.jsonl").read_bytes() == before
+
+
+def test_chat_templates_of_a_resumed_run_read_the_time_of_its_begin(
+    config: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copytree(model, tmp_path / "dated")
+    year = "{% if strftime_now('%Y') != '2024' %}{{ raise_exception('in ' ~ strftime_now('%Y')) }}{% endif %}"
+    (tmp_path / "dated" / "chat_template.jinja").write_text(year + "{% for m in messages %}{{ m.content }}{% endfor %}")
+    (tmp_path / "train.jsonl").write_text('{"prompt": [{"role": "user", "content": "abc"}]}\n')
+    dated = f'model.path="{tmp_path / "dated"}"'
+    assert "the model's chat template refuses them: in 20" in _error(config, capsys, dated)
+    now = recipe(load_config(config, overrides=[dated]))
+    (tmp_path / "run").mkdir()
+    write_head(tmp_path / "run", RunHead("id", 0, now, local_time="2024-12-31T23:59:59"))
+    assert main(["train", str(config), "--set", dated, "--resume", "--no-start"]) == USER_ERROR
+    assert "NODE_DOWN" in capsys.readouterr().err
 
 
 def test_a_run_that_has_ended_is_left_as_it_is(config: Path, begun: Path, capsys: pytest.CaptureFixture[str]):

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from tasuki.config.paths import config_path, training_log_path
 from tasuki.config.save import save_config
 from tasuki.node.start import _begin_at_the_model
 from tasuki.runs.continuation import Continuation
-from tasuki.runs.earlier_run import EarlierRun
+from tasuki.runs.earlier_run import EarlierRun, begun_at
 from tasuki.runs.folder import MetricsFile
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import rl_run_settings
@@ -29,6 +30,8 @@ from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError
 from tests.integration.scripted_node import ScriptedNode, scripted_node
 from tests.unit.test_plan_cli import CONFIG
+
+BEGUN = datetime.fromisoformat("2026-01-02T23:59:59")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Run:
         settings = rl_run_settings(config.train)
         with Client(state_dir=config.state_dir) as client:
             if action == "begin":
-                return begin(client, config, settings, config_dir=Path.cwd())
+                return begin(client, config, settings, config_dir=Path.cwd(), now=BEGUN)
             earlier = self.look()
             assert earlier is not None
             return go_on(client, config, settings, earlier)
@@ -95,6 +98,7 @@ async def run(tmp_path: Path) -> AsyncIterator[Run]:
     async with scripted_node(tmp_path / "node") as node:
         run = Run(node, tmp_path)
         await run.begin()
+        assert begun_at(run.output_dir) == BEGUN
         yield run
 
 

@@ -28,9 +28,20 @@ MARKED = CHATML.replace(
 TEXT_ONLY = PARTS.replace(
     "{% elif m.content is not none %}{% for part in m.content %}{{ part['text'] | trim }}{% endfor %}", ""
 )
+PRINTED = CHATML.replace(
+    "{{ m['role'] }}", "{{ m['role'] }}{{ tools }}{{ 'x' ~ terse }}{{ m.weight is sameas none }}{{ m | list }}"
+)
 JOINED = CHATML.replace("{{ m['content'] }}", "{{ 'says: ' ~ m['content'] }}")
 STRICT = "{% if messages[0].role == 'assistant' %}{{ raise_exception('begin with the user') }}{% endif %}" + CHATML
-TEMPLATES = {"plain": CHATML, "marked": MARKED, "parts": PARTS, "text": TEXT_ONLY, "joined": JOINED, "strict": STRICT}
+TEMPLATES = {
+    "plain": CHATML,
+    "marked": MARKED,
+    "parts": PARTS,
+    "text": TEXT_ONLY,
+    "joined": JOINED,
+    "printed": PRINTED,
+    "strict": STRICT,
+}
 _WORDS = st.sampled_from(["hi", " 1+1?", "a\nb ", "", "<eos>", "None"])
 _CONTENTS = st.one_of(
     _WORDS,
@@ -84,7 +95,7 @@ def test_a_chat_is_rendered_as_the_template_alone_would_or_refused(
     text = rendered(template, messages, fields, is_prompt=True)
     assert ids == own.encode(text, add_special_tokens=False).ids
     assert all(str(message["content"]) not in text for message in messages if isinstance(message["content"], list))
-    assert not fields.get("tools") or json.dumps(fields["tools"]) in text
+    assert not fields.get("tools") or json.dumps(fields["tools"]) in text or str(fields["tools"]) in text
 
 
 def test_answers_of_weight_0_are_not_learned_and_the_whole_row_reaches_the_template(
@@ -196,6 +207,35 @@ KEYS = (
     "{% for d in documents or [] %}{{ d.text }}{% endfor %}{% endif %}{% endfor %}"
 )
 CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}], "reasoning_content": "so"}
+CALLS_OF = [{"id": one, "function": {"name": name}} for one, name in (("1", "add"), ("2", "mul"))]
+RESULTS = [{"role": "tool", "content": "a", "tool_call_id": "1"}, {"role": "tool", "content": "b", "name": "mul"}]
+
+
+@pytest.mark.parametrize(
+    ("called", "results", "problem"),
+    [
+        ({"content": ""}, [0, 1], ""),
+        ({"content": ""}, [1, 0], "message 2 has `name`"),
+        ({"content": "", "tool_calls": CALLS_OF[1:]}, [0], "message 2 has `tool_call_id`"),
+        ({"content": "I add"}, [0, 1], "drops the text beside `tool_calls` in message 1"),
+    ],
+)
+def test_what_names_a_call_may_be_dropped_only_where_its_place_tells_the_same(
+    tmp_path: Path, called: dict[str, Any], results: list[int], problem: str
+) -> None:
+    template = KEYS.replace("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}")
+    own = Tokenizer.from_str(TRAINED["bytes"])
+    found = ModelTokenizer(write_folder(tmp_path, own, tokenizer_config={"chat_template": template}))
+    start = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": CALLS_OF, **called}]
+    chat = [*start, *(RESULTS[index] for index in results)]
+    if called.get("tool_calls") is None:  # the answer's own tokens are not rendered again
+        drawn = found.encode_next([*start, *RESULTS], 1, {}, last_token_id=None)
+        assert drawn == own.encode("ab", add_special_tokens=False).ids
+    if problem:
+        with pytest.raises(InvalidArgument, match=problem):
+            found.encode_prompt(chat)
+    else:
+        assert found.encode_prompt(chat)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +246,8 @@ CALLED = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name
         ({"role": "user", "content": "a", "reasoning": "b"}, "message 1 has `reasoning`"),
         ({"role": "developer", "content": "a"}, "drops message 1, of role developer"),
         (CALLED, ""),
-        ({"role": "tool", "content": "a", "tool_call_id": "1", "thinking": "b"}, ""),
+        ({"role": "tool", "content": "a", "tool_call_id": "1"}, "message 1 has `tool_call_id`"),
+        ({"role": "tool", "content": "a", "thinking": "b"}, ""),
     ],
 )
 def test_what_a_template_drops_of_a_message_is_refused(tmp_path: Path, message: dict[str, Any], problem: str) -> None:

@@ -105,6 +105,14 @@ def test_a_model_without_stop_tokens_has_none_in_the_engine(stop_token_ids: tupl
     assert json.loads(str(arguments_of(config, stop_token_ids)["json_model_override_args"])) == {"eos_token_id": eos}
 
 
+@needs_sglang
+def test_the_engine_reads_the_files_that_the_trainer_reads():
+    tables = {"state_dir": "s", "device": "cpu", "model": {"path": "m"}, "trainer": {"lora": {"rank": 8}}}
+    served = NodeConfig.model_validate({**tables, "rollout": {"lora": "adapter"}})
+    for config, form in ((NodeConfig.model_validate(tables), "dummy"), (served, "safetensors")):
+        assert arguments_of(config).items() >= {("load_format", form), ("model_config_parser", "hf")}
+
+
 def engine_of(device: str, **engine: object) -> dict[str, object]:
     return arguments_of(
         NodeConfig.model_validate({"state_dir": "s", "device": device, "model": {"path": "m"}, "rollout": {"engine": engine}})

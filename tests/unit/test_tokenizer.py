@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tasuki.client.sft_data import sft_sample
 from tasuki.models.tokenizer import check_tokenizer, read_stop_token_ids
@@ -240,6 +242,33 @@ def _edited(name: str, edit: Any) -> Any:
     return write
 
 
+def _pieces() -> bytes:
+    """A model of sentencepiece."""
+    model, texts = BytesIO(), ["how many apples are there"] * 4
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(texts), model_writer=model, vocab_size=99, hard_vocab_limit=False, minloglevel=2
+    )
+    return model.getvalue()
+
+
+def test_vocabularies_in_other_formats_may_lie_beside_their_own_tokenizer(tmp_path: Path) -> None:
+    own = Tokenizer.from_str(TRAINED["words"])
+    folder = write_folder(tmp_path, own, vocab=own.get_vocab(), config={})
+    tokens = [token for token, _ in sorted(own.get_vocab().items(), key=lambda one: one[1])]
+    (folder / "vocab.txt").write_text("\n".join(tokens))
+    (folder / "tokenizer.model").write_text("aGk= 0\nYQ== 1\n")  # tiktoken's
+    assert check_tokenizer(folder) == []
+    pieces, read = _pieces(), SentencePieceProcessor()
+    read.load_from_serialized_proto(pieces)
+    own = Tokenizer(models.Unigram([(read.id_to_piece(n), read.get_score(n)) for n in range(len(read))], unk_id=0))
+    own.add_special_tokens(["<unk>", "<s>", "</s>", "<pad>"])
+    ends = {"bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "pieces").mkdir()
+    folder = write_folder(tmp_path / "pieces", own, tokenizer_config=ends, config={})
+    (folder / "tokenizer.model").write_bytes(pieces)
+    assert check_tokenizer(folder) == []
+
+
 CONFIG, FILE, TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
 
 
@@ -260,6 +289,11 @@ CONFIG, FILE, TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_templa
         (_edited(CONFIG, lambda table: table.update(chat_template="{% for %}")), "tokenizer_config.json:1: the chat template is no Jinja"),
         (_edited(CONFIG, lambda table: table.update(chat_template=7)), "chat_template must be text"),
         (_edited(CONFIG, lambda table: table.update(added_tokens_decoder={"900": "<new>"})), "declares token '<new>' with id 900"),
+        (_edited(CONFIG, lambda table: table.update(added_tokens_decoder={"9": "<eos>"})), "declares token '<eos>' with id 9"),
+        (_edited(CONFIG, lambda table: table.update(eos_token="3")), "names '3' as eos_token, which texts contain"),
+        (lambda folder: (folder / "vocab.json").write_text('{"a": 5}'), "vocab.json has 1 tokens, which are not the 3"),
+        (lambda folder: (folder / "vocab.txt").write_text("a\nb"), "vocab.txt has 2 tokens, which are not the 3"),
+        (lambda folder: (folder / "tokenizer.model").write_bytes(_pieces()), "tokenizer.model has "),
         (lambda folder: (folder / TEMPLATE).write_text("{{ x | unknown }}"), "chat_template.jinja:1: the chat template"),
         (lambda folder: (folder / TEMPLATE).write_text("version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
         (lambda folder: (folder / TEMPLATE).write_text("ok"), "chat_template.jinja: the chat template does not read `messages`"),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import BytesIO, TextIOWrapper
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
@@ -96,7 +97,7 @@ def _array(file: BinaryIO, path: Path, columns: Sequence[str]) -> Iterator[tuple
         yield from _lines(BytesIO(content), path, columns)
         return
     try:
-        rows = json.loads(content)
+        rows = json.loads(content, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("dataset", f"{path}: not JSON: {error}") from error
     yield from _json_values(rows, path)
@@ -183,13 +184,25 @@ class Dataset(Generic[_Item]):
         return [int(index) for index in np.random.default_rng([self.seed, self._epoch]).permutation(len(self._rows))]
 
 
-def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON number; write null, or name the columns to read in `columns`")
+def _unique(pairs: list[tuple[str, object]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has `{twice}` twice; remove one")
+    return row
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(f"{text} is no JSON number; write null, or name the columns to read in `columns`")
+    return number
 
 
 def _object(line: bytes, *, place: str) -> Row:
     try:
-        row = json.loads(line, parse_constant=_refuse_constant)
+        row = json.loads(line, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
         if b"\\ud" in line.lower():  # half of a surrogate pair is not text: neither tokenizer nor file accepts it
             json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

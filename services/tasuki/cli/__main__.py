@@ -392,13 +392,18 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def _fleet_up(arguments: argparse.Namespace) -> int:
     from tasuki.cli.fleet import fleet_config, up
+    from tasuki.cli.train import check_data
     from tasuki.node.hub import with_local_files
 
     if not 0 <= arguments.grace_s < math.inf:
         raise InvalidArgument("--grace-s", f"must be a number of seconds, 0 or more, got {arguments.grace_s:g}")
     flags = {name: getattr(arguments, name) for name in FLEET_FLAGS}
-    config = fleet_config(arguments.config, overrides=arguments.overrides, flags=flags, environment=os.environ)
-    return up(with_local_files(config), grace_s=arguments.grace_s)
+    config = with_local_files(
+        fleet_config(arguments.config, overrides=arguments.overrides, flags=flags, environment=os.environ)
+    )
+    if config.fleet is not None and config.fleet.node_rank == 0:  # which trains, and may alone have the data
+        check_data(config)
+    return up(config, grace_s=arguments.grace_s)
 
 
 def _fleet_state(arguments: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ from tasuki.config.train_schema import SamplesConfig
 from tasuki.node.exit_report import explained
 from tasuki.node.start import running_node
 from tasuki.runs.continuation import Continuation
+from tasuki.runs.earlier_run import begun_at
 from tasuki.runs.recorded_run import RecordedRun, evaluation_of, find_run
 from tasuki.wire.errors import InvalidArgument, NodeRunning, PathNotFound
 
@@ -60,7 +61,7 @@ def _evaluated(found: RecordedRun, path: Path, *, is_checkpoint: bool, number: i
     """The evaluation of step `number`, whose seeds it has, with these weights."""
     folder = found.output_dir / "eval"
     config = _own_node(found.config if is_checkpoint else _of_model(found.config, path), state_dir=folder / "node")
-    training, step = read_training(config), Step(number)
+    training, step = read_training(config, now=begun_at(found.output_dir)), Step(number)
     progress = Progress(num_steps=number)
     folder.mkdir(mode=0o700, exist_ok=True)
     display = ProgressDisplay(progress, config.state_dir)

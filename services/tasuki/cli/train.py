@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import datetime
 from pathlib import Path
 
 from tasuki.cli.config import warn_of_tokenizer
@@ -26,7 +27,7 @@ from tasuki.node.processes import continue_children
 from tasuki.node.start import check_state_folder, running_node
 from tasuki.rpc.logs import check_telemetry
 from tasuki.runs.archive import archived
-from tasuki.runs.earlier_run import EarlierRun, run_has_ended
+from tasuki.runs.earlier_run import EarlierRun, begun_at, run_has_ended
 from tasuki.runs.folder import MetricsFile, changeovers_of, name_run, write_summary
 from tasuki.runs.inputs import check_output, read_inputs
 from tasuki.runs.kept_checkpoints import best_checkpoint, remove_checkpoints
@@ -42,9 +43,14 @@ from tasuki.trackers.sending import tracked
 from tasuki.wire.errors import InvalidArgument, NodeDown, NodeRunning, ServiceFailed
 
 
-def read_training(config: NodeConfig) -> Training:
-    """Reads the run from [train] or [sft]. Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
-    return RlTraining(read_inputs(config)) if config.sft is None else read_sft(config, config.sft)
+def read_training(config: NodeConfig, *, now: datetime | None = None) -> Training:
+    """Reads the run from [train] or [sft]. now: as of ModelTokenizer.
+
+    Raises InvalidArgument or PathNotFound, naming the key, the file and the line.
+    """
+    if config.sft is not None:
+        return read_sft(config, config.sft, now=now)
+    return RlTraining(read_inputs(config, now=now))
 
 
 def check_data(config: NodeConfig) -> None:
@@ -86,7 +92,8 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
     config = adopt_node(config)
     check_run(config)
     check_trackers(config)
-    training = read_training(config)
+    table = config.train or config.sft
+    training = read_training(config, now=table and begun_at(table.output_dir))
     warn_of_tokenizer(config)
     settings = training.settings
 
@@ -216,7 +223,7 @@ def _train(
         check_longest_sample(training.longest_sample, limit=client.trainer_state().micro_batch_tokens)
         num_changeovers = client.state().num_changeovers
         start = (
-            begin(client, config, settings, config_dir=config_dir)
+            begin(client, config, settings, config_dir=config_dir, now=training.now)
             if earlier is None
             else go_on(client, config, settings, earlier)
         )

@@ -6,7 +6,6 @@ import json
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -24,8 +23,6 @@ Message = Mapping[str, Any]
 _START, _END, _SENTINEL = "\ufdd0", "\ufdd1", "\ufdd3"
 _KINDS = {"str": "text", "nonetype": "null", "dict": "object", "list": "array"}
 _OWN_KEYS = ("role", "content", "weight")
-# Of a tool's result: they name its call, which the chat already has before it.
-_LINKS = ("tool_call_id", "name")
 
 
 class ChatTemplate:
@@ -39,7 +36,8 @@ class ChatTemplate:
         environment.undefined = _Undefined
         environment.filters |= {"tojson": _to_json, "items": _items}
         environment.tests["none"] = lambda value: value is None or isinstance(value, _Null)
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+        environment.tests["sameas"] = lambda value, other: value is other or (other is None and isinstance(value, _Null))
+        environment.globals["raise_exception"] = _raise
         self._marks = next(one for one in environment.extensions.values() if isinstance(one, _Generation))
         try:
             tree = environment.parse(text)
@@ -64,20 +62,22 @@ class ChatTemplate:
         """Whether the template marks the assistant's text with `{% generation %}`."""
         return self._marks.is_used
 
-    def check(self, messages: Sequence[Message], variables: Mapping[str, Any], *, field: str) -> None:
+    def check(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], *, field: str, drawn: Sequence[Message] = ()
+    ) -> None:
         """Raises InvalidArgument for a key or content of a message that the template would drop. messages: settled.
 
         A key is read if the template takes it from the message among all, or as the last. Chats that are alike are rendered once.
+        drawn: the chat up to an answer of the policy, which are in `messages`, too, but not judged.
         """
         given = [{name for name, value in message.items() if value is not None and value != []} for message in messages]
-        has_text = [
-            bool(message["content"]) and "tool_calls" not in names for message, names in zip(messages, given, strict=True)
-        ]
-        for message, names in zip(messages, given, strict=True):
-            names.difference_update(_OWN_KEYS, _LINKS if message["role"] == "tool" else ())
+        whole = [*drawn, *messages[len(drawn) :]]
+        for index, names in enumerate(given):
+            names.difference_update(_OWN_KEYS, _told_by_place(whole, index))
+        has_text = [bool(message["content"]) for message in messages]
         roles = [message["role"] for message in messages]
         variants = sorted(name for name, value in variables.items() if value)
-        alike = (*zip(roles, has_text, map(frozenset, given), strict=True), *variants)
+        alike = (*zip(roles, has_text, map(frozenset, given), strict=True), len(drawn), *variants)
         if alike in self._checked:
             return
         try:
@@ -85,7 +85,8 @@ class ChatTemplate:
             text = self.render([_probe(message, index) for index, message in enumerate(messages)], variables)
         except InvalidArgument:
             return  # raised again, by its cause, where the messages themselves are rendered
-        for index, names in enumerate(given):
+        for index in range(len(drawn), len(messages)):
+            names = given[index]
             if names - taken[index]:
                 with suppress(InvalidArgument):  # a start of a chat that it refuses
                     names -= self._taken(messages[: index + 1], variables)[-1]
@@ -93,7 +94,8 @@ class ChatTemplate:
                 problem = f"message {index} has `{lost[0]}`, which the model's chat template does not read; remove it"
                 raise InvalidArgument(field, f"{problem}, or use a template that reads it")
             if has_text[index] and f"{_SENTINEL}{index}{_SENTINEL}" not in text:
-                problem = f"the model's chat template drops message {index}, of role {roles[index]}; remove it"
+                beside = "the text beside `tool_calls` in " if messages[index].get("tool_calls") else ""
+                problem = f"the model's chat template drops {beside}message {index}, of role {roles[index]}; remove it"
                 raise InvalidArgument(field, f"{problem}, or use a template that writes it")
         self._checked.add(alike)
 
@@ -276,6 +278,20 @@ class _Object(_Unprintable, dict[str, Any]):
         return super().__iter__()
 
 
+def _told_by_place(messages: Sequence[Message], index: int) -> set[str]:
+    """Keys of a tool's result that only repeat which call it answers: results follow in the order of their calls."""
+    first = index
+    while first >= 0 and messages[first]["role"] == "tool":
+        first -= 1
+    calls = messages[first].get("tool_calls") if 0 <= first < index else None
+    call = calls[index - first - 1] if isinstance(calls, list) and index - first <= len(calls) else None
+    if not isinstance(call, Mapping):
+        return set()
+    function = call.get("function")
+    told = {"tool_call_id": call.get("id"), "name": (function if isinstance(function, Mapping) else call).get("name")}
+    return {key for key, value in told.items() if value in (None, messages[index].get(key))}
+
+
 def _probe(message: Message, index: int) -> Message:
     """The message with a text that no other has in place of its own."""
     content, text = message["content"], f"{_SENTINEL}{index}{_SENTINEL}"
@@ -319,10 +335,6 @@ def _to_json(
 def _null_as_json(value: object) -> None:
     if not isinstance(value, _Null):
         raise TypeError(f"{type(value).__name__} is not JSON")
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
 
 
 def _raise(problem: str) -> None:

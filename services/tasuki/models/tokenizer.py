@@ -118,10 +118,11 @@ class FolderTokenizer:
             raise InvalidArgument(_KEY, f"{self.folder / _CONFIG}: added_tokens_decoder must be an object of tokens by id")
         for token_id, entry in sorted((int(key), value) for key, value in declared.items()):
             text = _content(entry)
-            if not text or text in known:
+            if not text:
                 continue
-            flags = {flag: bool(entry[flag]) for flag in _FLAGS if isinstance(entry, Mapping) and flag in entry}
-            self.backend.add_tokens([AddedToken(text, **flags)])
+            if text not in known:
+                flags = {flag: bool(entry[flag]) for flag in _FLAGS if isinstance(entry, Mapping) and flag in entry}
+                self.backend.add_tokens([AddedToken(text, **flags)])
             if self.backend.token_to_id(text) != token_id:
                 problem = (
                     f"{self.folder / _CONFIG} declares token {text!r} with id {token_id}, which tokenizer.json does not have"
@@ -130,8 +131,14 @@ class FolderTokenizer:
             known.add(text)
         for name in ("bos_token", "eos_token"):
             text = self.special_tokens.get(name)
-            if text is not None and text not in known and self.backend.token_to_id(text) is not None:
-                self.backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+            if text is None or text in known or (token_id := self.backend.token_to_id(text)) is None:
+                continue
+            if token_id in self.backend.encode(text, add_special_tokens=False).ids:
+                problem = f"{self.folder / _CONFIG} names {text!r} as {name}, which texts contain as an ordinary token"
+                raise InvalidArgument(
+                    _KEY, f"{problem}; name the special token there, or declare this one in added_tokens_decoder"
+                )
+            self.backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
 
     def _read_templates(self) -> dict[str, ChatTemplate]:
         from tasuki.models.chat_template import ChatTemplate
@@ -156,7 +163,29 @@ class FolderTokenizer:
                     texts[name] = (_read(file).decode().removeprefix("\ufeff"), file)
         return {name: ChatTemplate(text, source=str(file)) for name, (text, file) in texts.items()}
 
+    def _check_vocabularies(self) -> None:
+        """Raises InvalidArgument for a vocabulary of another format that is not tokenizer.json's: one of the two is another model's."""
+        whole, base = (self.backend.get_vocab(with_added_tokens=added) for added in (True, False))
+        own = base.keys() - {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        for name in ("vocab.json", "vocab.txt", "tokenizer.model"):
+            file = self.folder / name
+            if not file.is_file():
+                continue
+            if name == "vocab.json":
+                other = read_json_object(file, field=_KEY)
+            elif name == "vocab.txt":
+                other = {line: number for number, line in enumerate(_read(file).decode(errors="replace").split())}
+            else:
+                num_pieces = _num_pieces(_read(file))
+                other = (
+                    whole if num_pieces is None or len(own) <= num_pieces <= len(whole) else dict.fromkeys(range(num_pieces))
+                )
+            if wrong := [token for token in other.keys() | own if whole.get(token) != other.get(token)]:
+                what = f"has {len(other)} tokens, which are not the {len(whole)} of tokenizer.json ({wrong[0]!r:.40})"
+                raise InvalidArgument(_KEY, f"{file} {what}; take both from the model's page, or remove {name}")
+
     def _check(self) -> None:
+        self._check_vocabularies()
         vocabulary = self.backend.get_vocab(with_added_tokens=False)
         if vocabulary.keys() <= {token.content for token in self.backend.get_added_tokens_decoder().values()}:
             raise InvalidArgument(_KEY, f"{self.folder / TOKENIZER_FILE} has no tokens for text: take the model's own file")
@@ -176,7 +205,11 @@ class FolderTokenizer:
 def read_tokenizer(folder: Path) -> FolderTokenizer:
     """Reads a folder's tokenizer. Reading the same files again costs nothing. Raises as FolderTokenizer."""
     with named_if_denied(folder, key=_KEY):
-        facts = [path.stat() for path in sorted(folder.iterdir()) if path.suffix in (".json", ".jinja") and path.is_file()]
+        facts = [
+            path.stat()
+            for path in sorted(folder.iterdir())
+            if path.suffix in (".json", ".jinja", ".model", ".txt") and path.is_file()
+        ]
     return _cached(folder, tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in facts))
 
 
@@ -235,6 +268,26 @@ def _read(file: Path) -> bytes:
         raise InvalidArgument(_KEY, f"{file} cannot be read: {error.strerror}; check its links") from error
     refuse_pointer(content, file, field=_KEY)
     return content
+
+
+def _num_pieces(content: bytes) -> int | None:
+    """Pieces of a sentencepiece model, field 1 of its message; None for another format, such as tiktoken's."""
+    num_pieces = at = 0
+    while at < len(content):
+        key, size, shift = content[at], 0, 0
+        if key & 7 != 2:
+            return None
+        while True:
+            at += 1
+            if at == len(content):
+                return None
+            size |= (content[at] & 127) << shift
+            shift += 7
+            if content[at] < 128:
+                break
+        num_pieces += key == 0x0A
+        at += 1 + size
+    return num_pieces if at == len(content) and num_pieces else None
 
 
 def _table(file: Path) -> dict[str, Any]:

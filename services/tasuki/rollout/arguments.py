@@ -57,13 +57,16 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
         "sleep_on_idle": True,
         "grammar_backend": "none",
         "log_level": "warning",
+        # It would read params.json for a folder that is named like some of Mistral's.
+        "model_config_parser": "hf",
     }
     if rollout.max_running_requests is not None:
         arguments["max_running_requests"] = rollout.max_running_requests
     if choices.kv_tokens is not None:
         arguments["max_total_tokens"] = choices.kv_tokens + _CONTEXT_SLACK
     if config.served_adapter is not None:
-        arguments |= _adapter_arguments(config.served_adapter)
+        # SGLang's "auto" would take consolidated.safetensors beside a model.safetensors.
+        arguments |= {**_adapter_arguments(config.served_adapter), "load_format": "safetensors"}
     else:
         # Weights are received before anything is served, so loading them from disk would waste time.
         arguments["load_format"] = "dummy"

@@ -39,6 +39,8 @@ class RunHead:
     recipe: Mapping[str, Any]
     provenance: Mapping[str, Any] = field(default_factory=dict)
     """Where the run comes from, for people; a resumed run may differ."""
+    local_time: str = ""
+    """What chat templates read as the time, ISO 8601."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,12 @@ def read_head(output_dir: Path) -> RunHead | None:
         problem = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
         text = f"{path} is damaged: {problem}; without it a run cannot be resumed, choose another output_dir"
         raise InvalidArgument("output_dir", text) from error
+
+
+def begun_at(output_dir: Path) -> datetime | None:
+    """The time that chat templates read in a run; None before it has begun. Raises as read_head."""
+    head = read_head(output_dir)
+    return datetime.fromisoformat(head.local_time) if head is not None and head.local_time else None
 
 
 def run_has_ended(earlier: EarlierRun, settings: RunSettings) -> bool:

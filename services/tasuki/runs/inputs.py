@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ class TrainInputs:
     seed: int
 
 
-def read_inputs(config: NodeConfig) -> TrainInputs:
-    """Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
+def read_inputs(config: NodeConfig, *, now: datetime | None = None) -> TrainInputs:
+    """now: as of ModelTokenizer. Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
     train = config.train
     if train is None:
         raise InvalidArgument("train", "the configuration has neither a [train] nor an [sft] table: nothing to train")
@@ -39,7 +40,7 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
     with field_as_key("dataset", "train.eval_dataset"):
         eval_rows = [] if train.eval_dataset is None else read_jsonl(train.eval_dataset, columns=train.columns)
     _check_stop_tokens(config, train)
-    tokenizer = ModelTokenizer(config.model.path)
+    tokenizer = ModelTokenizer(config.model.path, now=now)
     limit = min(_context_length(config), config.most_micro_batch_tokens)
     if train.episode is not None and train.episode.max_tokens is not None:
         if train.episode.max_tokens > limit:

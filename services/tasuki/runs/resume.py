@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import uuid
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,15 @@ def check_restart(earlier: EarlierRun, config: NodeConfig, settings: RunSettings
         _check_saves(earlier, settings, other_way=other_way)
 
 
-def begin(client: Client, config: NodeConfig, settings: RunSettings, *, config_dir: Path) -> Continuation:
-    """Starts a run from the node's current weights, without gradients that an earlier run may have left. config_dir: for run.json."""
+def begin(client: Client, config: NodeConfig, settings: RunSettings, *, config_dir: Path, now: datetime) -> Continuation:
+    """Starts a run from the node's current weights, without gradients that an earlier run may have left. config_dir: for run.json.
+    now: what chat templates read as the time.
+    """
     _discard_gradients(client)
     client.begin_run()
     forget_pending(settings.output_dir)
-    head = RunHead(
-        uuid.uuid4().hex, client.trainer_state().policy_version, recipe(config), provenance(config, config_dir=config_dir)
-    )
+    version, origin = client.trainer_state().policy_version, provenance(config, config_dir=config_dir)
+    head = RunHead(uuid.uuid4().hex, version, recipe(config), origin, now.isoformat())
     write_head(settings.output_dir, head)
     write_durably(training_run_path(config.state_dir), head.id)
     return Continuation()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from tasuki.client.dataset import Dataset, Row
@@ -46,6 +47,10 @@ class RlTraining:
     @property
     def longest_sample(self) -> int:
         return self.inputs.longest_sample
+
+    @property
+    def now(self) -> datetime:
+        return self.inputs.tokenizer.now
 
     def dataset(self) -> Dataset[Row]:
         return Dataset(self.inputs.rows, seed=self.inputs.seed)

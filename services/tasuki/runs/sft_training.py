@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +37,7 @@ class SftTraining:
     samples: Sequence[TrainingSample]
     eval_samples: Sequence[TrainingSample]
     seed: int
+    now: datetime
 
     @property
     def settings(self) -> RunSettings:
@@ -78,17 +80,17 @@ class SftTraining:
         draw_sft_curve(self.sft.output_dir, steps)
 
 
-def read_sft(config: NodeConfig, sft: SftConfig) -> SftTraining:
-    """Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
+def read_sft(config: NodeConfig, sft: SftConfig, *, now: datetime | None = None) -> SftTraining:
+    """now: as of ModelTokenizer. Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
     check_model_folder(config.model.path)
     max_tokens = _max_tokens(config, sft)
-    tokenizer = ModelTokenizer(config.model.path)
+    tokenizer = ModelTokenizer(config.model.path, now=now)
     read = partial(read_sft_jsonl, tokenizer=tokenizer, max_tokens=max_tokens, columns=sft.columns)
     with field_as_key("dataset", "sft.dataset"):
         samples = read(sft.dataset)
     with field_as_key("dataset", "sft.eval_dataset"):
         eval_samples = [] if sft.eval_dataset is None else read(sft.eval_dataset)
-    return SftTraining(sft, samples, eval_samples, config.seed)
+    return SftTraining(sft, samples, eval_samples, config.seed, tokenizer.now)
 
 
 def _max_tokens(config: NodeConfig, sft: SftConfig) -> int:

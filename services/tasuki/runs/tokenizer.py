@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,19 @@ from tasuki.wire.errors import InvalidArgument
 
 _ANSWER = "\ufdd2"
 """Stands for an answer in a rendered chat: a noncharacter of Unicode, which no text contains."""
-_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "strftime_now")
 
 
 class ModelTokenizer:
     """The tokenizer of a Hugging Face model folder. `fields` are a row's: its `tools` and `chat_template_kwargs` reach the template."""
 
-    def __init__(self, model_path: Path | str) -> None:
-        """Raises as read_tokenizer."""
+    def __init__(self, model_path: Path | str, *, now: datetime | None = None) -> None:
+        """now: local time that chat templates read, that of the call by default; it does not go on, so that equal rows are equal prompts.
+
+        Raises as read_tokenizer.
+        """
         model_path = Path(model_path)
+        self.now = now or datetime.now().astimezone().replace(tzinfo=None)
         self._tokenizer = read_tokenizer(model_path)
         self._forms: dict[int, ToolCallForm] = {}
         self._stop_token_ids = read_stop_token_ids(model_path, vocab_size=self._tokenizer.vocab_size)
@@ -98,7 +103,7 @@ class ModelTokenizer:
         if text.count(_ANSWER) != 1:
             problem = "the model's chat template does not write an answer as it is, so the next turn cannot extend it; use policy.generate"
             raise InvalidArgument("messages", problem)
-        template.check(known, variables, field="messages")
+        template.check(known, variables, field="messages", drawn=messages[: place + 1])
         token_ids = self._tokenizer.encode(text.partition(_ANSWER)[2]).ids
         ends = last_token_id in self._stop_token_ids and token_ids[:1] and token_ids[0] in self._stop_token_ids
         return token_ids[1:] if ends else token_ids
@@ -163,7 +168,7 @@ class ModelTokenizer:
         documents = (fields or {}).get("documents") if "documents" in template.variables else None
         if documents is not None and not (isinstance(documents, list) and all(isinstance(one, dict) for one in documents)):
             raise InvalidArgument("documents", "must be a list of objects: the model's chat template reads it")
-        common = {"tools": tools, "documents": documents, "add_generation_prompt": False}
+        common = {"tools": tools, "documents": documents, "add_generation_prompt": False, "strftime_now": self.now.strftime}
         return template, {**common, **self._tokenizer.special_tokens, **(options or {})}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -43,6 +44,11 @@ class Training(Protocol):
     @property
     def longest_sample(self) -> int:
         """Maximum tokens of a sample, prompt plus completion."""
+        ...
+
+    @property
+    def now(self) -> datetime:
+        """What chat templates read as the time, in all lives of the run."""
         ...
 
     def dataset(self) -> Dataset[Any]:
