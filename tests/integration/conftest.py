@@ -22,7 +22,7 @@ from tests.integration.rollout_process import (
 )
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
 from tests.limits import limit_s
-from tests.models import make_model, save_checkpoint
+from tests.models import char_tokenizer, make_model, save_checkpoint
 
 TOKENIZER_EOS = "~"
 # The first variable would make log-probs those of temperature 1.
@@ -40,7 +40,12 @@ def rollout_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = save_checkpoint(make_model("qwen2", seed=0), tmp_path_factory.mktemp("model") / "qwen2")
     file = folder / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": TOKENIZER_EOS}))
+    settings = json.loads(file.read_text()) | {"eos_token": TOKENIZER_EOS}
+    settings.setdefault("added_tokens_decoder", {})[str(char_tokenizer().convert_tokens_to_ids(TOKENIZER_EOS))] = {
+        "content": TOKENIZER_EOS,
+        "special": True,
+    }
+    file.write_text(json.dumps(settings))
     return folder
 
 

@@ -233,7 +233,7 @@ def test_a_forward_pass_asks_for_the_weights_that_come_back_group_by_group(
 
     stream = SimpleNamespace(cuda_stream=42)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr("tasuki.trainer.backends.fsdp.onload._gathering_stream", lambda _group: stream)
+    monkeypatch.setattr("tasuki.trainer.backends.fsdp.resident_tags._gathering_stream", lambda _group: stream)
     returning.guard(groups_of(network))
     returning._transfers[MemoryTag.WEIGHTS] = cast(Any, Transfer())
     step(learner, Role.POLICY, samples)

@@ -26,7 +26,7 @@ class SeededEngine(IdleEngine):
     def generate(self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str, session_key: str):
         taken = list(requests)
         self.seeds += [request.sampling["sampling_seed"] for request in taken]
-        return super().generate(iter(taken), num_requests=num_requests, prefix=prefix)
+        return super().generate(iter(taken), num_requests=num_requests, prefix=prefix, session_key=session_key)
 
 
 class Node:
