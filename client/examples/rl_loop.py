@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms.advantages import soft_overlong_penalty
 from tasuki.algorithms.loss_types import OldPolicy
+from tasuki.client.carry import CarriedGroup, Carry, staleness
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.episode import Episodes
 from tasuki.client.episodes import EpisodePool
@@ -80,6 +81,8 @@ class RlLoop:
     save_now: Callable[[], bool] = lambda: False
     """Polled after each training step: whether to save it even if no checkpoint is due."""
     progress: Progress = field(default_factory=Progress)
+    carry: Carry = field(default_factory=Carry)
+    """Groups that were cut by a changeover, with `oversample` above 1."""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -153,12 +156,14 @@ class RlLoop:
         shown = ShownSamples(step.step) if self.dump is None else self.dump.begin(step.step)
         groups = self.sample_groups(step, shown)
         step.position = self.dataset.position()
-        pending = PendingStep(step, schedule_steps=self.settings.num_steps)
+        pending = PendingStep(step, schedule_steps=self.settings.num_steps, carried=self.carry.records())
         if groups and self.teaches(groups):
             samples, places = self.training_samples(groups)
             if has_loss_tokens(samples):
                 self.estimate(pending, samples, places=places, groups=groups, shown=shown)
                 self.update(pending, shown)
+        if pending.carried and not pending.samples:
+            write_pending(self.settings.output_dir, pending)  # nothing was learned, but the next step continues these
         self.finish(pending, shown)
 
     def completed(self, pending: PendingStep) -> Step:
@@ -166,7 +171,7 @@ class RlLoop:
         step, shown = pending.step, ShownSamples(pending.step.step)
         self.progress.begin(step.step, "to_train")
         self.dataset.seek(step.position)
-        self.state = EstimatorState.of(step.estimator)
+        self.state, self.carry = EstimatorState.of(step.estimator), Carry.of(pending.carried)
         step.acquire(self.client, Phase.TRAIN)
         self.update(pending, shown)
         self.finish(pending, shown)
@@ -193,13 +198,17 @@ class RlLoop:
         generated: list[tuple[list[Sample], Scores]] = []
 
         def generate(num_prompts: int) -> list[Group]:
-            rows = self.dataset.next_rows(num_prompts)
+            is_carried = settings.oversample > 1
+            rows = [] if is_carried else self.dataset.next_rows(num_prompts)
             is_last = len(generated) + 1 == settings.max_batches
             call_number = (step.step << _PART_BITS) + len(generated) + 1
             has_greedy = settings.advantages.estimator is Estimator.GREEDY_BASELINE
             with self.progress.timed(step, "generate", total=num_prompts * (settings.group_size + has_greedy)):
                 greedy = self.greedy_samples(rows)
-                made = self.make(rows, self.sampling, num_samples=settings.group_size, call_number=call_number)
+                if is_carried:
+                    rows, made = self.first_complete(step, call_number=call_number)
+                else:
+                    made = self.make(rows, self.sampling, num_samples=settings.group_size, call_number=call_number)
             if is_last:
                 # Nothing more will be generated: the trainer resumes while rewards are computed.
                 step.begin_acquire(self.client, Phase.TRAIN)
@@ -234,6 +243,25 @@ class RlLoop:
             spread = np.ma.masked_invalid(rewards_S.reshape(-1, settings.group_size)).std(axis=1).mean()
             step.metrics["reward_std"] = 0.0 if np.ma.is_masked(spread) else float(spread)
         return groups
+
+    def first_complete(self, step: Step, *, call_number: int) -> tuple[list[Row], Made]:
+        """Generates until enough groups are complete, those cut before among them; the others are carried into the next step."""
+        settings, carry, version = self.settings, self.carry, step.policy_version or 0
+        step.metrics |= carry.drop_stale(oldest=version - settings.max_staleness)
+        rows = self.dataset.next_rows(settings.num_running_groups - len(carry.groups))
+        for number, row in enumerate(rows, start=step.step << _PART_BITS):
+            prompt = self.tokenizer.encode_prompt(row["prompt"], row)
+            carry.groups.append(CarriedGroup.begin(number, row, prompt, group_size=settings.group_size))
+        taken = carry.take(
+            self.client,
+            self.sampling,
+            num_groups=settings.prompts_per_step,
+            call_number=call_number,
+            on_progress=self.progress.counter(),
+        )
+        samples = [replace(sample, prompt_index=place) for place, group in enumerate(taken) for sample in group.samples]
+        step.metrics |= staleness(samples, policy_version=version) | {"carried_groups": float(len(carry.groups))}
+        return [group.row for group in taken], Made([list(group.prompt_token_ids) for group in taken], samples)
 
     def make(self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, call_number: int) -> Made:
         """Generates completions, or runs episodes."""

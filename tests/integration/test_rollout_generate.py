@@ -9,7 +9,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2
 
-from tasuki.v1 import types_pb2
+from tasuki.v1 import rollout_pb2, types_pb2
 from tasuki.wire.errors import (
     Draining,
     InvalidArgument,
@@ -258,6 +258,25 @@ async def test_drain_cuts_and_returns_what_there_is(rollout: RolloutClient, trai
     for sample in samples:
         theirs = log_probs_of(trainer.model, [5, 6], list(sample.token_ids)) if sample.token_ids else torch.empty(0)
         assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=0.15)
+
+
+async def test_drain_cuts_a_call_that_asks_for_it_and_lets_others_finish(rollout: RolloutClient, trainer: TestTrainer) -> None:
+    await rollout.wake(trainer.publish(6))
+    request = generate_request([[5, 6]], num_samples=2, max_new_tokens=250, ignore_eos=True)
+    request.cut_on_drain = True
+    other = generate_request([[7]], max_new_tokens=240, ignore_eos=True)
+
+    async def read(asked: rollout_pb2.GenerateRequest) -> list[types_pb2.Sample]:
+        return [sample async for answer in rollout.rollout.Generate(asked, timeout=60) for sample in answer.samples]
+
+    reading = [asyncio.ensure_future(read(one)) for one in (request, other)]
+    while (await rollout.state()).num_running < 3:
+        await asyncio.sleep(0.01)
+    drained = await rollout.drain(grace_ms=50_000)
+    cut, whole = await asyncio.gather(*reading)
+    assert (drained.num_finished, drained.num_cut) == (1, 2)
+    assert {sample.finish_reason for sample in cut} == {types_pb2.FINISH_REASON_CUT}
+    assert [len(sample.token_ids) for sample in whole] == [240]
 
 
 async def test_drain_lets_short_samples_finish_and_takes_no_new_ones(

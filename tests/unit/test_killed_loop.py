@@ -131,16 +131,18 @@ def lives_of(
     raise AssertionError
 
 
-def compare(output_dir: Path, go: Callable[[Path], Go], *, num_calls: int, skips: frozenset[int] = frozenset()) -> None:
-    """num_calls: about the most that a client makes before it dies."""
-    whole = Node(skips=set(skips))
+def compare(
+    output_dir: Path, go: Callable[[Path], Go], *, num_calls: int, skips: frozenset[int] = frozenset(), node: type[Node] = Node
+) -> None:
+    """num_calls: about the most that a client makes before it dies. node: its type."""
+    kind, whole = node, node(skips=set(skips))
     expected, _ = lives_of(whole, output_dir / "whole", go(output_dir / "whole"))
     num_deaths = 0
     for seed in range(NUM_SEEDS):
-        node, folder = Node(skips=set(skips)), output_dir / f"killed-{seed}"
-        figures, died = lives_of(node, folder, go(folder), dies=Random(seed), num_calls=num_calls)
+        client, folder = kind(skips=set(skips)), output_dir / f"killed-{seed}"
+        figures, died = lives_of(client, folder, go(folder), dies=Random(seed), num_calls=num_calls)
         assert figures == expected, seed
-        assert node.learned == whole.learned, seed
+        assert client.learned == whole.learned, seed
         names = [sorted(path.name for path in each.glob("checkpoints/*/loop.json")) for each in (folder, output_dir / "whole")]
         assert names[0] == names[1]
         num_deaths += died

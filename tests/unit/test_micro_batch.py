@@ -8,6 +8,8 @@ import torch
 from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.trainer.data.micro_batch import SequencePart, micro_batch, token_batch
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.v1.types_pb2 import VersionSpan
+from tasuki.wire.errors import InvalidArgument
 from tests.unit.training_samples import make_sample
 
 CPU = torch.device("cpu")
@@ -40,6 +42,23 @@ def test_a_loss_has_the_columns_and_the_share_of_each_token() -> None:
     assert loss.advantages_N.tolist() == [1.0, 1.0, 1.0, 0.5, -0.5]
     missing = (loss.old_log_probs_N, loss.ref_log_probs_N, loss.values_N, loss.returns_N)
     assert missing == (None, None, None, None)
+
+
+def test_only_tokens_of_the_version_in_training_are_current() -> None:
+    spans = [VersionSpan(num_tokens=1, policy_version=4), VersionSpan(num_tokens=2, policy_version=6)]
+    samples = decode_samples([make_sample(policy_version=6, version_spans=spans), make_sample(policy_version=6)]).select([0, 1])
+    for version, current in ((6, [False, True, True, True, True, True]), (7, [False] * 6)):
+        loss = micro_batch(samples, config=LossConfig(denominator=8.0), policy_version=version, device=CPU).loss
+        assert loss.is_current_N.tolist() == current
+
+
+@pytest.mark.parametrize("spans", [[(2, 6)], [(1, 6), (2, 4)], [(1, 4), (2, 5)], [(1, 7), (2, 6)]])
+def test_spans_that_do_not_cover_a_completion_up_to_its_version_are_refused(spans: list[tuple[int, int]]) -> None:
+    sample = make_sample(policy_version=6)
+    sample.version_spans.extend(VersionSpan(num_tokens=num, policy_version=version) for num, version in spans)
+    with pytest.raises(InvalidArgument) as refused:
+        decode_samples([make_sample(), sample])
+    assert refused.value.metadata["field"] == "samples[1].version_spans"
 
 
 @pytest.mark.parametrize("aggregation", [kind for kind in Aggregation if kind is not Aggregation.CONSTANT])

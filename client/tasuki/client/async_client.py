@@ -172,6 +172,37 @@ class AsyncClient:
             async for sample in samples:
                 yield sample
 
+    async def generate_until(
+        self,
+        parts: Sequence[generation.Part],
+        add: Callable[[Sample], bool],
+        *,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> list[Sample]:
+        """Generates until `add`, called with each sample, first returns True; then begins phase TRAIN, which cuts the others at once.
+
+        Returns the samples in order of arrival, cut ones with FinishReason.CUT; prompt_index is the part's position. Samples that had
+        not begun may be missing, and more where rollout restarts or another client takes the GPUs. on_progress: as for `generate`.
+        """
+        samples, num_tokens, has_begun = list[Sample](), 0, False
+        await self._phases.hold(Phase.ROLLOUT)
+        rollout = await self._connection.rollout()
+        try:
+            async for sample in generation.stream(rollout, generation.requests_of(parts), timeout_s=self._timeout_s):
+                samples.append(sample)
+                num_tokens += len(sample.token_ids)
+                if on_progress is not None:
+                    on_progress(len(samples), num_tokens)
+                if add(sample) and not has_begun:
+                    has_begun = True
+                    await self._phases.begin(Phase.TRAIN)
+        except PeerUnavailable as error:
+            if "peer" in error.metadata:
+                raise
+        if not has_begun:
+            self._connection.phase = None  # the next call asks for it: something may have ended this one
+        return samples
+
     async def _samples(self, requests: Sequence[generation.Request], num_samples: int) -> AsyncGenerator[Sample, None]:
         """num_samples: total over all requests."""
         num_received = 0

@@ -25,7 +25,9 @@ _Part = TypeVar("_Part", rollout_pb2.Prompt, types_pb2.TrainingSample)
 # Tag and length of one entry of a repeated field.
 _ENTRY_OVERHEAD_BYTES = 8
 _SEQUENCES = [
-    name for name in types_pb2.TrainingSample.DESCRIPTOR.fields_by_name if name not in ("policy_version", "temperature")
+    name
+    for name in types_pb2.TrainingSample.DESCRIPTOR.fields_by_name
+    if name not in ("policy_version", "temperature", "version_spans")
 ]
 
 
@@ -62,7 +64,8 @@ def training_sample_from_proto(sample: types_pb2.TrainingSample) -> TrainingSamp
     temperature = sample.temperature if sample.HasField("temperature") else None
     if len(sample.advantages) == 1 < len(sample.completion_token_ids):
         arrays["advantages"] = sample.advantages[0]
-    return TrainingSample(**arrays, policy_version=sample.policy_version, temperature=temperature)
+    spans = list(sample.version_spans)
+    return TrainingSample(**arrays, policy_version=sample.policy_version, temperature=temperature, version_spans=spans)
 
 
 def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int, prompt_token_ids: NDArray[np.int32]) -> Sample:
@@ -76,7 +79,14 @@ def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int, prompt_tok
         temperature=sample.temperature,
         has_exact_log_probs=sample.has_exact_log_probs,
         prompt_token_ids=prompt_token_ids,
+        version_spans=list(sample.version_spans),
     )
+
+
+def sample_to_proto(sample: Sample) -> types_pb2.Sample:
+    """Without the prompt: `sample_from_proto` takes it."""
+    values = {name: getattr(sample, name) for name in types_pb2.Sample.DESCRIPTOR.fields_by_name}
+    return types_pb2.Sample(**values | {"finish_reason": sample.finish_reason.number})
 
 
 def enum_to_proto(kind: type[Phase | Role], value: object) -> Any:

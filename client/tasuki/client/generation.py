@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -15,7 +16,7 @@ from tasuki.client.encode import TokenIds
 from tasuki.client.messages import TOKENIZE, message_of
 from tasuki.client.types import Sample, SamplingParams
 from tasuki.v1 import rollout_pb2
-from tasuki.wire.errors import InvalidArgument, TasukiError, from_rpc_error
+from tasuki.wire.errors import Asleep, Draining, InvalidArgument, TasukiError, from_rpc_error
 
 if TYPE_CHECKING:
     from tasuki.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
@@ -66,6 +67,28 @@ def requests(
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Samples of one prompt, to be drawn or continued."""
+
+    prompt: TokenIds
+    sampling_params: SamplingParams
+    num_samples: int
+    call_number: int
+
+
+def requests_of(parts: Sequence[Part]) -> list[Request]:
+    """One request for each part. A drain cuts them at once, whatever its grace period."""
+    made: list[Request] = []
+    for place, part in enumerate(parts):
+        ((_, request),) = requests(
+            [part.prompt], part.sampling_params, num_samples=part.num_samples, call_number=part.call_number
+        )
+        request.cut_on_drain = True
+        made.append((place, request))
+    return made
+
+
 async def stream(rollout: RolloutServiceAsyncStub, requests: Sequence[Request], *, timeout_s: float) -> AsyncIterator[Sample]:
     """Yields samples of all requests as they complete. The first error cancels the others; so does leaving early."""
     arrivals: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
@@ -81,7 +104,9 @@ async def stream(rollout: RolloutServiceAsyncStub, requests: Sequence[Request], 
                     )
             arrivals.put_nowait(None)
         except grpc.aio.AioRpcError as error:
-            arrivals.put_nowait(_named_from(start, from_rpc_error(error)))
+            failure = from_rpc_error(error)
+            is_cut = request.cut_on_drain and isinstance(failure, Asleep | Draining)  # before it began
+            arrivals.put_nowait(None if is_cut else _named_from(start, failure))
 
     def note_failure(reader: asyncio.Task[None]) -> None:
         # Without it the caller would wait forever, such as for a sample that this release cannot read.

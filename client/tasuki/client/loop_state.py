@@ -9,6 +9,7 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -25,7 +26,7 @@ from tasuki.wire.sealed_json import is_intact, sealed
 
 LOOP_FILE = "loop.json"
 _PENDING_FILE = "pending.json"
-_MAX_BYTES = 1 << 24
+_MAX_BYTES = 1 << 30
 _NAME = re.compile(r"version-(?P<version>\d+)(-step-(?P<step>\d+))?")
 
 
@@ -37,6 +38,8 @@ class LoopState:
     """The last step in the checkpoint."""
     position: Mapping[str, int]
     """Position in the dataset after that step."""
+    carried: Sequence[Mapping[str, Any]] = ()
+    """Groups that the step left unfinished, as JSON; see `tasuki.client.carry`."""
 
 
 @dataclass(slots=True)
@@ -53,6 +56,8 @@ class PendingStep:
     """Metrics of the updates that need not be repeated."""
     is_updated: bool = False
     """Whether no update is left, only the checkpoint."""
+    carried: Sequence[Mapping[str, Any]] = ()
+    """Groups that the step left unfinished, as LoopState's."""
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Start of the calls' ids."""
 
@@ -98,7 +103,8 @@ def read_loop_state(checkpoint: Path) -> LoopState:
             fields = json.loads(read_regular(path, max_bytes=_MAX_BYTES))
         if not is_intact(fields):
             raise ValueError("its checksum differs from the one in it")
-        return LoopState(Step.of(fields["step"]), {name: int(value) for name, value in fields["position"].items()})
+        position = {name: int(value) for name, value in fields["position"].items()}
+        return LoopState(Step.of(fields["step"]), position, fields.get("carried", ()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged_checkpoint(checkpoint, f"{path} is damaged ({type(error).__name__}: {error})") from error
 
@@ -131,7 +137,7 @@ def save_checkpoint(pending: PendingStep, client: Client, position: Mapping[str,
     note_updated(output_dir, pending)
     with step.timed("save"):
         saved = client.save(path, request_id=f"{pending.request_id}-save")
-    write_loop_state(saved.path, LoopState(step, position))
+    write_loop_state(saved.path, LoopState(step, position, pending.carried))
 
 
 def checkpoint_path(folder: Path, step: Step) -> Path | None:

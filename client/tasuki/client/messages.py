@@ -52,7 +52,7 @@ def _takes(message: Message, name: str, value: Any) -> bool:
     field: Any = message.DESCRIPTOR.fields_by_name[name]
     is_flag = field.cpp_type == FieldDescriptor.CPPTYPE_BOOL
     try:
-        if field.message_type is not None:  # numbers by number
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:  # numbers by number
             entries = getattr(message, name)
             for key, number in value.items():
                 if isinstance(number, bool | np.bool_) or not math.isfinite(number):

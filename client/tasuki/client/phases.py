@@ -24,8 +24,10 @@ class Phases:
         self._begun: tuple[Phase, asyncio.Task[list[StageEvent]]] | None = None
 
     async def begin(self, phase: Phase) -> None:
-        """Starts what `acquire` does and returns at once. Raises InvalidArgument for anything but a phase."""
+        """Starts what `acquire` does, unless begun before, and returns at once. Raises InvalidArgument for anything but a phase."""
         encode.enum_to_proto(Phase, phase)
+        if self._begun is not None and self._begun[0] is phase:
+            return
         await self._end_begun()
         self._begun = phase, asyncio.create_task(self._acquire(phase))
 

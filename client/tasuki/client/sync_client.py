@@ -82,6 +82,7 @@ class Client:
 
     generate = _verb(AsyncClient.generate)
     generate_stream = _stream(AsyncClient.generate_stream)
+    generate_until = _verb(AsyncClient.generate_until)
     begin_run = _verb(AsyncClient.begin_run)
     forward_backward = _verb(AsyncClient.forward_backward)
     forward_backward_custom = _verb(AsyncClient.forward_backward_custom)

@@ -25,6 +25,7 @@ OptimStepResult = trainer_pb2.OptimStepResponse
 RolloutState = rollout_pb2.GetRolloutStateResponse
 StageEvent = coordinator_pb2.StageEvent
 TrainerState = trainer_pb2.GetTrainerStateResponse
+VersionSpan = types_pb2.VersionSpan
 Watched = coordinator_pb2.WatchStateResponse
 
 
@@ -35,7 +36,7 @@ class FinishReason(WireEnum):
     """An end-of-sequence or stop token was sampled, and is the last token; or a stop text was completed by the last token."""
     LENGTH = "LENGTH"
     CUT = "CUT"
-    """Stopped by a drain. The tokens generated so far are valid for the sample's policy version."""
+    """Stopped by a drain. The tokens so far are valid; generating from the prompt and them continues the sample."""
 
 
 class Role(WireEnum):
@@ -122,6 +123,8 @@ class Sample:
     """The prompt that it completes."""
     loss_mask: Sequence[float] | NDArray[np.float32] = ()
     """[T], 0 for tokens of an episode that the policy did not draw; empty if it drew all."""
+    version_spans: Sequence[VersionSpan] = ()
+    """Versions by token, of a sample that was cut and continued, the last of them `policy_version`; empty if all tokens have that."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +143,7 @@ class TrainingSample:
     loss_mask: Sequence[float] | NDArray[np.float32] = ()
     """Zeros and ones; empty counts every token."""
     policy_version: int = 0
-    """Version of the weights that generated the sample."""
+    """Version of the weights that generated the sample, or its last token."""
     temperature: float | None = None
     """Sampling temperature; None means 1. `TrainingSample.of` copies it from the sample."""
     old_log_probs: Sequence[float] | NDArray[np.float32] = ()
@@ -149,6 +152,8 @@ class TrainingSample:
     """From the critic before the first step on the batch. Required by a clipped ValueLoss."""
     returns: Sequence[float] | NDArray[np.float32] = ()
     """Targets of the critic. Required by ValueLoss."""
+    version_spans: Sequence[VersionSpan] = ()
+    """Versions by token, as the sample's; empty if all tokens have `policy_version`."""
 
     @classmethod
     def of(
@@ -171,6 +176,7 @@ class TrainingSample:
             loss_mask=loss_mask if len(loss_mask) else sample.loss_mask,
             policy_version=sample.policy_version,
             temperature=sample.temperature,
+            version_spans=sample.version_spans,
         )
 
     @classmethod
@@ -235,6 +241,8 @@ def _check_turn(turn: Sample, *, index: int, first: Sample, before: Sequence[int
                 f"was sampled with {name} {found:g}, the turns before it with {expected:g}; make a training sample of each part"
             )
             raise InvalidArgument(f"turns[{index}]", problem)
+    if turn.version_spans:
+        raise InvalidArgument(f"turns[{index}]", "has tokens of several versions; make a training sample of it alone")
     prompt = list(turn.prompt_token_ids)
     if prompt and prompt != before:
         pairs = enumerate(zip(prompt, before, strict=False))

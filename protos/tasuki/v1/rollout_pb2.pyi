@@ -53,6 +53,7 @@ class GenerateRequest(_message.Message):
     FIRST_PROMPT_FIELD_NUMBER: _builtins.int
     CALL_NUMBER_FIELD_NUMBER: _builtins.int
     SESSION_KEY_FIELD_NUMBER: _builtins.int
+    CUT_ON_DRAIN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identifies the call; optional, at most 128 characters. Repeated with the same id and the same served version, even after a
     restart, a call uses the same seeds. Without `call_number` any other call uses different ones.
@@ -69,6 +70,8 @@ class GenerateRequest(_message.Message):
     """Keeps calls of the same key on one replica, in a fleet on one node, which has their prefix in its KV cache; at most 128 characters.
     Does not change the samples. By default prompts are spread over all.
     """
+    cut_on_drain: _builtins.bool
+    """Whether a drain cuts the call at once instead of after its grace period: for a caller who continues from the tokens so far."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """At least one."""
@@ -85,10 +88,11 @@ class GenerateRequest(_message.Message):
         first_prompt: _builtins.int = ...,
         call_number: _builtins.int | None = ...,
         session_key: _builtins.str = ...,
+        cut_on_drain: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_call_number", b"_call_number", "call_number", b"call_number", "sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_call_number", b"_call_number", "call_number", b"call_number", "first_prompt", b"first_prompt", "num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params", "session_key", b"session_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_call_number", b"_call_number", "call_number", b"call_number", "cut_on_drain", b"cut_on_drain", "first_prompt", b"first_prompt", "num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params", "session_key", b"session_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__call_number: _TypeAlias = _typing.Literal["call_number"]  # noqa: Y015
     _WhichOneofArgType__call_number: _TypeAlias = _typing.Literal["_call_number", b"_call_number"]  # noqa: Y015

@@ -380,13 +380,14 @@ class Sample(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     HAS_EXACT_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    VERSION_SPANS_FIELD_NUMBER: _builtins.int
     prompt_index: _builtins.int
     """Position of the prompt in the request."""
     sample_index: _builtins.int
     """0 .. num_samples - 1 within the prompt."""
     finish_reason: Global___FinishReason.ValueType
     policy_version: _builtins.int
-    """Version of the weights that generated every token."""
+    """Version of the weights that generated every token, or the last one if `version_spans` is given."""
     temperature: _builtins.float
     """Temperature behind rollout_log_probs: the requested one, or 1 for greedy samples."""
     has_exact_log_probs: _builtins.bool
@@ -403,6 +404,10 @@ class Sample(_message.Message):
         top_p, top_k and min_p filter the distribution. Greedy tokens use temperature 1.
         """
 
+    @_builtins.property
+    def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
+        """Versions by token, of a sample that was cut and continued; empty if all tokens have `policy_version`."""
+
     def __init__(
         self,
         *,
@@ -414,14 +419,39 @@ class Sample(_message.Message):
         policy_version: _builtins.int = ...,
         temperature: _builtins.float = ...,
         has_exact_log_probs: _builtins.bool = ...,
+        version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "has_exact_log_probs", b"has_exact_log_probs", "policy_version", b"policy_version", "prompt_index", b"prompt_index", "rollout_log_probs", b"rollout_log_probs", "sample_index", b"sample_index", "temperature", b"temperature", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "has_exact_log_probs", b"has_exact_log_probs", "policy_version", b"policy_version", "prompt_index", b"prompt_index", "rollout_log_probs", b"rollout_log_probs", "sample_index", b"sample_index", "temperature", b"temperature", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
+
+@_typing.final
+class VersionSpan(_message.Message):
+    """Successive completion tokens from one version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    policy_version: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015
 
 @_typing.final
 class TrainingSample(_message.Message):
@@ -442,8 +472,9 @@ class TrainingSample(_message.Message):
     OLD_LOG_PROBS_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     RETURNS_FIELD_NUMBER: _builtins.int
+    VERSION_SPANS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """Version of the weights that generated the sample."""
+    """Version of the weights that generated the sample, or its last token."""
     temperature: _builtins.float
     """Sampling temperature, at least 1e-6; default 1. Logits are divided by it."""
     @_builtins.property
@@ -480,6 +511,12 @@ class TrainingSample(_message.Message):
     def returns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Targets of the critic; required by the value loss."""
 
+    @_builtins.property
+    def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
+        """Versions by token, of a sample that was cut and continued; empty if all tokens have `policy_version`. They cover the completion,
+        never decrease, and end with `policy_version`. The log-prob gap counts the tokens of the trainer's version alone.
+        """
+
     def __init__(
         self,
         *,
@@ -494,10 +531,11 @@ class TrainingSample(_message.Message):
         old_log_probs: _abc.Iterable[_builtins.float] | None = ...,
         values: _abc.Iterable[_builtins.float] | None = ...,
         returns: _abc.Iterable[_builtins.float] | None = ...,
+        version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "advantages", b"advantages", "completion_token_ids", b"completion_token_ids", "loss_mask", b"loss_mask", "old_log_probs", b"old_log_probs", "policy_version", b"policy_version", "prompt_token_ids", b"prompt_token_ids", "ref_log_probs", b"ref_log_probs", "returns", b"returns", "rollout_log_probs", b"rollout_log_probs", "temperature", b"temperature", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "advantages", b"advantages", "completion_token_ids", b"completion_token_ids", "loss_mask", b"loss_mask", "old_log_probs", b"old_log_probs", "policy_version", b"policy_version", "prompt_token_ids", b"prompt_token_ids", "ref_log_probs", b"ref_log_probs", "returns", b"returns", "rollout_log_probs", b"rollout_log_probs", "temperature", b"temperature", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015

@@ -23,7 +23,7 @@ class LossBatch:
     loss_mask_N: Tensor
     """1 for tokens that count, 0 for others, such as a tool's output."""
     is_current_N: Tensor
-    """bool: whether the sample comes from the policy version in training."""
+    """bool: whether the token comes from the policy version in training."""
     rollout_log_probs_N: Tensor | None = None
     old_log_probs_N: Tensor | None = None
     advantages_N: Tensor | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -234,6 +235,12 @@ class TrainConfig(Schema):
     """Prompts whose completions make a step's batch."""
     group_size: PositiveInt = 8
     """Completions per prompt."""
+    oversample: Float = Field(default=1.0, ge=1, le=4)
+    """Groups that generate at once, as a multiple of `prompts_per_step`. Above 1, a step takes the first complete groups; the others are
+    cut at the changeover and continue after it, so no step waits for the longest completion. Needs `max_staleness`."""
+    max_staleness: Int = Field(default=0, ge=0)
+    """Policy versions by which a token may be older than the weights that train on it, with `oversample` above 1. A group beyond it is
+    dropped, and its prompt generated again."""
     max_new_tokens: PositiveInt = DEFAULT_MAX_NEW_TOKENS
     """Length at which a completion is cut, in tokens."""
     max_prompt_tokens: PositiveInt | None = None
@@ -292,6 +299,7 @@ class TrainConfig(Schema):
         self._check_rewards()
         self._check_groups()
         self._check_loss()
+        self._check_carry()
         if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
             problem = f"is {self.overlong_tokens}; must be from 1 to max_new_tokens = {self.max_new_tokens}"
             raise SettingError("overlong_tokens", problem)
@@ -343,6 +351,35 @@ class TrainConfig(Schema):
             raise SettingError(
                 "old_policy", f'"current" is for one optimizer step a step, and there are {self.num_updates}; use "given"'
             )
+
+    def _check_carry(self) -> None:
+        """Refuses what cannot be carried over a changeover, and bounds that would drop every carried group."""
+        if self.oversample == 1:
+            if self.max_staleness:
+                raise SettingError(
+                    "max_staleness", "is for oversample above 1: nothing is carried over a changeover without it"
+                )
+            return
+        if self.max_staleness < self.num_updates:
+            problem = f"is {self.max_staleness}; with oversample above 1 it must be at least the {self.num_updates} versions of a step"
+            raise SettingError("max_staleness", problem)
+        loss, key = self.policy_loss(), "oversample"
+        if self.episode is not None:
+            raise SettingError(key, "above 1 is for single completions, not for train.episode")
+        if self.max_batches > 1:
+            raise SettingError(key, "above 1 and max_batches above 1 exclude each other")
+        if self.stop:
+            raise SettingError(key, "above 1 and stop exclude each other: a changeover may cut a text that ends a completion")
+        if self.advantages.estimator is Estimator.GREEDY_BASELINE:
+            raise SettingError(key, 'above 1 does not go with advantages.estimator = "greedy_baseline"')
+        if not loss.truncates and not loss.correction.masks and loss.old_policy is not OldPolicy.ROLLOUT:
+            problem = 'above 1 trains on tokens of earlier versions: set a correction in train.loss, or old_policy = "rollout"'
+            raise SettingError(key, problem)
+
+    @property
+    def num_running_groups(self) -> int:
+        """Groups that generate at once."""
+        return math.ceil(self.oversample * self.prompts_per_step)
 
     @property
     def num_updates(self) -> int:

@@ -158,6 +158,7 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
             sampling_params=request.sampling_params,
             first_prompt=request.first_prompt + part.prompts.start,
             session_key=request.session_key,
+            cut_on_drain=request.cut_on_drain,
         )
         try:
             async for response in RolloutServiceStub(node.rollout).Generate(share, timeout=timeout_s):

@@ -50,7 +50,7 @@ def samples_at_once(config: NodeConfig) -> int | None:
     """Samples of a step that one replica generates at once; None without [train]."""
     if config.train is None:
         return None
-    at_once = -(-config.train.prompts_per_step * config.train.group_size // config.dp_size)
+    at_once = -(-config.train.num_running_groups * config.train.group_size // config.dp_size)
     limit = config.rollout.max_running_requests
     return at_once if limit is None else min(at_once, limit)
 

@@ -134,6 +134,7 @@ class RolloutEngine:
         # Queue as many requests in the schedulers as can run, so that these never wait for the event loop.
         self._most_requests = AT_ONCE + 2 * sum(report["max_running_requests"] for report in reports[:: self.tp_size])
         self._intake = Intake(self._submit, room=self._room)
+        self._continued: set[Call] = set()
         self._idle = asyncio.Event()
         self._sessions = SessionPlaces()
 
@@ -154,20 +155,30 @@ class RolloutEngine:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 
     async def generate(
-        self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str, session_key: str = ""
+        self,
+        requests: Iterator[EngineRequest],
+        *,
+        num_requests: int,
+        prefix: str,
+        session_key: str = "",
+        cut_on_drain: bool = False,
     ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
         """Runs all requests in the engine; yields index and completion of each as it ends.
 
         prefix: common to the ids of these requests and no others. session_key: if not empty, keeps calls on one replica.
-        All requests count as running before the first suspension. Closing the generator aborts those still running.
+        cut_on_drain: `cut_continued` ends them. All requests count as running before the first suspension. Closing the generator aborts
+        those still running.
         """
         call = Call(requests, num_requests=num_requests, prefix=prefix, session_key=session_key)
         self._intake.enter(call)
+        if cut_on_drain:
+            self._continued.add(call)
         try:
             while ended := await call.ended():
                 yield [(index, _NOT_BEGUN if answer is None else _completion(answer)) for index, answer in ended]
         finally:
             self._intake.leave(call)
+            self._continued.discard(call)
             if call.num_in_engine:
                 # One message, because for each a scheduler searches its whole queue.
                 self._requests._dispatch_to_scheduler(AbortReq(rid=prefix))
@@ -245,6 +256,14 @@ class RolloutEngine:
         """Ends every request with the tokens it has so far."""
         self.num_cut += self._intake.cut()
         self._requests.abort_request(abort_all=True)
+
+    def cut_continued(self) -> None:
+        """Ends the requests of calls with cut_on_drain, whose callers continue them, with the tokens they have so far."""
+        for call in self._continued:
+            self._intake.leave(call)
+            self.num_cut += call.cut()
+            if call.num_in_engine:
+                self._requests._dispatch_to_scheduler(AbortReq(rid=call.prefix))
 
     def ended(self, answer: Answer) -> None:
         """Handles a request that has left the engine."""

@@ -245,7 +245,13 @@ async def generate(
     prefix = f"{call_id}-"
     requests = _engine_requests(request, engine.model, prefix=prefix, seed=seed)
     num_requests = len(request.prompts) * request.num_samples
-    running = engine.generate(requests, num_requests=num_requests, prefix=prefix, session_key=request.session_key)
+    running = engine.generate(
+        requests,
+        num_requests=num_requests,
+        prefix=prefix,
+        session_key=request.session_key,
+        cut_on_drain=request.cut_on_drain,
+    )
     async with aclosing(running) as completions:
         async for ended in completions:
             if not all(math.isfinite(log_prob) for _, completion in ended for log_prob in completion.log_probs):

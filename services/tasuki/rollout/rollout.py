@@ -296,6 +296,8 @@ class Rollout:
                 if seconds >= grace_s:
                     # Repeated, since a sample may still be on its way to the engine.
                     self.engine.cut_all()
+                else:
+                    self.engine.cut_continued()
                 await self.engine.become_idle(timeout_s=_CUT_AGAIN_S)
         self.stage = Stage.DRAIN
         drained = DrainResponse(num_finished=self.engine.num_finished - finished, num_cut=self.engine.num_cut - cut)

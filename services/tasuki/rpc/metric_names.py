@@ -94,7 +94,7 @@ STALENESS = MetricName(
     "tasuki_sample_staleness_versions",
     "histogram",
     (),
-    "Optimizer steps between the weights that made a sample and those it trained.",
+    "Optimizer steps between the weights that began a sample and those it trained.",
 )
 SPANS = MetricName(
     "tasuki_spans_total",

@@ -26,6 +26,8 @@ class Continuation:
     """Position in the dataset after `steps`; None at its start."""
     pending: PendingStep | None = None
     """The first step, if its updates have begun."""
+    carried: Sequence[Mapping[str, Any]] = ()
+    """Groups that the last of `steps` left unfinished."""
 
     def seek(self, dataset: Dataset[Any]) -> None:
         """Skips the rows that were already used."""
@@ -43,7 +45,7 @@ def continuation(
     """
     saved, saved_version = earlier.num_saved_steps, earlier.saved_version
     kept = _until(earlier)
-    position = None if earlier.loop is None else earlier.loop.position
+    position, carried = (None, ()) if earlier.loop is None else (earlier.loop.position, earlier.loop.carried)
     if is_of_run:
         learned = _after(earlier.steps, saved)
         version = learned[-1].next_version() if learned else saved_version
@@ -51,10 +53,12 @@ def continuation(
         has_begun = pending is not None and (pending.step.step, pending.step.policy_version) == (first, version)
         if node_version == version or (has_begun and node_version > version):
             reached = learned[-1].position if learned else position
-            return Continuation(first, [*kept, *learned], None, reached, pending if has_begun else None)
+            if learned:
+                carried = pending.carried if pending is not None and pending.step.step == first - 1 else ()
+            return Continuation(first, [*kept, *learned], None, reached, pending if has_begun else None, carried)
     is_loadable = earlier.checkpoint is not None and node_version <= saved_version
     if is_loadable or node_version == saved_version:
-        return Continuation(saved, kept, earlier.checkpoint, position)
+        return Continuation(saved, kept, earlier.checkpoint, position, carried=carried)
     if earlier.checkpoint is None and node_version < saved_version:
         raise VersionOrder(
             f"the run began at policy version {saved_version}, whose weights the node, now at {node_version}, no longer has, and "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from tasuki.client.carry import Carry
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.episodes import EpisodePool
 from tasuki.client.estimation import EstimatorState
@@ -79,6 +80,7 @@ class RlTraining:
                     eval_dump,
                     save_now,
                     progress,
+                    Carry.of(start.carried),
                 )
 
             yield loop

@@ -150,7 +150,9 @@ def micro_batch(
     weights_N = token_weights(
         samples.columns["loss_mask"], samples.num_completion_S, config=config, denominator=config.denominator
     )
-    is_current_S = samples.policy_version_S == policy_version
+    is_current_N = np.repeat(samples.policy_version_S == policy_version, samples.num_completion_S)
+    if "version_lag" in samples.columns:
+        is_current_N &= samples.columns["version_lag"] == 0
     loss = LossBatch(
         cu_seqlens_S=_tensor(_cumulative(samples.num_completion_S), device=device),
         weights_N=_tensor(weights_N, device=device),
@@ -161,7 +163,7 @@ def micro_batch(
         ref_log_probs_N=columns.get("ref_log_probs"),
         values_N=columns.get("values"),
         returns_N=columns.get("returns"),
-        is_current_N=_tensor(np.repeat(is_current_S, samples.num_completion_S), device=device),
+        is_current_N=_tensor(is_current_N, device=device),
     )
     return MicroBatch(token_batch(samples, device=device, part=part), loss)
 

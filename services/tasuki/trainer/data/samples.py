@@ -28,7 +28,8 @@ class Samples:
     token_ids_T: NDArray[np.int32]
     """Prompt and completion of each sample in sequence."""
     columns: Mapping[str, NDArray[np.float32]]
-    """[N] each, by names of COLUMNS; `loss_mask` is always present. Also the sampling `temperature`; 1 where absent."""
+    """[N] each, by names of COLUMNS; `loss_mask` is always present. Also the sampling `temperature`; 1 where absent. And `version_lag`, the
+    versions by which a token is older than its sample, if samples of several versions are among them."""
     prefix_S: NDArray[np.int32] | None = None
     """Samples with equal numbers have the same prompt, computed once within a micro-batch; NO_PREFIX shares none."""
 

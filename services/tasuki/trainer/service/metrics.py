@@ -17,7 +17,7 @@ from tasuki.rpc.metric_names import (
     TRAINER_TOKENS,
 )
 from tasuki.rpc.metrics import GpuSeconds
-from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.data.samples import Samples, starts
 from tasuki.trainer.roles import Role
 from tasuki.v1.trainer_pb2 import ForwardBackwardResponse, OptimStepResponse
 
@@ -46,8 +46,11 @@ class TrainerMetrics:
         self._samples.labels(role).inc(answer.num_samples)
         if role is not Role.POLICY:
             return
-        for version in (policy_version - samples.policy_version_S.astype(np.int64)).tolist():
-            self._staleness.observe(version)
+        age_N = np.repeat(policy_version - samples.policy_version_S.astype(np.int64), samples.num_completion_S)
+        if "version_lag" in samples.columns:
+            age_N += samples.columns["version_lag"].astype(np.int64)
+        for age in age_N[starts(samples.num_completion_S)].tolist():  # a sample's oldest token is its first
+            self._staleness.observe(age)
         for name, stat in _GAPS.items():
             if name in answer.metrics:
                 self._gap.labels(stat).set(answer.metrics[name])

@@ -62,6 +62,7 @@ def decode_samples(messages: Sequence[TrainingSample], *, names: Sequence[str] =
             "loss_mask": np.ones(int(num_completion_S.sum()), dtype=np.float32) if mask_N is None else mask_N,
             "temperature": np.repeat(np.array(temperatures, dtype=np.float32), num_completion_S),
             **{name: column_N for name, column_N in columns.items() if column_N is not None},
+            **_version_lags(messages),
         },
     )
 
@@ -88,6 +89,30 @@ def check_path(text: str) -> None:
         raise InvalidArgument("path", f"{text!r} is not absolute; the trainer has another working directory")
     if not path.name:
         raise InvalidArgument("path", f"{text!r} is the root of the file system; name a folder")
+
+
+def _version_lags(messages: Sequence[TrainingSample]) -> dict[str, NDArray[np.float32]]:
+    """Column of how many versions each token is older than its sample; none if every sample has one version. Raises InvalidArgument."""
+    if not any(message.version_spans for message in messages):
+        return {}
+    return {"version_lag": np.concatenate([_version_lag(message, index) for index, message in enumerate(messages)])}
+
+
+def _version_lag(message: TrainingSample, index: int) -> NDArray[np.float32]:
+    num_tokens, last = len(message.completion_token_ids), message.policy_version
+    if not message.version_spans:
+        return np.zeros(num_tokens, np.float32)
+    versions = [span.policy_version for span in message.version_spans]
+    lengths = [span.num_tokens for span in message.version_spans]
+    field = f"samples[{index}].version_spans"
+    if sum(lengths) != num_tokens:
+        raise InvalidArgument(
+            field, f"cover {sum(lengths)} tokens of a completion of {num_tokens}; give a span for each run of tokens"
+        )
+    if versions != sorted(versions) or versions[-1] != last:
+        problem = f"have versions {', '.join(map(str, versions))}; they must not decrease, and end with policy_version = {last}"
+        raise InvalidArgument(field, problem)
+    return np.repeat(np.array([last - version for version in versions], np.float32), lengths)
 
 
 def _column(
