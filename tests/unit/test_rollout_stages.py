@@ -54,7 +54,7 @@ class IdleEngine:
         await asyncio.sleep(timeout_s)
 
     async def generate(
-        self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str, session_key: str
+        self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str, **_: object
     ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
         self.num_running += num_requests
         await asyncio.sleep(0)

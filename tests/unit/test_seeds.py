@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tasuki.rollout.generate import EngineRequest, question
 from tasuki.rollout.rollout import Rollout
@@ -23,10 +24,10 @@ class SeededEngine(IdleEngine):
         self.model = replace(MODEL, is_seeded=True)
         self.seeds: list[object] = []
 
-    def generate(self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str, session_key: str):
+    def generate(self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str, **options: Any):
         taken = list(requests)
         self.seeds += [request.sampling["sampling_seed"] for request in taken]
-        return super().generate(iter(taken), num_requests=num_requests, prefix=prefix, session_key=session_key)
+        return super().generate(iter(taken), num_requests=num_requests, prefix=prefix, **options)
 
 
 class Node:
