@@ -64,6 +64,8 @@ class IdleEngine:
         self.num_finished += num_requests
         yield [(index, Completion([1], [-1.0], "length")) for index, _ in enumerate(requests)]
 
+    def cut_continued(self) -> None: ...
+
     def cut_all(self) -> None: ...
 
 
