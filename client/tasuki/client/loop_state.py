@@ -104,7 +104,7 @@ def read_loop_state(checkpoint: Path) -> LoopState:
         if not is_intact(fields):
             raise ValueError("its checksum differs from the one in it")
         position = {name: int(value) for name, value in fields["position"].items()}
-        return LoopState(Step.of(fields["step"]), position, fields.get("carried", ()))
+        return LoopState(Step.of(fields["step"]), position, tuple(fields.get("carried", ())))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged_checkpoint(checkpoint, f"{path} is damaged ({type(error).__name__}: {error})") from error
 
