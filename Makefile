@@ -34,9 +34,11 @@ PROTOS := $(wildcard protos/tasuki/v1/*.proto)
 SOURCES := protos services client tests tools
 # All but the larger trackers, whose tests are skipped without them.
 EXTRAS := --extra certs --extra otel --extra rollout --extra tensorboard --extra trainer
+# Measures its own process, so no other test may run there.
+MEASURED := tests/integration/test_many_changeovers.py
 README_NODE := tests/e2e/test_documents.py::test_commands_of_the_readme_work_as_written
 # Of their proofs `make test` carries out a sample (tests/extent.py).
-SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration tests/e2e --include='test_*.py') tests/integration/test_engine_parts.py \
+SAMPLED := $(filter-out $(MEASURED),$(shell grep -rl 'tests.extent import' tests/unit tests/integration tests/e2e --include='test_*.py')) tests/integration/test_engine_parts.py \
   tests/integration/test_trainer_memory.py
 GRID := tests/chaos/test_grid.py
 # The longest one last.
@@ -63,6 +65,7 @@ test: setup grpcurl jobset  ## the tests of a change: 5 minutes on two idle core
 
 test-all: test  ## the long tests, too, and whole proofs for PROOF_MINUTES (default 45)
 	$(BIN)/python -m pytest -n 3 -m long $(TESTS) $(PYTEST_ARGS)
+	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEASURED)
 	TASUKI_PROOF_MINUTES=$(or $(PROOF_MINUTES),45) TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PROOFS)
 	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(README_NODE)
 
@@ -71,6 +74,7 @@ oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own fu
 
 chaos: setup  ## every process killed and stopped in every stage, ThreadSanitizer, and other long proofs; writes runs/chaos
 	$(MAKE) -s -C csrc tsan
+	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEASURED)
 	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PROOFS) $(PYTEST_ARGS)
 
 fleet: setup  ## real fleets on this machine, with root in network namespaces, and on Slurm where it is installed; every message cut, every process struck; writes runs/fleet

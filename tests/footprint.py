@@ -23,6 +23,8 @@ class Footprint:
     """Resources of one process. memfd_bytes, shm_bytes: physical memory of files open or mapped, each file counted once."""
 
     rss_bytes: int
+    address_bytes: int
+    num_mappings: int
     num_fds: int
     memfd_bytes: int
     shm_bytes: int
@@ -41,9 +43,11 @@ def footprints(node: RunningNode) -> dict[str, Footprint]:
 
 
 def footprint(process: psutil.Process) -> Footprint:
-    files = dict(_open_files(process.pid))
+    files, memory = dict(_open_files(process.pid)), process.memory_info()
     return Footprint(
-        rss_bytes=process.memory_info().rss,
+        rss_bytes=memory.rss,
+        address_bytes=memory.vms,
+        num_mappings=len(os.listdir(f"/proc/{process.pid}/map_files")),
         num_fds=process.num_fds(),
         memfd_bytes=sum(size for target, size in files.values() if target.startswith("/memfd:")),
         shm_bytes=sum(size for target, size in files.values() if target.startswith("/dev/shm/")),
