@@ -158,8 +158,8 @@ def test_ctrl_c_while_it_trains_leaves_nothing_and_the_run_is_resumed_on_the_sam
     assert [file.name for file in sorted((output / "samples").iterdir())] == SAMPLE_FILES
     with closing(sqlite3.connect(output / "journal.sqlite")) as journal:
         (num_changeovers,) = journal.execute("SELECT count(*) FROM changeovers").fetchone()
-    # The step after the checkpoint was made twice, and the interrupt may have come after another changeover.
-    assert num_changeovers - 2 * (NUM_STEPS + 1) in (2, 3)
+    # The steps after the checkpoint were made twice, and the interrupt may have come after another changeover.
+    assert num_changeovers - 2 * (NUM_STEPS + 1) in range(2, 2 * SAVE_EVERY + 2)
     assert json.loads((output / "track/tensorboard.json").read_text()) == {"last_step": NUM_STEPS}
     assert len(list((output / "track/tensorboard").glob("events.*"))) == 2
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
-from tasuki.client.policy import tool_schema
+from tasuki.client.policy import Chat, Message, Reply, tool_schema
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument
 from tests.models import EOS, char_tokenizer
@@ -63,6 +64,37 @@ def test_a_call_that_cannot_be_read_is_told_to_the_policy(by_form: dict[str, Mod
     text = WRITTEN[form].replace('"name": "add"', '"name": 3')
     read = by_form[form].read_answer(by_form[form].encode_text(text), ROW)
     assert "a tool call is" in read["tool_calls"][0]["error"]
+
+
+async def test_results_follow_the_calls_of_the_message_whatever_cannot_be_read_among_them(by_form: dict[str, ModelTokenizer]):
+    tokenizer = by_form["hermes"]
+    texts = ["<tool_call>\n{\n</tool_call>" + WRITTEN["hermes"], "<tool_call>\nno\n</tool_call>", "done"]
+    places: list[int] = []
+
+    class Scripted:
+        """Answers with `texts`, each after the prompt that a turn would have."""
+
+        async def chat_completion(self, messages: Sequence[Message], tools: object, **_: object) -> Reply:
+            if places:
+                tokenizer.encode_next(messages, places[-1], ROW, last_token_id=EOS)
+            places.append(len(messages))
+            drawn = [*tokenizer.encode_text(texts[len(places) - 1]), EOS]
+            return Reply(token_ids=drawn, context=[], finish_reason="stop", **tokenizer.read_answer(drawn, ROW))
+
+    chat = Chat(Scripted(), [], {"add": add, "f": f})
+    assert (await chat.say("question")).text == "done"
+    told = [(message.get("name"), message["content"][:8]) for message in chat.messages if message["role"] == "tool"]
+    assert told == [("add", "2"), ("f", "error: T"), (None, "error: t"), (None, "error: t")]
+
+
+def add(a: int) -> int:
+    """Adds one."""
+    return a + 1
+
+
+def f(a: int) -> int:
+    """Needs an argument."""
+    return a
 
 
 def test_an_answer_without_calls_is_text(by_form: dict[str, ModelTokenizer]):

@@ -108,9 +108,12 @@ class Chat:
                 self.messages.append(reply.message)
             if not reply.tool_calls or not self._tools:
                 return reply
-            for call in reply.tool_calls:
-                result = call["error"] if "error" in call else await self._run(**call["function"])
-                self.messages.append({"role": "tool", "name": call.get("function", {}).get("name", ""), "content": result})
+            for call in sorted(reply.tool_calls, key=lambda call: "error" in call):  # the message has no unreadable calls
+                if "error" in call:
+                    self.messages.append({"role": "tool", "content": call["error"]})
+                else:
+                    result = await self._run(**call["function"])
+                    self.messages.append({"role": "tool", "name": call["function"]["name"], "content": result})
 
     async def _run(self, name: str, arguments: dict[str, Any]) -> str:
         """The tool's result as text. What it raises is told to the policy, whose call may be at fault."""
