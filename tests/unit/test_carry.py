@@ -165,7 +165,6 @@ def test_the_state_of_carried_groups_is_whole(tmp_path: Path) -> None:
     [
         ({"oversample": 0.5}, "oversample"),
         ({"oversample": 1.5}, "max_staleness"),
-        ({"max_staleness": 1}, "max_staleness"),
         ({"oversample": 1.5, "max_staleness": 1, "num_mini_batches": 2}, "max_staleness"),
         ({"oversample": 1.5, "max_staleness": 1, "max_batches": 2}, "oversample"),
         ({"oversample": 1.5, "max_staleness": 1, "stop": ["."]}, "oversample"),

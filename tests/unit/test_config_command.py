@@ -59,6 +59,7 @@ def test_every_key_has_its_origin_and_the_text_reads_back(
         (["train.algorithm=rloo", "train.advantages.std=population"], ["train.advantages.std"]),
         (["train.algorithm=rloo", "train.advantages.std=none"], []),
         (["train.advantages.lam=0.9"], ["train.advantages.lam"]),
+        (["train.max_staleness=2"], ["train.max_staleness"]),
         (["train.loss.name=policy_gradient", "train.old_policy=given"], ["train.old_policy"]),
         (["train.old_policy=rollout", "train.loss.correction.sequence_truncation=2"], ["train.loss.correction.sequence_truncation"]),
         (["train.eval_every=5", "train.stop_at_eval_score=0.5"], ["train.eval_every", "train.stop_at_eval_score"]),

@@ -298,6 +298,7 @@ def _rows_of_run(config: NodeConfig) -> Iterator[_Row]:
     yield "train.loss.correction.token_truncation", tokens, usual, truncates or tokens is None, needed
     sequences = loss.correction.sequence_truncation
     yield "train.loss.correction.sequence_truncation", sequences, None, truncates, needed
+    yield "train.max_staleness", train.max_staleness, 0, train.oversample > 1, "set train.oversample above 1"
     held_out, needed = train.eval_dataset is not None, "give a train.eval_dataset"
     yield "train.eval_every", train.eval_every, None, held_out, needed
     yield "train.stop_at_eval_score", train.stop_at_eval_score, None, held_out, needed

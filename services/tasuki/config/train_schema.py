@@ -355,10 +355,6 @@ class TrainConfig(Schema):
     def _check_carry(self) -> None:
         """Refuses what cannot be carried over a changeover, and bounds that would drop every carried group."""
         if self.oversample == 1:
-            if self.max_staleness:
-                raise SettingError(
-                    "max_staleness", "is for oversample above 1: nothing is carried over a changeover without it"
-                )
             return
         if self.max_staleness < self.num_updates:
             problem = f"is {self.max_staleness}; with oversample above 1 it must be at least the {self.num_updates} versions of a step"
