@@ -23,7 +23,7 @@ from tests.sockets import process_tree
 
 pytestmark = pytest.mark.timeout(600)
 SERVICES = {"tasuki.coordinator", "tasuki.rollout", "tasuki.trainer", "tasuki.trainer.launch"}
-API = ("run", "node", "curves", "memory", "changeovers", "settings", "log", "metrics.csv", "samples")
+API = ("run", "node", "curves", "memory", "changeovers", "settings", "log", "samples")
 
 
 @pytest.fixture

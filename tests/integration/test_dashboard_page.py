@@ -127,11 +127,6 @@ def test_a_run_that_learns_nothing_says_so_and_what_it_does_now(page: Browser, s
         page.evaluate("document.querySelector('#view-run figure .help').focus()")
         page.press("Enter")
         page.until("document.querySelector('#explained').matches(':popover-open')")
-        page.evaluate(SAVED)
-        page.evaluate("document.querySelector('#view-run figure .png').click()")
-        page.until("window.saved[0]?.startsWith('Reward, weighted sum.png image/png')")
-        page.evaluate("[...document.querySelectorAll('#view-run .tools button')].at(-1).click()")
-        page.until("window.saved[1]?.startsWith('metrics.csv text/csv')")
         page.open("about:blank#left")
 
 
@@ -162,15 +157,6 @@ def test_a_phone_shows_all_without_scrolling_sideways(page: Browser, recorded) -
             ), tab
     finally:
         page.resize(1360, 1000)
-
-
-SAVED = """
-window.saved = [];
-const made = URL.createObjectURL;
-let kind = '';
-URL.createObjectURL = (blob) => { kind = `${blob.type} ${blob.size}`; return made(blob); };
-HTMLAnchorElement.prototype.click = function () { window.saved.push(`${this.download} ${kind}`); };
-"""
 
 
 def test_chats_filters_and_held_out_rows(page: Browser, stalled: Path) -> None:

@@ -20,7 +20,7 @@ from tests.integration.mutations import mutated
 from tests.integration.port_node import admit_tokens, make_certs, make_tokens, mtls, port_config, tokens
 from tests.integration.test_metrics_port import tls_of
 
-FIGURES = ["run", "node", "curves", "memory", "changeovers", "settings", "log", "metrics.csv", "samples",
+FIGURES = ["run", "node", "curves", "memory", "changeovers", "settings", "log", "samples",
            "samples/step?step=29", "samples/one?step=29&index=0", "changes"]  # fmt: skip
 
 

@@ -38,29 +38,16 @@ def test_tokens_that_the_policy_did_not_draw_have_no_log_probs(tmp_path: Path) -
     assert sample["rollout_log_probs"] == sample["trainer_log_probs"] == [-1, None, -2]
 
 
-def test_lines_and_fields_of_the_wrong_kind_are_passed_over(tmp_path: Path) -> None:
-    strange = {
-        "group": "x", "sample": 10**30, "prompt": [{"role": "user", "content": "\ud800hi"}], "completion": None, "reward": "high",
-        "rewards": [1], "advantage": 10**400, "token_ids": [1, "2", 3], "rollout_log_probs": [None, "x", -1], "fields": {"a": {"b": 1}},
-    }  # fmt: skip
-    lines = ["not json", "[]", "[" * 200_000, json.dumps(strange), '{"torn": ']
+def test_lines_that_are_no_sample_are_counted_and_shown_no_completion(tmp_path: Path) -> None:
+    strange = {"prompt": [{"role": "user", "content": "hi"}], "completion": None, "reward": "high", "token_ids": ["x"]}
+    lines = ["not json", "[]", "[" * 200_000, json.dumps(strange), json.dumps({**strange, "reward": None}), '{"torn": ']
     (tmp_path / "step-000007.jsonl").write_text("\n".join(lines))
     step = read_step(tmp_path, 7)
-    assert (len(step["samples"]), len(step["rewards"]), step["num_bad_lines"]) == (1, 1, 3)
-    assert json.dumps(step).encode()
-    sample = read_sample(tmp_path, 7, 3, token_text=TokenTexts(None))
-    assert (sample["group"], sample["sample"], sample["reward"], sample["advantage"], sample["rewards"]) == (
-        None,
-        None,
-        None,
-        None,
-        {},
-    )
-    assert (sample["token_ids"], sample["tokens"], sample["rollout_log_probs"]) == ([1, 3], [None, None], [None, None])
-    assert sample["prompt"] == "user: ?hi"
-    assert sample["messages"] == [{"role": "user", "content": "?hi", "others": ""}]
-    with pytest.raises(InvalidArgument, match="is not a sample"):
-        read_sample(tmp_path, 7, 0, token_text=TokenTexts(None))
+    assert (len(step["samples"]), len(step["rewards"]), step["num_bad_lines"]) == (1, 1, 4)
+    assert step["samples"][0]["prompt"] == "user: hi"
+    for index in (0, 4):
+        with pytest.raises(InvalidArgument, match="is not a sample"):
+            read_sample(tmp_path, 7, index, token_text=TokenTexts(None))
 
 
 def written(folder: Path, step: int, *samples: dict) -> None:
@@ -101,7 +88,7 @@ def test_a_character_of_several_tokens_is_whole_in_a_joined_text(tmp_path: Path)
     vocab = {"Ã": 0, "©": 1, "Ġhi": 2}
     tokenizer = {"model": {"vocab": vocab}, "added_tokens": [{"id": 3, "content": "<é>"}], "decoder": {"type": "ByteLevel"}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert TokenTexts(tmp_path).joined([3, 0, 1, 2, 9, "x"]) == "<é>é hi⟨9⟩"
+    assert TokenTexts(tmp_path).joined([3, 0, 1, 2, 9]) == "<é>é hi⟨9⟩"
     assert TokenTexts(None).joined([1]) == "⟨1⟩"
 
 

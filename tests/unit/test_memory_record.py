@@ -63,7 +63,9 @@ async def test_a_line_is_written_for_what_is_new_and_the_journal_moves_the_tags(
     assert len(record.read_text().splitlines()) == 2
     with record.open("a") as lines:
         lines.write('{"time": 5\nnull\n{"time": 1e999, "tags": [{}], "device_bytes": {}}\n{"tags": ')
-    window = MemoryTimeline(record).window(columns_of(tmp_path / "journal.sqlite"), changeovers=3, plan=None)
+    timeline = MemoryTimeline(record)
+    assert timeline.advance()
+    window = timeline.window(columns_of(tmp_path / "journal.sqlite"), changeovers=3, plan=None)
     (device,) = window["devices"]
     assert (device["device"], device["total_bytes"]) == ("cuda:0", 12 * GB)
     assert device["process_bytes"] == sum(reported) > 0
@@ -91,6 +93,7 @@ async def test_the_file_stays_below_its_bound(devices: Devices, tmp_path: Path, 
 
 def test_a_recorded_run_has_memory_beside_its_plan() -> None:
     timeline = MemoryTimeline(RECORDED / "memory.jsonl")
+    assert timeline.advance()
     plan = read_plan(RECORDED / "logs" / "node.toml", timeline.device_bytes())
     window = timeline.window(columns_of(RECORDED / "journal.sqlite"), changeovers=4, plan=plan)
     (device,) = window["devices"]

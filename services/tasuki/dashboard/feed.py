@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.load import load_config
-from tasuki.config.paths import RUN_CONFIG, log_path
+from tasuki.config.paths import RUN_CONFIG, journal_path, log_path, memory_record_path
 from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.journal import JournalTail, page
 from tasuki.dashboard.logs import PROCESSES, RestartLogs, read_logs
@@ -35,11 +34,8 @@ class NodeFollower:
         """config_path: of the node to follow now; None if there is none."""
         self._config_path, self._tell = config_path, tell
         self._stop = threading.Event()
-        self._lock = threading.Lock()
         self._reader: NodeReader | None = None
-        self._state: dict[str, Any] = {}
-        self._is_silent = False
-        self._note = "no node runs here"
+        self._state = self._without_node("no node runs here")
         self._thread = threading.Thread(target=self._poll, name="tasuki-node", daemon=True)
 
     def start(self) -> None:
@@ -47,21 +43,18 @@ class NodeFollower:
 
     def close(self) -> None:
         self._stop.set()
-        with self._lock:
-            reader = self._reader
-        if reader is not None:
+        if (reader := self._reader) is not None:
             reader.__exit__()
         self._thread.join(_POLL_S)
 
     def read(self) -> dict[str, Any]:
         """The current state. is_live: whether the coordinator has answered; is_silent: whether it has not, although a node runs."""
-        with self._lock:
-            return {"is_live": bool(self._state), "is_silent": self._is_silent, "note": self._note, **self._state}
+        return self._state
 
     def _poll(self) -> None:
         while not self._stop.is_set():
             if (path := self._config_path()) is None:
-                self._lose("no node runs here")
+                self._take(self._without_node("no node runs here"))
             else:
                 self._follow(path)
             self._stop.wait(_POLL_S)
@@ -69,34 +62,28 @@ class NodeFollower:
     def _follow(self, path: Path) -> None:
         """Follows the node until it is gone."""
         try:
-            with NodeReader(load_config(path)) as reader:
-                with self._lock:
-                    self._reader = reader
+            with NodeReader(load_config(path)) as self._reader:
                 while not self._stop.is_set() and self._config_path() == path:
-                    self._take(as_dict(reader.read_states()))
+                    state: dict[str, Any] = as_dict(self._reader.read_states())
+                    if state["node"].get("boot_id"):
+                        self._take({"is_live": True, "is_silent": False, "note": "", **state})
+                    else:  # only the coordinator knows the node's place
+                        why = state["absent"].get("coordinator", "does not answer")
+                        self._take(self._without_node(f"the coordinator {why}", is_silent=True))
                     self._stop.wait(_POLL_S)
         except (TasukiError, OSError, ValueError) as error:  # ValueError: the channel was closed by `close`
-            self._lose(str(error))
+            self._take(self._without_node(str(error)))
         finally:
-            with self._lock:
-                self._reader = None
+            self._reader = None
 
     def _take(self, state: dict[str, Any]) -> None:
-        if not state["node"].get("boot_id"):  # only the coordinator knows the node's place
-            self._lose(f"the coordinator {state['absent'].get('coordinator', 'does not answer')}", is_silent=True)
-            return
-        with self._lock:
-            is_new = state != self._state
-            self._state, self._is_silent, self._note = state, False, ""
-        if is_new:
+        if state != self._state:
+            self._state = state
             self._tell()
 
-    def _lose(self, note: str, *, is_silent: bool = False) -> None:
-        with self._lock:
-            is_new = bool(self._state) or note != self._note
-            self._state, self._is_silent, self._note = {}, is_silent, note
-        if is_new:
-            self._tell()
+    @staticmethod
+    def _without_node(note: str, *, is_silent: bool = False) -> dict[str, Any]:
+        return {"is_live": False, "is_silent": is_silent, "note": note}
 
 
 _LOOK_S = 1.0
@@ -119,7 +106,7 @@ class Feed:
         self._answering = threading.Lock()
         """Held for an answer from much data, so that many at once do not need the memory of all."""
         self._settle(place())
-        self._node = NodeFollower(self._node_config, lambda: self._tell("node"))
+        self._node = NodeFollower(lambda: self.place.config if self.place.is_of_node else None, lambda: self._tell("node"))
         self._thread = threading.Thread(target=self._look_on, name="tasuki-dashboard", daemon=True)
 
     def start(self) -> None:
@@ -139,12 +126,11 @@ class Feed:
         """The run's settings and latest metrics."""
         place = self.place
         summary, _ = read_summary(place.output_dir)
-        progress = asdict(found) if place.output_dir is not None and (found := read_progress(place.output_dir)) else {}
-        is_finite = all(math.isfinite(value) for value in progress.values() if isinstance(value, float))
+        progress = None if place.output_dir is None else read_progress(place.output_dir)
         run = None if self._config is None else self._config.train or self._config.sft
         return {
             "now": time.time(),
-            "progress": progress if progress and is_finite else None,
+            "progress": None if progress is None else asdict(progress),
             "is_supervised": self._config is not None and self._config.sft is not None,
             "num_steps": None if run is None else run.num_steps,
             "others": [str(other.output_dir) for other in self._others],
@@ -164,21 +150,15 @@ class Feed:
     def curves(self, *, first: int, last: int, points: int) -> dict[str, Any]:
         with self._answering:
             found = thinned([self._steps, *self._others], first=first, last=last, points=points)
-        charts = draw(found)
-        return {
-            **{name: value for name, value in found.items() if name != "series"},
-            "bounds": self._steps.bounds(),
-            "charts": charts,
-        }
-
-    def metrics_csv(self) -> str:
-        with self._answering:
-            return self._steps.csv()
+        charts = draw(found.pop("series"), found["constants"])
+        return {**found, "bounds": self._steps.bounds(), "charts": charts}
 
     def changeovers(self, *, before: int | None, limit: int, only_failed: bool) -> dict[str, Any]:
         """Raises InvalidArgument for an unreadable journal."""
         restarts_now = self._restarts.coordinator_restarts_now()
-        return page(self.place.journal, before=before, limit=limit, only_failed=only_failed, restarts_now=restarts_now)
+        return page(
+            journal_path(self.place.archive), before=before, limit=limit, only_failed=only_failed, restarts_now=restarts_now
+        )
 
     def memory(self, *, changeovers: int) -> dict[str, Any]:
         with self._answering:
@@ -208,25 +188,22 @@ class Feed:
     def sample(self, step: int, index: int) -> dict[str, Any]:
         """Raises PathNotFound and InvalidArgument."""
         with self._answering:
-            return read_sample(self.place.samples, step, index, token_text=self._token_texts())
-
-    def _node_config(self) -> Path | None:
-        """Configuration of a node that may be running."""
-        return self.place.config if self.place.is_of_node else None
+            if self._tokens is None:
+                self._tokens = TokenTexts(_model_of(self.place, self._config))
+            return read_sample(self.place.samples, step, index, token_text=self._tokens)
 
     def _settle(self, place: RunPlace) -> None:
         self.place = place
         self._steps = StepColumns(place.output_dir or _NOWHERE)
-        self._journal = JournalTail(place.journal)
+        self._journal = JournalTail(journal_path(place.archive))
         self._restarts = RestartLogs(log_path(place.archive, "supervisor"))
-        self._memory = MemoryTimeline(place.memory_record)
+        self._memory = MemoryTimeline(memory_record_path(place.archive))
         self._tokens: TokenTexts | None = None
         self._problems: list[str] = []
         self._plan: dict[str, Any] | None = None
         self._plan_problem, self._planned_for = "there is no configuration of a node here", None
         self._config = _config_of(place)
-        self._samples_time, self._has_new_samples = 0, False
-        self._stamps: dict[str, list[tuple[int, int]]] = {}
+        self._stamps: dict[str, tuple[list[tuple[int, int]], bool]] = {}
 
     def _look_on(self) -> None:
         while not self._stop.is_set():
@@ -243,56 +220,42 @@ class Feed:
     def _look(self) -> bool:
         """Refreshes everything. Returns whether more may be waiting in a file that is read in parts."""
         advanced = [columns.advance() for columns in (self._steps, *self._others)]
-        has_steps, has_stages = any(advanced), self._journal.advance()
+        has_steps, has_stages, has_memory = any(advanced), self._journal.advance(), self._memory.advance()
         told = ["run", "steps"] if has_steps else []
         told += ["changeovers", "memory", "node"] if has_stages else []
         told += ["changeovers", "node"] if self._restarts.advance() else []
-        if self._see_samples():
-            told.append("samples")
         output_dir = self.place.output_dir or _NOWHERE
         watched = {
             "run": [output_dir / "summary.json", output_dir / RUN_CONFIG],
             "progress": [progress_path(output_dir)],
+            "samples": [folder for folder in (self.place.samples, self.place.evaluations) if folder is not None],
             "log": [log_path(self.place.archive, process) for process in PROCESSES],
         }
         told += [part for part, paths in watched.items() if self._is_changed(part, paths)]
         if "run" in told:  # a resumed run may have another
             self._config = _config_of(self.place)
-        if self._make_plan():
+        if self._make_plan() or has_memory:
             told.append("memory")
-        if self._see_problems():
+        _, of_summary = read_summary(self.place.output_dir)
+        readers = (self.place, self._journal, self._steps, *self._others, self._restarts, self._memory, self._tokens)
+        problems = [reader.problem for reader in readers if reader is not None and reader.problem]
+        problems += [of_summary] if of_summary else []
+        if problems != self._problems:
+            self._problems = problems
             told.append("run")
         self._tell(*told)
         return has_steps or has_stages
 
-    def _see_samples(self) -> bool:
-        """Returns whether the folder has changed, and once more after that: another file may come within a tick of its clock."""
-        time_ns = 0
-        for folder in (self.place.samples, self.place.evaluations):
-            with suppress(OSError):
-                time_ns += 0 if folder is None else folder.stat().st_mtime_ns
-        had_new, self._has_new_samples = self._has_new_samples, time_ns != self._samples_time
-        self._samples_time = time_ns
-        return had_new or self._has_new_samples
-
     def _is_changed(self, part: str, paths: Sequence[Path]) -> bool:
-        """Whether one of a part's files has another time or size than at the last call."""
+        """Whether one of a part's files has another time or size, or had at the last call: more may come within a tick of the clock."""
         stamps: list[tuple[int, int]] = []
         for path in paths:
             with suppress(OSError):
                 status = path.stat()
                 stamps.append((status.st_mtime_ns, status.st_size))
-        before, self._stamps[part] = self._stamps.get(part), stamps
-        return stamps != before
-
-    def _see_problems(self) -> bool:
-        """Notes which files cannot be read. Returns whether that has changed."""
-        _, of_summary = read_summary(self.place.output_dir)
-        readers = (self.place, self._journal, self._steps, *self._others, self._restarts, self._memory, self._tokens)
-        found = [reader.problem for reader in readers if reader is not None and reader.problem]
-        found += [of_summary] if of_summary else []
-        is_new, self._problems = found != self._problems, found
-        return is_new
+        before, had_new = self._stamps.get(part, ([], False))
+        self._stamps[part] = stamps, stamps != before
+        return had_new or stamps != before
 
     def _make_plan(self) -> bool:
         """Plans once for each configuration and GPU size. Returns whether the plan changed."""
@@ -305,11 +268,6 @@ class Feed:
         except (TasukiError, OSError) as error:
             self._plan, self._plan_problem = None, str(error)
         return True
-
-    def _token_texts(self) -> TokenTexts:
-        if self._tokens is None:
-            self._tokens = TokenTexts(_model_of(self.place, self._config))
-        return self._tokens
 
     def _tell(self, *parts: str) -> None:
         if parts:

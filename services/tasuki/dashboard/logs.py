@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,8 @@ def read_logs(folder: Path, *, only_warnings: bool) -> dict[str, Any]:
         path = log_path(folder, process)
         try:
             found = _tail(path, process)
-        except FileNotFoundError:
-            continue
         except OSError as error:
-            problems.append(f"{path} cannot be read: {error.strerror}")
+            problems += filter(None, [unreadable(path, error)])
             continue
         lines += deque((line for line in found if not (only_warnings and line["level"] in ("DEBUG", "INFO", ""))), _MAX_LINES)
     return {"lines": sorted(lines, key=lambda line: line["time"])[-_MAX_LINES:], "problems": problems}
@@ -107,36 +105,22 @@ class RestartLogs:
 
 def _restarts(log: Path) -> list[dict[str, Any]]:
     """Raises OSError."""
+    with open_regular(log) as file:
+        file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
+        text = file.read(_LOG_BYTES).decode(errors="replace")
     causes: dict[str, str] = {}
     found: list[dict[str, Any]] = []
-    for time, event, fields in _log_events(log):
+    for match in filter(None, map(_LOG_LINE.match, text.splitlines())):
+        event, fields = match[3], dict(_FIELD.findall(match[4]))
         service = fields.get("service") or fields.get("process", "").rstrip("0123456789").replace("scheduler", "rollout")
         if event == "ended":
-            causes[service] = _ended(fields.get("exit_code", ""))
+            code = fields.get("exit_code", "")
+            causes[service] = f"killed by signal {code[1:]}" if code.startswith("-") else f"ended with exit code {code}"
         elif event in ("stalled", "lost", "restart_asked"):
             causes[service] = fields.get("cause", event)
         elif event == "restart":
             cause = causes.pop(service, "")
-            found.append({"time": time, "service": service, "number": fields.get("number", ""), "cause": cause})
+            with suppress(ValueError, OverflowError):  # no such time
+                moment = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(match[2]) / 1000  # noqa: DTZ007
+                found.append({"time": moment, "service": service, "number": fields.get("number", ""), "cause": cause})
     return found
-
-
-def _ended(exit_code: str) -> str:
-    return f"killed by signal {exit_code[1:]}" if exit_code.startswith("-") else f"ended with exit code {exit_code}"
-
-
-def _log_events(log: Path) -> Iterator[tuple[float, str, dict[str, str]]]:
-    with open_regular(log) as file:
-        file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
-        text = file.read(_LOG_BYTES).decode(errors="replace")
-    for match in map(_LOG_LINE.match, text.splitlines()):
-        if match is not None and (moment := _moment(match[1])) is not None:
-            yield moment + int(match[2]) / 1000, match[3], dict(_FIELD.findall(match[4]))
-
-
-def _moment(text: str) -> float | None:
-    """Unix time of a local time, which the log uses; None if there is no such time."""
-    try:
-        return datetime.strptime(text, "%Y-%m-%d %H:%M:%S").timestamp()  # noqa: DTZ007
-    except (ValueError, OverflowError, OSError):
-        return None

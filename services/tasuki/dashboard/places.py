@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +14,18 @@ from tasuki.config.paths import (
     archived_config_path,
     config_path,
     journal_path,
-    memory_record_path,
     training_output_path,
 )
 from tasuki.config.save import toml_lines
 from tasuki.config.schema import NodeConfig
+from tasuki.dashboard.followed import MALFORMED, problem_of
 from tasuki.runs.archive import NODE_FILE, archive_folder
 from tasuki.runs.folder import EVALUATIONS, SAMPLES
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import PathNotFound, TasukiError
 from tasuki.wire.regular_file import read_path, read_regular, unreadable
 
-_SUMMARY_BYTES, _SUMMARY_CHARS = 1_000_000, 1_000
+_MAX_BYTES = 1_000_000
 _OF_RUN = ("metrics.jsonl", "summary.json", "run.json", "state_dir", SAMPLES)
 """Files of a run's output folder, of which its first steps need not have made all."""
 
@@ -43,14 +42,6 @@ class RunPlace:
     """Whether the node may still be running, so that its folder is read instead of a copy."""
     problem: str = ""
     """Why the file that names the node, or its run, cannot be read."""
-
-    @property
-    def journal(self) -> Path:
-        return journal_path(self.archive)
-
-    @property
-    def memory_record(self) -> Path:
-        return memory_record_path(self.archive)
 
     @property
     def samples(self) -> Path | None:
@@ -113,32 +104,19 @@ def place_of_node(state_dir: Path) -> RunPlace:
 
 
 def read_summary(output_dir: Path | None) -> tuple[dict[str, Any] | None, str]:
-    """Reads plain values; None if the file is missing or unreadable. Also returns why it is unreadable."""
+    """The run's summary; None if the file is missing or unreadable. Also returns why it is unreadable."""
     if output_dir is None:
         return None, ""
     path = output_dir / "summary.json"
     try:
-        summary = json.loads(read_regular(path, max_bytes=_SUMMARY_BYTES))
-    except OSError as error:
-        return None, unreadable(path, error)
-    except (ValueError, RecursionError) as error:
-        return None, f"{path} cannot be read: it is not JSON: {error}"
-    if not isinstance(summary, dict):
-        return None, f"{path} cannot be read: it is not a JSON object"
-    return {name: _plain(value) for name, value in summary.items() if isinstance(value, str | int | float) or value is None}, ""
-
-
-def _plain(value: str | float | None) -> str | float | None:
-    """JSON has no notation for non-finite numbers, although Python writes and reads them."""
-    if isinstance(value, str):
-        return value[:_SUMMARY_CHARS]
-    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+        return dict(json.loads(read_regular(path, max_bytes=_MAX_BYTES))), ""
+    except (OSError, *MALFORMED) as error:
+        return None, problem_of(path, error)
 
 
 _RUN_KEYS = ("train.dataset", "train.output_dir", "train.reward.function", "train.algorithm", "sft.dataset", "sft.output_dir")
 _NAMED = ("state_dir", "device", "model.path", *_RUN_KEYS)
 """Keys without a default, or from which the defaults of others follow."""
-_MAX_BYTES, _MAX_CHARS = 1_000_000, 4_000
 
 
 def read_settings(output_dir: Path | None, config: NodeConfig | None) -> dict[str, Any]:
@@ -149,8 +127,8 @@ def read_settings(output_dir: Path | None, config: NodeConfig | None) -> dict[st
             head = json.loads(read_regular(output_dir / "run.json", max_bytes=_MAX_BYTES))
             given = {"run": head["id"], "begun at version": head["policy_version"], **head.get("provenance", {})}
             given |= {f"content of {name}": value for name, value in head["recipe"].items() if str(value).startswith("sha256:")}
-            found["provenance"] = {str(name)[:_MAX_CHARS]: str(value)[:_MAX_CHARS] for name, value in given.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            found["provenance"] = {name: str(value) for name, value in given.items()}
+        except (OSError, *MALFORMED):
             pass  # from before the run, or of another version
     if config is not None:
         given, usual = (dict(_flat(table)) for table in (config.model_dump(mode="json", exclude_none=True), _usual(config)))

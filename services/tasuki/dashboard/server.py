@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import math
 import os
 import secrets
 import socket
@@ -22,6 +23,7 @@ from tasuki.config.checks import port_problem
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.feed import Feed
+from tasuki.dashboard.followed import MALFORMED
 from tasuki.dashboard.places import RunPlace, place_of, place_of_node
 from tasuki.rpc.http_port import MISDIRECTED, HttpCaller, HttpHandler, HttpPort
 from tasuki.rpc.methods import METHODS
@@ -35,7 +37,6 @@ _BEARER = "bearer "
 _TOKEN_BYTES = 32
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _MAX_NUMBER = 2**53
-_NO_PATH = b"the request names no path\n"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -98,8 +99,7 @@ class _Handler(HttpHandler):
         try:
             url = urlsplit(self.path)
         except ValueError:  # an absolute target whose host is malformed, such as "http://["
-            self._answer(HTTPStatus.BAD_REQUEST, "text/plain", _NO_PATH)
-            return
+            url = urlsplit("")
         if not server.takes_host(self.headers.get("Host")):
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", MISDIRECTED)
         elif url.path in server.files:
@@ -108,27 +108,20 @@ class _Handler(HttpHandler):
             self._answer_figures(server, url.path, {name: values[-1] for name, values in parse_qs(url.query).items()})
 
     def _answer_figures(self, server: DashboardServer, path: str, query: Query) -> None:
+        status = HTTPStatus.OK
         try:
             server.check(self)
             found = _figures(server.feed, path, query)
-            if isinstance(found, str):
-                self._answer(HTTPStatus.OK, "text/csv; charset=utf-8", found.encode())
-            else:
-                self._answer_json(HTTPStatus.OK, found)
         except TasukiError as error:
             status = next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), HTTPStatus.INTERNAL_SERVER_ERROR)
-            self._answer_json(status, {"error": error.message, "reason": error.reason})
+            found = {"error": error.message, "reason": error.reason}
+        except (OSError, *MALFORMED) as error:
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            found = {"error": f"the run has a file that cannot be read: {type(error).__name__}: {error}", "reason": "INTERNAL"}
+        self._answer(status, "application/json; charset=utf-8", json_of(found))
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
         """Discards the log line of each request."""
-
-    def _answer_json(self, status: HTTPStatus, value: object) -> None:
-        try:
-            text = json.dumps(value, allow_nan=False)
-        except ValueError as error:  # from a journal that someone has modified
-            status = HTTPStatus.INTERNAL_SERVER_ERROR
-            text = json.dumps({"error": f"the run contains a number that is not finite: {error}", "reason": "INTERNAL"})
-        self._answer(status, "application/json; charset=utf-8", text.encode())
 
     def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
         self.send_response(status)
@@ -138,6 +131,23 @@ class _Handler(HttpHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.write_body(body)
+
+
+def json_of(value: object) -> bytes:
+    """JSON of an answer, with null for numbers that are not finite."""
+    try:
+        return json.dumps(value, allow_nan=False).encode()
+    except ValueError:
+        return json.dumps(_finite(value)).encode()
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that are not finite, for which JSON has no notation."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _figures(feed: Feed, path: str, query: Query) -> object:
@@ -151,7 +161,6 @@ def _figures(feed: Feed, path: str, query: Query) -> object:
             last=_number(query, "last", _MAX_NUMBER),
             points=_number(query, "points", 200, least=10, most=2000),
         ),
-        "/api/metrics.csv": feed.metrics_csv,
         "/api/settings": feed.settings,
         "/api/log": lambda: feed.log(only_warnings=query.get("warnings") == "1"),
         "/api/memory": lambda: feed.memory(changeovers=_number(query, "changeovers", 10, least=1)),
@@ -180,7 +189,11 @@ def _number(query: Query, name: str, default: int | None = None, *, least: int =
 
 
 def check_listen(listen: str, config: NodeConfig | None) -> None:
-    """Raises InvalidArgument for an address beyond loopback without TLS and authentication."""
+    """Raises InvalidArgument for no address, and for one beyond loopback without TLS and authentication."""
+    try:
+        split_host_port(listen)
+    except ValueError as error:
+        raise InvalidArgument("listen", str(error)) from error
     if not is_beyond_loopback(listen):
         return
     problem = f"{listen} is not loopback: "
@@ -204,10 +217,6 @@ _NICE = 10
 
 def run(folder: Path | None, *, config_path: Path | None, others: Sequence[Path], listen: str) -> int:
     """Serves the run of `folder`, or the node of `config_path`. others: runs to compare with. Raises PathNotFound, InvalidArgument."""
-    try:
-        split_host_port(listen)
-    except ValueError as error:
-        raise InvalidArgument("listen", str(error)) from error
     config = None if config_path is None else load_config(config_path)
     check_listen(listen, config)
     server = make_server(folder, config=config, others=others, listen=listen)
@@ -235,7 +244,12 @@ def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str, 
     is_beyond = is_beyond_loopback(listen)
     is_open = is_beyond or (config is not None and config.security.insecure)
     token = None if is_open else secrets.token_urlsafe(_TOKEN_BYTES)
-    feed = Feed(place, others=[_output_dir(other) for other in others])
+    outputs: list[Path] = []
+    for other in others:
+        if (output_dir := place_of(other).output_dir) is None:
+            raise PathNotFound(f"{other} has no run to compare with; give the output folder of a run", path=other)
+        outputs.append(output_dir)
+    feed = Feed(place, others=outputs)
     try:
         server = DashboardServer(feed, listen, token=token, guard_config=config if is_beyond else None)
     except OSError as error:
@@ -250,31 +264,18 @@ def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str, 
     return server
 
 
-def _output_dir(folder: Path) -> Path:
-    """Raises PathNotFound."""
-    if (output_dir := place_of(folder).output_dir) is None:
-        raise PathNotFound(f"{folder} has no run to compare with; give the output folder of a run", path=folder)
-    return output_dir
-
-
 def open_address(listen: str, *, cert: Path, key: Path) -> str:
     """HOST:PORT of a page beyond loopback. A wildcard becomes a host that the certificate names; without one it stays.
 
     This machine's name, else another that other machines can use, else the first.
     """
-    hosts, own = _hosts_of(cert, key), socket.gethostname()
-    beyond = [host for host in hosts if not is_loopback(host.strip("[]"))]
-    host = own if own in hosts else next(iter([*beyond, *hosts]), None)
-    return listen if host is None else reachable(listen, seen_from=f"{host}:0")
-
-
-def _hosts_of(cert: Path, key: Path) -> list[str]:
-    """Names and addresses of the certificate that a URL can have, in its order; empty if it has expired."""
     try:
         shown = read_certificate(cert, key).get("subjectAltName", ())
-    except ssl.SSLError:
-        return []
+    except ssl.SSLError:  # it has expired
+        return listen
     names = [(str(kind), str(name)) for kind, name in shown if "*" not in str(name)]
-    dns = [name for kind, name in names if kind == "DNS"]
     addresses = [ipaddress.ip_address(name.strip()) for kind, name in names if kind == "IP Address"]
-    return [*dns, *(f"[{address}]" if address.version == 6 else str(address) for address in addresses)]
+    hosts = [name for kind, name in names if kind == "DNS"]
+    hosts += [f"[{address}]" if address.version == 6 else str(address) for address in addresses]
+    hosts.sort(key=lambda host: (host != socket.gethostname(), is_loopback(host.strip("[]"))))
+    return reachable(listen, seen_from=f"{hosts[0]}:0") if hosts else listen

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import threading
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.runs.metrics_tail import METRICS, MetricsTail, StepFigures
-from tasuki.wire.regular_file import unreadable
+from tasuki.dashboard.followed import Followed
+from tasuki.runs.metrics_tail import METRICS, MetricsTail
 
 _READ_BYTES = 2_000_000
-_MAX_NAMES = 400
-"""Limit on names, since a foreign file may have any number."""
 _MAX_STEP = 2**53
-_MAX_VALUES = 20_000_000
-"""Limit on steps times names, about 160 MB: a line without a metric costs as much as one with all."""
 
 _LEAST_CONSTANT = 3
 """Steps after which a metric that did not vary is called constant."""
@@ -33,34 +27,32 @@ _ROUNDING = 1e-8
 _Floats = NDArray[np.float64]
 
 
-@dataclass
-class StepColumns:
+class StepColumns(Followed):
     """The steps of metrics.jsonl. `advance` reads on; other calls may come from other threads."""
 
-    output_dir: Path
-    steps: array[int] = field(default_factory=lambda: array("q"))
-    columns: dict[str, array[float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.problem = ""
-        self._tail = MetricsTail(self.output_dir)
+    def __init__(self, output_dir: Path) -> None:
+        super().__init__(output_dir / METRICS)
+        self.output_dir = output_dir
+        self.steps: array[int] = array("q")
+        self.columns: dict[str, array[float]] = {}
+        self._tail = MetricsTail(output_dir)
         self._lock = threading.Lock()
 
-    def advance(self) -> bool:
-        """Reads some of what was written since the last call. Returns whether there was anything."""
-        if self._is_full():
-            self.problem = f"{self.output_dir / METRICS} is too long: only steps {self.steps[0]} to {self.steps[-1]} are shown"
-            return False
-        try:
-            figures = list(self._tail.read(max_bytes=_READ_BYTES))
-            self.problem = ""
-        except OSError as error:  # it may become readable
-            self.problem = unreadable(self.output_dir / METRICS, error)
-            return False
+    def read_on(self) -> bool:
+        figures = list(self._tail.read(max_bytes=_READ_BYTES))
         with self._lock:
             for one in figures:
-                if not self._is_full():
-                    self._add(one)
+                keep = bisect_left(self.steps, one.step)
+                if keep < len(self.steps):  # a resumed run repeats these steps
+                    del self.steps[keep:]
+                    for column in self.columns.values():
+                        del column[keep:]
+                for name in one.values:
+                    if name not in self.columns:
+                        self.columns[name] = array("d", [math.nan]) * len(self.steps)
+                self.steps.append(one.step)
+                for name, column in self.columns.items():
+                    column.append(one.values.get(name, math.nan))
         return bool(figures)
 
     def bounds(self) -> tuple[int, int] | None:
@@ -71,7 +63,10 @@ class StepColumns:
     def last(self) -> dict[str, float]:
         """Each metric's latest value."""
         with self._lock:
-            newest = {name: _newest(column) for name, column in self.columns.items()}
+            newest = {
+                name: next((value for value in reversed(column) if not math.isnan(value)), None)
+                for name, column in self.columns.items()
+            }
         return {name: value for name, value in newest.items() if value is not None}
 
     def between(self, first: int, last: int) -> tuple[NDArray[np.int64], dict[str, _Floats]]:
@@ -81,19 +76,6 @@ class StepColumns:
             columns = {name: np.array(column[start:stop]) for name, column in self.columns.items()}
             return np.array(self.steps[start:stop], dtype=np.int64), columns
 
-    def csv(self) -> str:
-        """Every step and metric, as text; empty where a step has no value."""
-        steps, columns = self.between(0, _MAX_STEP)
-        text = io.StringIO()
-        writer = csv.writer(text)
-        writer.writerow(["step", *columns])
-        rows = zip(*(values.tolist() for values in columns.values()), strict=True) if columns else ((),) * len(steps)
-        writer.writerows(
-            [step, *("" if math.isnan(value) else value for value in row)]
-            for step, row in zip(steps.tolist(), rows, strict=True)
-        )
-        return text.getvalue()
-
     def without_update(self) -> dict[str, int]:
         """Number of steps that generated but changed no weights, and how many of them are the newest steps in a row."""
         steps, columns = self.between(0, _MAX_STEP)
@@ -101,28 +83,6 @@ class StepColumns:
         updated = np.flatnonzero(~is_idle & ~np.isnan(columns.get("mean_num_tokens", np.full(len(steps), np.nan))))
         newest = is_idle[updated[-1] + 1 :] if len(updated) else is_idle
         return {"count": int(is_idle.sum()), "newest": int(newest.sum())}
-
-    def _is_full(self) -> bool:
-        return len(self.steps) * max(1, len(self.columns)) >= _MAX_VALUES
-
-    def _add(self, figures: StepFigures) -> None:
-        if not 0 <= figures.step < _MAX_STEP:
-            return
-        keep = bisect_left(self.steps, figures.step)
-        if keep < len(self.steps):  # a resumed run repeats these steps
-            del self.steps[keep:]
-            for column in self.columns.values():
-                del column[keep:]
-        for name in figures.values:
-            if name not in self.columns and len(self.columns) < _MAX_NAMES:
-                self.columns[name] = array("d", [math.nan]) * len(self.steps)
-        self.steps.append(figures.step)
-        for name, column in self.columns.items():
-            column.append(figures.values.get(name, math.nan))
-
-
-def _newest(column: array[float]) -> float | None:
-    return next((value for value in reversed(column) if not math.isnan(value)), None)
 
 
 def thinned(runs: Sequence[StepColumns], *, first: int, last: int, points: int) -> dict[str, Any]:
@@ -142,8 +102,10 @@ def thinned(runs: Sequence[StepColumns], *, first: int, last: int, points: int) 
     for run, (steps, columns) in enumerate(parts):
         places, starts = np.unique(np.searchsorted(buckets, (steps - low) // size), return_index=True)
         for name, values in columns.items() if len(steps) else ():
-            rows = _reduced(values, starts) if size > 1 else {"mean": values}
-            series.setdefault(name, {})[run] = {kind: _spread(row, places, len(buckets)) for kind, row in rows.items()}
+            for kind, row in (_reduced(values, starts) if size > 1 else {"mean": values}).items():
+                spread = np.full(len(buckets), np.nan)
+                spread[places] = row
+                series.setdefault(name, {}).setdefault(run, {})[kind] = [_shown(value) for value in spread.tolist()]
     constants: dict[str, float | None] = {}
     varying: set[str] = set()
     for run in reversed(runs):
@@ -201,13 +163,6 @@ def _reduced(values: _Floats, starts: NDArray[np.int64]) -> dict[str, _Floats]:
     }
 
 
-def _spread(row: _Floats, places: NDArray[np.int64], count: int) -> list[float | None]:
-    """The values at their places among `count`; None elsewhere."""
-    spread = np.full(count, np.nan)
-    spread[places] = row
-    return [_shown(value) for value in spread.tolist()]
-
-
 def _shown(value: float) -> float | None:
     """Six significant digits, since a chart shows no more; None for what is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
@@ -248,39 +203,35 @@ CHARTS: Sequence[Chart] = (
 )
 _SKIPPED = {"policy_version", "critic_version", "num_policy_steps", "num_critic_steps", "num_equal_groups"}
 """Counters, shown as numbers or as a share."""
-_REST = "Others"
 
 
-def draw(thinned: dict[str, Any]) -> list[dict[str, Any]]:
-    """Charts with data, with their series. Metrics without a chart get their own below `Others`; constant ones get none."""
-    left = {
-        name: runs for name, runs in thinned["series"].items() if name not in _SKIPPED and any(map(_has_any, runs.values()))
-    }
+def draw(series: Mapping[str, Mapping[int, Any]], constants: Mapping[str, object]) -> list[dict[str, Any]]:
+    """Charts with data, with their series. Metrics without a chart get their own below `Others`; constant ones get none.
+
+    series and constants: as `thinned` returns them.
+    """
+    left: dict[str, dict[int, Any]] = {}
+    for name, runs in series.items():
+        known = {run: one for run, one in runs.items() if any(value is not None for value in one["mean"])}
+        if known and name not in _SKIPPED:
+            left[name] = known
     charts: list[dict[str, Any]] = []
     for chart in CHARTS:
-        names = [name for name in left if chart.takes(name) and (chart.is_kept or name not in thinned["constants"])]
+        names = [name for name in left if chart.takes(name) and (chart.is_kept or name not in constants)]
         if not chart.is_stacked:  # those are in the order of the file, as in a step
             names.sort(key=lambda name: (name.startswith("eval/"), name))
-        taken = {name: left.pop(name) for name in names}
-        if taken:
+        if names:
+            taken = [(name, left.pop(name)) for name in names]
             charts.append(_drawn(chart.title, chart.unit, taken, is_stacked=chart.is_stacked, is_log=chart.is_log))
-    rest = sorted(left.keys() - thinned["constants"].keys())
-    return [*charts, *({**_drawn(name, "", {name: left[name]}), "section": _REST} for name in rest)]
+    rest = sorted(left.keys() - constants.keys())
+    return [*charts, *({**_drawn(name, "", [(name, left[name])]), "section": "Others"} for name in rest)]
 
 
-def _drawn(title: str, unit: str, taken: dict[str, Any], *, is_stacked: bool = False, is_log: bool = False) -> dict[str, Any]:
-    series = [
-        {
-            "name": name.replace("eval/", "held-out ") if name.startswith("eval/") else name.partition("/")[2] or name,
-            "run": run,
-            **values,
-        }
-        for name, runs in taken.items()
-        for run, values in runs.items()
-        if not (is_stacked and run) and _has_any(values)
-    ]
+def _drawn(
+    title: str, unit: str, taken: Sequence[tuple[str, Mapping[int, Any]]], *, is_stacked: bool = False, is_log: bool = False
+) -> dict[str, Any]:
+    series: list[dict[str, Any]] = []
+    for name, runs in taken:
+        label = name.replace("eval/", "held-out ") if name.startswith("eval/") else name.partition("/")[2] or name
+        series += [{"name": label, "run": run, **values} for run, values in runs.items() if not (is_stacked and run)]
     return {"title": title, "unit": unit, "is_stacked": is_stacked, "is_log": is_log, "series": series}
-
-
-def _has_any(series: dict[str, Any]) -> bool:
-    return any(value is not None for value in series["mean"])

@@ -33,7 +33,7 @@ async function api(path) {
   const answer = await fetch(path, { headers: token ? { Authorization: `Bearer ${token}` } : {}, cache: "no-store" });
   if (answer.status === 401 || answer.status === 403) throw new Refused((await answer.json()).error);
   if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).error ?? `the server answered ${answer.status}`);
-  return path.endsWith(".csv") ? answer.text() : answer.json();
+  return answer.json();
 }
 
 function readPlace() {

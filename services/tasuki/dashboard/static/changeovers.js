@@ -43,7 +43,7 @@ export function makeChangeovers(host, api, fail) {
       if (!older.length) hasMore = page.next;
       const known = new Map([...older, ...page.changeovers].map((one) => [one.number, one]));
       const all = [...known.values()].sort((one, other) => other.number - one.number);
-      put(head, headline(page, logged), h("p", { class: "note spaced" }, covered(page, logged)), page.problem ? h("p", { class: "cause" }, page.problem) : null);
+      put(head, headline(page, logged), h("p", { class: "note spaced" }, covered(page, logged)));
       put(body, all.length ? all.flatMap((one) => rows(one, open, () => view.refresh().catch(fail))) : h("tr", {}, h("td", { colspan: 7 }, failed.checked ? "No failure." : "None yet.")));
       more.hidden = hasMore === null;
       put(restarted, restartTable(logged));

@@ -1,6 +1,6 @@
 // Charts in SVG: lines with bands, stacked areas, steps. A pointer or the arrow keys move a cursor, whose values the legend shows.
 
-import { h, help, number, s, save } from "./dom.js";
+import { h, help, number, s } from "./dom.js";
 
 const HEIGHT = 190;
 const TOP = 8;
@@ -10,7 +10,6 @@ const CHAR = 6.4;
 const LEAST_ZOOM = 6;
 const FAR = 4;
 const MANY_BARS = 12;
-const SCALE = 2; // pixels of a PNG per pixel of the page
 const LARGEST = 1e300; // a difference of two such values is finite
 const observers = new WeakMap();
 
@@ -40,7 +39,7 @@ function frame(host, spec) {
   const legend = h("ul", { class: "legend" }, keys.map(({ one, value }) => h("li", {}, key(one, spec), one.name, value)), marked ? h("li", { class: "marked" }, `▲ ${spec.marks.name}: ${number(marked)}`) : null);
   const focused = host.contains(document.activeElement);
   host.className = `card chart ${spec.isWide ? "wide" : ""}`;
-  host.replaceChildren(h("header", {}, h("h2", {}, spec.title, help(spec.title)), h("span", { class: "unit" }, spec.unit), h("button", { type: "button", class: "png", title: "Save as PNG", "aria-label": `Save ${spec.title} as PNG`, on: { click: () => savePng(svg, spec) } }, "⤓")), h("div", {}, svg), legend);
+  host.replaceChildren(h("header", {}, h("h2", {}, spec.title, help(spec.title)), h("span", { class: "unit" }, spec.unit)), h("div", {}, svg), legend);
   const parts = { svg, keys, at: null, drawing: null };
   listen(parts, spec);
   if (focused) svg.focus({ preventScroll: true });
@@ -323,58 +322,6 @@ function mark(parts, from, to) {
   parts.zoom.setAttribute("x", left);
   parts.zoom.setAttribute("width", right - left);
   parts.zoom.setAttribute("visibility", "visible");
-}
-
-/** The chart as it is on the page, on a canvas: an image of the SVG would be one from elsewhere to the page's policy. */
-function savePng(svg, spec) {
-  const { width, height } = svg.viewBox.baseVal;
-  const canvas = h("canvas", { width: SCALE * width, height: SCALE * (height + 52) });
-  const ink = canvas.getContext("2d");
-  const page = getComputedStyle(svg.closest(".chart"));
-  const write = (text, x, y, font) => {
-    ink.font = `${font} ${page.fontFamily}`;
-    ink.fillStyle = page.color;
-    ink.fillText(text, x, y);
-    return ink.measureText(text).width;
-  };
-  ink.scale(SCALE, SCALE);
-  ink.fillStyle = page.backgroundColor;
-  ink.fillRect(0, 0, width, height + 52);
-  write(`${spec.title}${spec.unit ? ` (${spec.unit})` : ""}`, 10, 18, "600 13px");
-  let x = 10;
-  for (const one of svg.closest(".chart").querySelectorAll(".legend .key")) {
-    const { borderTopColor, backgroundColor } = getComputedStyle(one);
-    ink.fillStyle = one.classList.contains("line") ? borderTopColor : backgroundColor;
-    ink.fillRect(x, height + 36, 12, 8);
-    x += 34 + write(one.nextSibling.textContent, x + 16, height + 44, "11px");
-  }
-  ink.translate(0, 26);
-  for (const element of svg.querySelectorAll("path, line, rect, circle, text")) paintElement(ink, element);
-  canvas.toBlob((blob) => save(blob, `${spec.title}.png`));
-}
-
-function paintElement(ink, element) {
-  const style = getComputedStyle(element);
-  if (style.visibility === "hidden") return;
-  const at = (name) => Number(element.getAttribute(name));
-  ink.globalAlpha = Number(style.opacity);
-  [ink.fillStyle, ink.strokeStyle, ink.lineWidth] = [style.fill, style.stroke, parseFloat(style.strokeWidth)];
-  ink.setLineDash(style.strokeDasharray === "none" ? [] : style.strokeDasharray.split(",").map(parseFloat));
-  if (element.tagName === "text") {
-    ink.font = `${style.fontSize} ${style.fontFamily}`;
-    ink.textAlign = { middle: "center", end: "right" }[style.textAnchor] ?? "left";
-    ink.fillText(element.textContent, at("x"), at("y"));
-    return;
-  }
-  const shape = new Path2D(element.getAttribute("d") ?? "");
-  if (element.tagName === "rect") shape.rect(at("x"), at("y"), at("width"), at("height"));
-  if (element.tagName === "circle") shape.arc(at("cx"), at("cy"), at("r"), 0, 7);
-  if (element.tagName === "line") {
-    shape.moveTo(at("x1"), at("y1"));
-    shape.lineTo(at("x2"), at("y2"));
-  }
-  if (style.fill !== "none") ink.fill(shape);
-  if (style.stroke !== "none") ink.stroke(shape);
 }
 
 /** A colour for each place; colours repeat after the tenth. */

@@ -114,13 +114,6 @@ function explain(text) {
   note.showPopover();
 }
 
-/** Offers a file to the user. */
-export function save(blob, name) {
-  const url = URL.createObjectURL(blob);
-  h("a", { href: url, download: name }).click();
-  setTimeout(() => URL.revokeObjectURL(url), 10_000);
-}
-
 /** A region of text that scrolls by keyboard, too. */
 export function block(title, text, level = "h3") {
   return h("div", {}, h(level, {}, title), h("div", { class: "text-block", tabindex: 0, role: "region", "aria-label": title }, text || "(empty)"));

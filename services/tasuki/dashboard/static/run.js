@@ -1,7 +1,7 @@
 // The curves of a run by step, beside those of other runs.
 
 import { color, drawChart } from "./chart.js";
-import { facts, h, help, number, put, save, seconds, words } from "./dom.js";
+import { facts, h, help, number, put, seconds, words } from "./dom.js";
 
 const POINTS = 200;
 const SMOOTHINGS = [[0, "none"], [0.6, "0.6"], [0.9, "0.9"], [0.97, "0.97"]];
@@ -16,14 +16,13 @@ export function makeRun(host, api, fail) {
   const all = h("button", { type: "button", on: { click: () => zoom(null) } }, "All steps");
   const smoothing = h("select", { on: { change: again } }, SMOOTHINGS.map(([value, text]) => h("option", { value }, text)));
   const log = h("input", { type: "checkbox", on: { change: again } });
-  const csv = h("button", { type: "button", title: "All steps and metrics", on: { click: () => api("/api/metrics.csv").then((text) => save(new Blob([text], { type: "text/csv" }), "metrics.csv")).catch(fail) } }, "CSV");
   const head = h("div", {});
   const charts = h("div", { class: "charts" });
   const others = h("div", { class: "charts" });
   const fold = h("details", { hidden: true }, h("summary", {}, "Other figures"), others);
   const constants = h("p", { class: "note" });
   const note = h("p", { class: "note" });
-  host.append(head, h("div", { class: "tools" }, h("label", {}, "Steps", first, "to", last), all, h("label", { title: "Exponential moving average over the points" }, "Smoothing", smoothing), h("label", {}, log, "log axis"), csv), note, charts, fold, constants);
+  host.append(head, h("div", { class: "tools" }, h("label", {}, "Steps", first, "to", last), all, h("label", { title: "Exponential moving average over the points" }, "Smoothing", smoothing), h("label", {}, log, "log axis")), note, charts, fold, constants);
 
   function zoom(wanted) {
     range = wanted;
