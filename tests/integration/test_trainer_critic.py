@@ -103,12 +103,10 @@ async def test_a_trainer_started_again_has_both_roles_of_its_checkpoint_and_its_
 ) -> None:
     samples = value_samples(12)
     await client.begin_run()
-    await client.save(tmp_path / "checkpoint")
     await client.forward_backward(samples)
-    await client.optim_step(schedule_steps=2)
-    await client.begin_run(keep_optimizer=True)
     await client.forward_backward(samples, role=ROLE_CRITIC, loss=VALUE)
     await client.optim_step(role=ROLE_CRITIC, learning_rate=1e-2)
+    await client.save(tmp_path / "checkpoint")  # while the policy's gradients are pending
     before = await facts(client), await client.values(samples), await client.log_probs(samples)
     trainer.stop()
     again = start_trainer(trainer.state_dir, model, num_ranks=2, settings=SETTINGS)
@@ -117,4 +115,6 @@ async def test_a_trainer_started_again_has_both_roles_of_its_checkpoint_and_its_
     async with connect(trainer) as channel:
         back = TrainerClient(channel)
         assert (await facts(back), await back.values(samples), await back.log_probs(samples)) == before
+        await back.optim_step(learning_rate=0.0)
+        await back.begin_run(keep_optimizer=True)
         assert await step_rates(back, samples, 2) == pytest.approx([1e-3, 0.5e-3])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
 from tasuki.v1 import trainer_pb2, types_pb2
 from tasuki.v1.types_pb2 import TrainingSample
-from tests.integration.trainer_process import TrainerClient, samples_of_now
+from tests.integration.trainer_process import CALL_TIMEOUT_S, PPO, TrainerClient, command, samples_of_now
 from tests.models import VOCAB_SIZE
 from tests.refusal import refused
 
@@ -66,6 +67,30 @@ async def test_a_stream_starts_with_its_header(client: TrainerClient) -> None:
 
     error = await refused(client.trainer.ForwardBackward(headless(), timeout=10))
     assert error.metadata["field"] == "part"
+
+
+async def test_a_call_whose_client_ends_amid_its_samples_does_nothing(client: TrainerClient) -> None:
+    samples = await samples_of_now(client)
+    header = trainer_pb2.ForwardBackwardHeader(
+        command=command("cut-short"), role=types_pb2.ROLE_POLICY, loss=PPO, num_samples=len(samples)
+    )
+
+    async def messages(num_samples: int) -> AsyncIterator[trainer_pb2.ForwardBackwardRequest]:
+        yield trainer_pb2.ForwardBackwardRequest(header=header)
+        yield trainer_pb2.ForwardBackwardRequest(samples=trainer_pb2.TrainingSamples(samples=samples[:num_samples]))
+
+    async def hanging() -> AsyncIterator[trainer_pb2.ForwardBackwardRequest]:
+        async for message in messages(1):
+            yield message
+        await asyncio.sleep(60)
+
+    assert (await refused(client.trainer.ForwardBackward(messages(1), timeout=10))).metadata["field"] == "header.num_samples"
+    assert (await refused(client.trainer.ForwardBackward(hanging(), timeout=0.5))).reason == "DEADLINE_EXCEEDED"
+    answer = await client.trainer.ForwardBackward(messages(len(samples)), timeout=CALL_TIMEOUT_S)
+    assert answer.num_samples == len(samples)
+    step = await client.optim_step(learning_rate=0.0)
+    await client.forward_backward(samples)
+    assert step.grad_norm == (await client.optim_step(learning_rate=0.0)).grad_norm
 
 
 async def test_a_step_needs_gradients(client: TrainerClient) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from tasuki.trainer.durable.restore import agree, outline_of
 from tasuki.v1.ranks_pb2 import LogOutline, TrainingRecord
+from tasuki.v1.types_pb2 import ROLE_CRITIC, ROLE_POLICY
 from tasuki.wire.errors import InvalidArgument
 
 
@@ -16,10 +17,12 @@ def record(kind: str, request_id: str, *, save_id: str = "") -> TrainingRecord:
 
 
 def outline(*commands: str, save_id: str = "", written: str = "") -> LogOutline:
-    """commands: such as "f1" for forward_backward, "o2" for optim_step. save_id: of the checkpoint under the log."""
+    """commands: such as "f1" for forward_backward, "o2" for optim_step, capitals for the critic. save_id: of the checkpoint below."""
     kinds = {"f": "forward_backward", "o": "optim_step"}
     records = [record("checkpoint", f"by-{save_id}", save_id=save_id)] if save_id else []
-    records += [record(kinds[name[0]], name[1:]) for name in commands]
+    for name in commands:
+        records.append(made := record(kind := kinds[name[0].lower()], name[1:]))
+        getattr(made, kind).role = ROLE_CRITIC if name[0].isupper() else ROLE_POLICY
     return outline_of(records, written_save_id=written)
 
 
@@ -43,6 +46,9 @@ def test_a_node_that_had_written_publishes_as_the_others_have() -> None:
     behind = outline("f1", "o2", "f3", save_id="a", written="b")
     # The node that is behind keeps only the checkpoint and its pending gradients.
     assert kept(published, behind, behind) == [(False, 2), (True, 2), (True, 2)]
+    published = outline("f1", save_id="b")
+    behind = outline("f1", "F2", "O3", save_id="a", written="b")
+    assert kept(published, behind) == [(False, 2), (True, 2)]
 
 
 def test_a_save_that_no_node_has_published_is_not_taken() -> None:

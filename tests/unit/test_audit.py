@@ -18,6 +18,7 @@ from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
+from tasuki.v1.types_pb2 import ROLE_CRITIC
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, PathNotFound
 from tasuki.wire.stages import Phase, Stage
 from tests.unit.fake_node import acquire, make_node
@@ -187,6 +188,8 @@ def record(request_id: str, command: str) -> TrainingRecord:
             ["forward_backward b", "optim_step c", "forward_backward b"],
         ),
         ("gradients before record 2 (optim_step", ["forward_backward b", "optim_step c", "optim_step d"]),
+        ("", ["forward_backward b", "forward_backward c critic", "optim_step d critic", "optim_step e"]),
+        ("gradients before record 1 (optim_step", ["forward_backward b", "optim_step c critic"]),
         ("a checkpoint as the first record only", ["forward_backward b", "checkpoint c"]),
     ],
 )
@@ -195,8 +198,11 @@ async def test_the_trainers_log_is_looked_through_for_repetitions(
 ) -> None:
     log = TrainingLog(run / "training.log", failpoints=NO_FAILPOINTS)
     for command in commands:
-        name, request_id = command.split()
-        async with log.command(record(request_id, name)):
+        name, request_id, *role = command.split()
+        made = record(request_id, name)
+        if role:
+            getattr(made, name).role = ROLE_CRITIC
+        async with log.command(made):
             pass
     log.close()
     assert main(["audit", str(run)]) == bool(expected)

@@ -101,7 +101,8 @@ def forward_backward_header(
     role: Role, loss: LossConfig, *, log_probs_of: Sequence[int], num_samples: int
 ) -> trainer_pb2.ForwardBackwardHeader:
     """Converts to a header without its command id. Raises InvalidArgument naming the invalid argument."""
-    header = trainer_pb2.ForwardBackwardHeader(role=enum_to_proto(Role, role), loss=loss_to_proto(loss))
+    proto_role, proto_loss = enum_to_proto(Role, role), loss_to_proto(loss)
+    header = trainer_pb2.ForwardBackwardHeader(role=proto_role, loss=proto_loss, num_samples=num_samples)
     try:
         header.log_probs_of.extend(log_probs_of)
         is_within = all(position < num_samples for position in header.log_probs_of)

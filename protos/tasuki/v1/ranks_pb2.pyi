@@ -843,11 +843,9 @@ class LogOutline(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMMANDS_FIELD_NUMBER: _builtins.int
-    NUM_PENDING_FIELD_NUMBER: _builtins.int
+    PENDING_FIELD_NUMBER: _builtins.int
     SAVE_ID_FIELD_NUMBER: _builtins.int
     WRITTEN_SAVE_ID_FIELD_NUMBER: _builtins.int
-    num_pending: _builtins.int
-    """Number of trailing commands whose gradients await an optimizer step."""
     save_id: _builtins.str
     """The save that the log builds on; empty if it builds on another checkpoint or none."""
     written_save_id: _builtins.str
@@ -856,17 +854,21 @@ class LogOutline(_message.Message):
     def commands(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Kind and request id of each command, oldest first."""
 
+    @_builtins.property
+    def pending(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of `commands` whose gradients await an optimizer step."""
+
     def __init__(
         self,
         *,
         commands: _abc.Iterable[_builtins.str] | None = ...,
-        num_pending: _builtins.int = ...,
+        pending: _abc.Iterable[_builtins.str] | None = ...,
         save_id: _builtins.str = ...,
         written_save_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commands", b"commands", "num_pending", b"num_pending", "save_id", b"save_id", "written_save_id", b"written_save_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commands", b"commands", "pending", b"pending", "save_id", b"save_id", "written_save_id", b"written_save_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

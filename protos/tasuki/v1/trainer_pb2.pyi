@@ -135,6 +135,7 @@ class ForwardBackwardHeader(_message.Message):
     IS_SHARE_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     IS_OWN_DENOMINATOR_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     """POLICY or CRITIC."""
     is_share: _builtins.bool
@@ -145,6 +146,8 @@ class ForwardBackwardHeader(_message.Message):
     """Validates the call and changes nothing. The answer has num_samples and num_tokens only."""
     is_own_denominator: _builtins.bool
     """Set by a fleet beside `is_share`: the caller gave no denominator. A step that takes several calls needs one in each."""
+    num_samples: _builtins.int
+    """Samples that follow. A call with fewer, which its client's end or deadline has cut short, is refused."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     @_builtins.property
@@ -163,12 +166,15 @@ class ForwardBackwardHeader(_message.Message):
         is_share: _builtins.bool = ...,
         validate_only: _builtins.bool = ...,
         is_own_denominator: _builtins.bool = ...,
+        num_samples: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "command", b"command", "loss", b"loss", "num_samples", b"num_samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "log_probs_of", b"log_probs_of", "loss", b"loss", "role", b"role", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "command", b"command", "is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "log_probs_of", b"log_probs_of", "loss", b"loss", "num_samples", b"num_samples", "role", b"role", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_samples: _TypeAlias = _typing.Literal["num_samples"]  # noqa: Y015
+    _WhichOneofArgType__num_samples: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_samples) -> _WhichOneofReturnType__num_samples | None: ...
 
 Global___ForwardBackwardHeader: _TypeAlias = ForwardBackwardHeader  # noqa: Y015
 

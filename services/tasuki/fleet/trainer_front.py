@@ -230,7 +230,7 @@ class TrainerCalls:
         async def call(rank: int, stub: TrainerServiceAsyncStub, *, validate_only: bool) -> Any:
             places = {position: place for place, position in enumerate(shares[rank])}
             named = _at_node(header)
-            named.is_share, named.validate_only = True, validate_only
+            named.is_share, named.validate_only, named.num_samples = True, validate_only, len(shares[rank])
             named.log_probs_of[:] = [places[position] for position in header.log_probs_of if position in places]
             parts = (trainer_pb2.TrainingSamples(samples=part) for part in chunks([samples[each] for each in shares[rank]]))
             messages = [trainer_pb2.ForwardBackwardRequest(samples=part) for part in parts]

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 
 from google.protobuf.message import Message
@@ -16,7 +16,7 @@ from tasuki.config.paths import training_save_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
 from tasuki.trainer.durable.saves import publish
-from tasuki.trainer.durable.training_log import TrainingLog
+from tasuki.trainer.durable.training_log import Pending, TrainingLog, follow
 from tasuki.trainer.rank_store import FleetStore
 from tasuki.trainer.service.saving import read_written
 from tasuki.trainer.service.training import Training
@@ -130,15 +130,17 @@ class Agreement:
 
 def outline_of(records: Sequence[TrainingRecord], *, written_save_id: str) -> LogOutline:
     kinds = [record.WhichOneof("command") or "" for record in records]
-    num_pending = len(list(takewhile(lambda kind: kind == "forward_backward", reversed(kinds))))
+    pending: Pending[str] = {}
     first = records[0] if kinds[:1] == ["checkpoint"] else None
     names = [f"{kind} {record.request_id}" for kind, record in zip(kinds, records, strict=True)]
     if first is not None:
         # Each node's part of a save has its own request and folder.
         names[0] = f"checkpoint {first.save_id or first.request_id}"
+    for record, name in zip(records, names, strict=True):
+        follow(pending, record, name)
     return LogOutline(
         commands=names,
-        num_pending=num_pending,
+        pending=chain(*pending.values()),
         save_id="" if first is None else first.save_id,
         written_save_id=written_save_id,
     )
@@ -176,6 +178,5 @@ def _base(outline: LogOutline) -> str:
 
 def _rebased(outline: LogOutline, save_id: str) -> LogOutline:
     """The log after rebasing on the save: only commands that await an optimizer step are left."""
-    num_left = outline.num_pending
-    commands = list(outline.commands)[len(outline.commands) - num_left :]
-    return LogOutline(commands=[f"checkpoint {save_id}", *commands], num_pending=num_left, save_id=save_id)
+    commands = [f"checkpoint {save_id}", *outline.pending]
+    return LogOutline(commands=commands, pending=outline.pending, save_id=save_id)

@@ -15,12 +15,14 @@ import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.trainer.durable.saves import fsync
 from tasuki.v1.ranks_pb2 import TrainingRecord
+from tasuki.v1.types_pb2 import Role
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import DiskFull, GradientsNotFinite, InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular
@@ -30,6 +32,9 @@ _HEADER = struct.Struct("<IIB")
 """Size of the record, its CRC-32, and 1 once the command is done."""
 _READ_BYTES = 1 << 20
 _DONE_OFFSET = _HEADER.size - 1
+_Item = TypeVar("_Item")
+Pending: TypeAlias = dict["Role.ValueType", list[_Item]]
+"""By role, in order."""
 
 
 class TrainingLog:
@@ -44,8 +49,10 @@ class TrainingLog:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise DiskFull(f"{path} cannot be written: {error.strerror}", path=path) from error
-        self._end = self._pending_start = 0
-        """Offsets of the next frame and of the first frame whose gradients await their optimizer step."""
+        self._end = 0
+        """Offset of the next frame."""
+        self._pending: Pending[tuple[int, int]] = {}
+        """Offset and size of the frames whose gradients await their role's optimizer step."""
         try:
             for record in self.records():
                 self._advance(record)
@@ -65,7 +72,7 @@ class TrainingLog:
     def keep(self, num_records: int) -> None:
         """Drops all but the oldest `num_records`."""
         kept = list(self.records())[:num_records]
-        self._end = self._pending_start = 0
+        self._end, self._pending = 0, {}
         for record in kept:
             self._advance(record)
         os.ftruncate(self._fd, self._end)
@@ -98,7 +105,7 @@ class TrainingLog:
         Without space it keeps everything, which leads to the same weights, and warns. Call it after `check_not_behind`.
         """
         assert not self.is_behind
-        pending = os.pread(self._fd, self._end - self._pending_start, self._pending_start)
+        pending = {role: [os.pread(self._fd, size, at) for at, size in frames] for role, frames in self._pending.items()}
         try:
             await asyncio.to_thread(self._replace, checkpoint, pending)
         except DiskFull as error:
@@ -111,7 +118,7 @@ class TrainingLog:
         Raises DiskFull. The log then no longer matches the weights, so nothing is trained until a load succeeds or the trainer restarts.
         """
         self.is_behind = True
-        await asyncio.to_thread(self._replace, checkpoint, b"")
+        await asyncio.to_thread(self._replace, checkpoint, {})
         self.is_behind = False
 
     def check_not_behind(self) -> None:
@@ -142,18 +149,24 @@ class TrainingLog:
 
     def _advance(self, record: TrainingRecord) -> None:
         """Marks the last record as done."""
-        self._end += _HEADER.size + record.ByteSize()
-        if record.WhichOneof("command") != "forward_backward":
-            self._pending_start = self._end
+        size = _HEADER.size + record.ByteSize()
+        follow(self._pending, record, (self._end, size))
+        self._end += size
 
-    def _replace(self, checkpoint: TrainingRecord, pending: bytes) -> None:
-        first = _frame(checkpoint, is_done=True)
+    def _replace(self, checkpoint: TrainingRecord, pending: Pending[bytes]) -> None:
+        """pending: frames. Those of a role keep their order; roles do not depend on each other."""
+        content = _frame(checkpoint, is_done=True)
+        kept: Pending[tuple[int, int]] = {}
+        for role, frames in pending.items():
+            for frame in frames:
+                kept.setdefault(role, []).append((len(content), len(frame)))
+                content += frame
         aside = self._path.with_suffix(".part")
         try:
             fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 self._failpoints.hit("log.replace")
-                _write(fd, first + pending, at=0)
+                _write(fd, content, at=0)
                 os.fsync(fd)
                 aside.rename(self._path)
             except OSError:
@@ -161,7 +174,7 @@ class TrainingLog:
                 aside.unlink()  # a leftover would keep a full disk full
                 raise
             os.close(self._fd)
-            self._fd, self._pending_start, self._end = fd, len(first), len(first) + len(pending)
+            self._fd, self._pending, self._end = fd, kept, len(content)
             fsync(self._path.parent)
         except OSError as error:
             raise DiskFull(f"{aside} cannot be written: {error.strerror}", path=aside) from error
@@ -194,6 +207,8 @@ def _without_content(record: TrainingRecord) -> TrainingRecord:
     command = record.WhichOneof("command")
     if command is not None:
         getattr(bare, command).SetInParent()
+    if command in ("forward_backward", "optim_step", "discard_gradients"):
+        getattr(bare, command).role = getattr(record, command).role
     return bare
 
 
@@ -240,7 +255,7 @@ def _write(fd: int, content: bytes, *, at: int) -> None:
 def first_repetition(records: Sequence[TrainingRecord]) -> str:
     """Describes the first record that cannot follow those before it; empty if there is none."""
     seen: set[str] = set()
-    has_gradients = False
+    pending: Pending[int] = {}
     for number, record in enumerate(records):
         command = record.WhichOneof("command") or "nothing"
         name = f"record {number} ({command}, request id {record.request_id!a})"
@@ -248,8 +263,21 @@ def first_repetition(records: Sequence[TrainingRecord]) -> str:
             return f"one record of each command, found {name} again"
         if command == "checkpoint" and number:
             return f"a checkpoint as the first record only, found {name}"
-        if command == "optim_step" and not has_gradients:
+        if command == "optim_step" and record.optim_step.role not in pending:
             return f"gradients before {name}"
         seen.add(record.request_id)
-        has_gradients = command == "forward_backward"
+        follow(pending, record, number)
     return ""
+
+
+def follow(pending: Pending[_Item], record: TrainingRecord, item: _Item) -> None:
+    """Updates what awaits its role's optimizer step. item: stands for the record."""
+    match record.WhichOneof("command"):
+        case "forward_backward":
+            pending.setdefault(record.forward_backward.role, []).append(item)
+        case "optim_step":
+            pending.pop(record.optim_step.role, None)
+        case "discard_gradients":
+            pending.pop(record.discard_gradients.role, None)
+        case _:
+            pass  # begins without gradients, and leaves none

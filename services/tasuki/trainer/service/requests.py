@@ -156,8 +156,14 @@ MAX_ANSWERED_TOKENS = 131_072
 async def read_forward_backward(
     requests: AsyncIterator[ForwardBackwardRequest],
 ) -> tuple[ForwardBackwardHeader, list[TrainingSample]]:
-    """Reads the whole stream. Raises InvalidArgument unless exactly the first message carries a header."""
-    return await _read_stream(requests, ForwardBackwardHeader())
+    """Reads the whole stream. Raises InvalidArgument unless exactly the first message carries a header, and for missing samples.
+
+    To grpc.aio the stream of a client that was killed ends like a whole one.
+    """
+    header, samples = await _read_stream(requests, ForwardBackwardHeader())
+    if header.HasField("num_samples") and len(samples) != header.num_samples:
+        raise InvalidArgument("header.num_samples", f"is {header.num_samples}, but {len(samples)} samples came")
+    return header, samples
 
 
 async def read_compute_log_probs(
