@@ -19,7 +19,7 @@ def share_base(
     given loader.
     """
     import torch
-    from sglang.srt.model_executor import model_runner
+    from sglang.srt.model_executor.model_runner_components import load_model_utils
 
     from tasuki.config.paths import base_socket_path
     from tasuki.rollout.sglang.shared_base import EngineBase
@@ -41,7 +41,7 @@ def share_base(
     for _ in range(2):
         engine_base = EngineBase(config, rank=rank, device=device)
         engine_base.install()
-        parameters = dict(load(model_runner.get_model_loader).named_parameters())
+        parameters = dict(load(load_model_utils.get_model_loader).named_parameters())
         found.append(parameters)
         chunks.append({name: chunk_at(parameter.data_ptr()) for name, parameter in parameters.items()})
         if len(found) == 1:

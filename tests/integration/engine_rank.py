@@ -164,6 +164,7 @@ def _fork_ranks(pipes: Sequence[Connection]) -> None:
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_NCCL_SO_PATH": "/nonexistent",
     }
+    import_module("tasuki.rollout.sglang")  # before SGLang's loaders, which import kernels
     import_module("sglang.srt.model_loader")
     for pipe in pipes[1:]:
         if os.fork() == 0:

@@ -2,7 +2,7 @@
 
 import torch
 
-from tasuki.rollout.sglang.cpu import multinomial_with_seed
+from tasuki.rollout.sglang.cpu.attention import multinomial_with_seed
 
 
 def test_the_same_seed_and_position_draw_the_same_index_and_others_follow_the_distribution() -> None:

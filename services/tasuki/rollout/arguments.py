@@ -17,7 +17,7 @@ from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_commands import COMMAND_LOADER
 from tasuki.wire.errors import InvalidArgument
 
-# SGLang 0.5.15 accepts prompts of at most context_length - 7 tokens and ends completions at context_length - 2. Asking for this much
+# SGLang 0.5.17 accepts prompts of at most context_length - 7 tokens and ends completions at context_length - 2. Asking for this much
 # more makes a prompt plus max_new_tokens of exactly our context_length work.
 _CONTEXT_SLACK = 8
 # On a CPU SGLang would allocate thousands of request slots.

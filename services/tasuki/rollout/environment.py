@@ -65,6 +65,8 @@ def engine_environment(config: NodeConfig, model: ModelFacts, *, temp_dir: Path)
         "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
         # SGLang reserves a few positions of its context, see arguments.py.
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+        # SGLang would keep the latest inputs of convolutions in bfloat16, whatever the model's dtype.
+        "SGLANG_MAMBA_CONV_DTYPE": config.rollout.dtype,
         # Avoids importing two hundred models, which takes seconds, to use one.
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(model.architecture)),
     }

@@ -10,8 +10,8 @@ import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from tasuki.rollout.sglang import cpu
-from tasuki.rollout.sglang.cpu import BatchedAttention
+from tasuki.rollout.sglang.cpu import attention as cpu
+from tasuki.rollout.sglang.cpu.attention import BatchedAttention
 
 NUM_SLOTS, CONTEXT, HEADS, HEAD_SIZE = 2000, 64, 4, 16
 

@@ -43,6 +43,7 @@ class JsonGrammars:
     def _backend(self) -> Any:
         from sglang.srt.constrained import xgrammar_backend
 
+        xgrammar_backend.XGrammarGrammar.allocate_vocab_mask = cast(Any, _allocate)
         xgrammar_backend.XGrammarGrammar.apply_vocab_mask = cast(Any, _mask)
         return xgrammar_backend.XGrammarGrammarBackend(self._tokenizer, vocab_size=self._vocab_size)
 
@@ -55,6 +56,14 @@ class JsonGrammars:
     def reset(self) -> None:
         if "_backend" in self.__dict__:
             self._backend.reset()
+
+
+def _allocate(grammar: object, vocab_size: int, batch_size: int, device: object) -> torch.Tensor:
+    """Takes the place of SGLang's function of a grammar, which pins the mask even where there is no GPU."""
+    from xgrammar import allocate_token_bitmask
+
+    mask = allocate_token_bitmask(batch_size, vocab_size)
+    return mask.pin_memory() if torch.cuda.is_available() else mask
 
 
 def _mask(grammar: object, logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:

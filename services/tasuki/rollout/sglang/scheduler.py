@@ -17,7 +17,8 @@ from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.model_executor import model_runner
-from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
+from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import PortArgs, ServerArgs
 
 from tasuki.config.choices import read_choices
 from tasuki.config.engine_arguments import DRAFT_BLOCKS
@@ -30,7 +31,7 @@ from tasuki.rollout.ranks import RankReport, reporting
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.record import EngineModel, published_layout
 from tasuki.rollout.sglang.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
-from tasuki.rollout.sglang.cpu import BatchedAttention, multinomial_with_seed
+from tasuki.rollout.sglang.cpu.attention import BatchedAttention, multinomial_with_seed
 from tasuki.rollout.sglang.dense_lora import install_dense_lora
 from tasuki.rollout.sglang.first_samples import FirstSamples
 from tasuki.rollout.sglang.float32_logits import install_float32_logits
@@ -324,7 +325,7 @@ def _no_generation_config(*args: object, **kwargs: object) -> None: ...
 
 def _sample_by_seeds() -> None:
     """Samples every request with its own seed. As a start argument, this setting would also require Triton kernels."""
-    get_global_server_args().enable_deterministic_inference = True
+    get_context().override("tasuki", enable_deterministic_inference=True)
     sglang_sampler.multinomial_with_seed = multinomial_with_seed
 
 

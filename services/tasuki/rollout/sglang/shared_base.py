@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from sglang.srt.model_executor import model_runner
+from sglang.srt.model_executor.model_runner_components import load_model_utils
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch.overrides import TorchFunctionMode
 
@@ -39,7 +39,7 @@ class EngineBase:
 
     def install(self) -> None:
         """From now on SGLang loads its model into the base."""
-        model_runner.get_model_loader = cast(Any, self._loader)
+        load_model_utils.get_model_loader = cast(Any, self._loader)
 
     def fill(self, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Gives the parameters of `model`, which have no memory yet, that of the base: the trainer's, or a new one with `weights`."""

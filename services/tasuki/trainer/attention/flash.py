@@ -69,7 +69,7 @@ def packed_attention(
     from flash_attn.cute.interface import _flash_attn_fwd
 
     # Lengths must be Python numbers: with tensors it compiles each (https://github.com/Dao-AILab/flash-attention/issues/2507).
-    out, lse = _flash_attn_fwd(
+    out, lse, *_ = _flash_attn_fwd(
         q_THD,
         k_TKD,
         v_TKD,
@@ -263,7 +263,7 @@ def block_attention(
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    out, lse = _flash_attn_fwd(
+    out, lse, *_ = _flash_attn_fwd(
         q,
         k,
         v,
