@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.rollout.engine import shares
+from tasuki.rollout.sglang.engine import shares
 
 NUM_RUNNING = st.lists(st.integers(0, 500), min_size=1, max_size=8)
 

@@ -20,7 +20,7 @@ from tasuki.v1.rollout_pb2 import GenerateRequest
 from tasuki.wire.errors import InvalidArgument, PolicyDiverged
 
 if TYPE_CHECKING:
-    from tasuki.rollout.engine import RolloutEngine
+    from tasuki.rollout.sglang.engine import RolloutEngine
 
 _MAX_SAMPLES = 65_536
 _MAX_KEY = 128

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,9 @@ from tasuki.weights.shared_base import SharedBase
 from tasuki.weights.verify import HeldSlice
 from tasuki.wire.errors import Busy
 from tasuki.wire.stages import MemoryTag
+
+if TYPE_CHECKING:
+    from tasuki.rollout.sglang.rank_scheduler import RankScheduler
 
 _log = logging.getLogger("tasuki.rollout")
 # If nobody takes a result, the front is gone and this process will end too.
@@ -92,8 +95,7 @@ def rank_allocator(device: str) -> NativeAllocator:
 class RankMemory:
     """Pauses and resumes a rank's tags. Parameters come back by a sync, the KV cache empty, and everything else as it was.
 
-    scheduler: SGLang's, or None for a model without an engine. Its map from requests to cache slots lies in the cache's region, and must
-    never hold slots that do not exist.
+    scheduler: None for a model without an engine. Its map from requests to cache slots must never hold slots that do not exist.
     staying: tags that never sleep, whatever is asked.
     base: holds the parameters where the trainer reads them too; counted here alone.
     """
@@ -103,7 +105,7 @@ class RankMemory:
         allocator: NativeAllocator,
         model: EngineModel,
         *,
-        scheduler: Any = None,
+        scheduler: RankScheduler | None = None,
         staying: frozenset[MemoryTag] = frozenset(),
         base: SharedBase | None = None,
     ) -> None:
@@ -119,9 +121,8 @@ class RankMemory:
 
         Raises Busy while a request runs, and until the scheduler has noticed that the last one ended.
         """
-        # Prevents SGLang from collecting garbage and emptying torch's cache, which takes longer than everything else.
-        if self._scheduler is not None and not self._scheduler.flush_cache(empty_cache=False):
-            raise Busy("requests run", num_running=len(self._scheduler.running_batch.reqs))
+        if self._scheduler is not None and not self._scheduler.flush():
+            raise Busy("requests run", num_running=self._scheduler.num_running)
         tags = self._all_of(request.tags)
         for tag in tags:
             if tag in self._kept and not self._is_paused(tag):
@@ -137,7 +138,7 @@ class RankMemory:
             if tag in self._kept:
                 self._kept[tag].restore()
         if MemoryTag.KV_CACHE in woken and self._scheduler is not None and not self._is_zeroed:
-            self._scheduler.req_to_token_pool.req_to_token.zero_()
+            self._scheduler.forget_slots()
         if woken and self._allocator.device != "cpu":
             torch.cuda.synchronize(self._allocator.device)
         return memory_pb2.ResumeResponse(mapped_bytes=mapped)
@@ -182,7 +183,7 @@ class RankMemory:
 class EngineRank:
     """Command handler of one engine rank.
 
-    rank: index among all engine ranks, which names the process. scheduler: SGLang's, or None for a model without an engine.
+    rank: index among all engine ranks, which names the process. scheduler: None for a model without an engine.
     lock: the scheduler's, which it releases while it waits.
     adapter: what is received in the place of the model, which then stays as it was loaded. staying: tags that never sleep. base:
     holds the model where the trainer reads it too.
@@ -194,7 +195,7 @@ class EngineRank:
         allocator: NativeAllocator,
         *,
         rank: int,
-        scheduler: Any = None,
+        scheduler: RankScheduler | None = None,
         lock: EngineLock | None = None,
         adapter: EngineModel | None = None,
         staying: frozenset[MemoryTag] = frozenset(),
@@ -233,11 +234,11 @@ class EngineRank:
         """The scheduler's stream, since a pause makes tensors that the scheduler uses. A sync waits for its own work."""
         if self._scheduler is None or self._allocator.device == "cpu" or command.HasField("receive"):
             return nullcontext()
-        return torch.cuda.stream(self._scheduler.schedule_stream)
+        return self._scheduler.stream()
 
     def _receive(self, command: ranks_pb2.ReceiveCommand) -> ranks_pb2.ReceiveResult:
-        if self._scheduler is not None and not self._scheduler.is_fully_idle():
-            raise Busy("requests run", num_running=len(self._scheduler.running_batch.reqs))
+        if self._scheduler is not None and not self._scheduler.is_idle():
+            raise Busy("requests run", num_running=self._scheduler.num_running)
         timeout_s = command.import_timeout_ms / 1000
         received = self.receiver.receive(command.weights, import_timeout_s=timeout_s)
         if self._layout[0] is not received.held:
@@ -263,15 +264,7 @@ class EngineRank:
         return usage_response(self.memory.usage(), device)
 
     def _load(self, _: ranks_pb2.GetLoadCommand) -> ranks_pb2.LoadResult:
-        scheduler = self._scheduler
-        if scheduler is None:
-            return ranks_pb2.LoadResult()
-        num_kv_tokens, _ratio = scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()
-        return ranks_pb2.LoadResult(
-            num_running=len(scheduler.running_batch.reqs),
-            num_queued=len(scheduler.waiting_queue),
-            num_kv_tokens=max(0, num_kv_tokens),
-        )
+        return ranks_pb2.LoadResult() if self._scheduler is None else self._scheduler.load()
 
 
 # SGLang passes its loader the model and nothing that could hold state. One per scheduler process.

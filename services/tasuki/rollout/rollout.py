@@ -35,7 +35,7 @@ from tasuki.wire.errors import (
 from tasuki.wire.stages import RULES, START, MemoryTag, Rpc, Service, Stage, allowed_after
 
 if TYPE_CHECKING:
-    from tasuki.rollout.engine import RolloutEngine
+    from tasuki.rollout.sglang.engine import RolloutEngine
 
 _log = logging.getLogger(__name__)
 _CUT_AGAIN_S = 0.05

@@ -13,13 +13,13 @@ from tasuki.config.choices import read_choices
 from tasuki.config.gpus import gpus_of
 from tasuki.config.lock import read_instance
 from tasuki.config.schema import NodeConfig
-from tasuki.rollout.engine import RolloutEngine, start_engine
 from tasuki.rollout.metrics import EngineLoad, EngineMetrics, GenerationMetrics, keep_metrics_in_memory
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.ranks import RankProcesses, RankReport
 from tasuki.rollout.rollout import RankCalls, Rollout
 from tasuki.rollout.seeds import CallNumbers
 from tasuki.rollout.servicer import RolloutMemoryServicer, RolloutServicer
+from tasuki.rollout.sglang.engine import RolloutEngine, start_engine
 from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import CommandGate

@@ -6,8 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import cast
 
-from tasuki.rollout.engine import RolloutEngine
 from tasuki.rollout.request_queue import Intake
+from tasuki.rollout.sglang.engine import RolloutEngine
 
 ENDED = {"meta_info": {"finish_reason": {"type": "stop"}}}
 

@@ -37,6 +37,7 @@ from tasuki.rollout.sglang.first_samples import FirstSamples
 from tasuki.rollout.sglang.float32_logits import install_float32_logits
 from tasuki.rollout.sglang.json_grammar import JsonGrammars
 from tasuki.rollout.sglang.memory_saver import install_saver
+from tasuki.rollout.sglang.rank_scheduler import RankScheduler
 from tasuki.rollout.sglang.shared_base import EngineBase
 from tasuki.rpc.memory import staying_of_engine_rank
 from tasuki.rpc.process_start import freeze_started
@@ -185,7 +186,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             model,
             setup.allocator,
             rank=setup.rank,
-            scheduler=self,
+            scheduler=RankScheduler(self),
             lock=lock,
             adapter=adapter,
             staying=frozenset() if setup.config is None else _staying(setup.config, rank=setup.rank),
