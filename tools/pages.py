@@ -15,7 +15,7 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 
-from tasuki.cli.__main__ import _parser
+from tasuki.cli.arguments import make_parser
 from tasuki.config.load import load_config
 from tasuki.rpc.metric_names import ALL
 from tools import api_page, config_page, error_pages, grafana_dashboard, knobs_table
@@ -79,7 +79,7 @@ def _wrong_commands(page: Path) -> Iterator[str]:
                 told = StringIO()
                 try:
                     with redirect_stderr(told):
-                        _parser().parse_args(arguments)
+                        make_parser().parse_args(arguments)
                 except SystemExit:
                     yield f"tasuki {shlex.join(arguments)}: {told.getvalue().splitlines()[-1]}"
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tasuki.cli.__main__ import _parser
+from tasuki.cli.arguments import make_parser
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -29,7 +29,7 @@ COMMANDS = {
 def test_a_command_is_one_that_tasuki_takes(name: str) -> None:
     program, *arguments = COMMANDS[name]
     assert program == "tasuki"
-    assert _parser().parse_args(arguments).config == Path("/config/node.toml")
+    assert make_parser().parse_args(arguments).config == Path("/config/node.toml")
 
 
 def test_the_image_s_tag_is_the_version() -> None:

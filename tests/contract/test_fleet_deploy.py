@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tasuki.cli.__main__ import USER_ERROR, _parser
+from tasuki.cli.__main__ import USER_ERROR
+from tasuki.cli.arguments import make_parser
 from tasuki.fleet.environment import fleet_table
 from tasuki.node.services import EXIT_FLEET_ENDED
 
@@ -107,4 +108,4 @@ def test_commands_are_those_that_tasuki_has(text: str) -> None:
         ("train",),
     }
     for words in commands:
-        assert _parser().parse_args(words).config == Path("node.toml")
+        assert make_parser().parse_args(words).config == Path("node.toml")

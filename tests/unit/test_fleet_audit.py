@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.audit import BROKEN, CLEAN, run
+from tasuki.cli.__main__ import main
+from tasuki.cli.audit import BROKEN, CLEAN
 from tasuki.fleet.audit import FleetInvariant, audit_fleet_journal
 from tasuki.fleet.rules import Decision, Step, agreed, next_step
 from tasuki.v1.coordinator_pb2 import NodeState
@@ -80,12 +81,12 @@ def test_the_command_audits_the_fleets_journal_beside_the_nodes(
 ) -> None:
     shutil.copy(journal.parent / "0" / "journal.sqlite", tmp_path)
     fleets = Path(shutil.copy(journal, tmp_path))
-    assert run(tmp_path, as_json=False) == CLEAN
+    assert main(["audit", str(tmp_path)]) == CLEAN
     assert "fleet_decisions=2" in capsys.readouterr().out
     with closing(sqlite3.connect(fleets)) as db:
         db.execute(CHANGES[FleetInvariant.DECIDED])
         db.commit()
-    assert run(tmp_path, as_json=False) == BROKEN
+    assert main(["audit", str(tmp_path)]) == BROKEN
     told = capsys.readouterr().out
     assert "broken: decided" in told
     assert "on node 0 a decision first, according to the fleet" in told

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasuki.cli.arguments import add_plan_arguments
+from tasuki.cli.arguments import make_parser
 from tasuki.cli.plan import planned_node
 from tasuki.cli.plan_report import as_table
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig
@@ -59,9 +58,7 @@ def as_the_command_line_says(answer: pb.PlanResponse) -> dict[str, Any]:
 
 
 def planned_by(*arguments: str) -> Plan:
-    parser = argparse.ArgumentParser()
-    add_plan_arguments(parser)
-    return plan(choose(planned_node(parser.parse_args(arguments))))
+    return plan(choose(planned_node(make_parser().parse_args(["plan", *arguments]))))
 
 
 @pytest.mark.parametrize("preset", ["balanced", "constrained"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from tasuki.config.paths import fleet_journal_path, journal_path, log_path, trai
 from tasuki.coordinator.audit.commands import audit_commands
 from tasuki.coordinator.audit.history import Invariant, Violation, read_history
 from tasuki.coordinator.audit.replay import audit
-from tasuki.fleet.audit import FleetAudit, audit_fleet_journal
+from tasuki.fleet.audit import audit_fleet_journal
 from tasuki.rpc.command_log import LoggedLife, read_command_log
 from tasuki.runs.archive import archive_folder
 from tasuki.trainer.durable.training_log import first_repetition, read_training_log
@@ -25,22 +26,26 @@ from tasuki.wire.stages import Service
 CLEAN, BROKEN, UNREADABLE = 0, 1, 2
 
 
-def run(path: Path, *, as_json: bool) -> int:
-    """Audits the run at `path` and prints the result. Returns 0 if it is clean, 1 for a violation, 2 if a part is unreadable.
+def run(arguments: argparse.Namespace) -> int:
+    """Audits the run at `run_path` and prints the result. Returns 0 if it is clean, 1 for a violation, 2 if a part is unreadable.
 
     Raises PathNotFound, PathPermissionDenied, and InvalidArgument for an unreadable journal.
     """
-    folder, journal, is_of_node = _place(path)
+    folder, journal, is_of_node = _place(arguments.run_path)
     # Read before the journal, since a node may be running.
     lives, unreadable = _all_lives(folder)
     history = read_history(journal)
     found = audit(history)
     found = replace(found, violation=found.violation or audit_commands(history, lives))
-    fleet = _fleet(folder)
+    fleet_journal = fleet_journal_path(folder)
+    fleet = audit_fleet_journal(fleet_journal) if fleet_journal.is_file() else None
     if fleet is not None:
         found = replace(found, violation=found.violation or fleet.violation)
-    records, damage = _training(folder)
-    problems = (*unreadable, f"{damage}, so what was trained cannot be audited") if damage else unreadable
+    log, records, problems = training_log_path(folder), list[TrainingRecord](), list(unreadable)
+    try:
+        records = read_training_log(log) if log.exists() else []
+    except (InvalidArgument, PathPermissionDenied, OSError) as error:
+        problems.append(f"{error}, so what was trained cannot be audited")
     repetition = first_repetition(records)
     if repetition and found.violation is None:
         found = replace(found, violation=Violation(Invariant.TRAINED_ONCE, repetition))
@@ -60,28 +65,13 @@ def run(path: Path, *, as_json: bool) -> int:
         "journal": str(journal),
         **counts,
     }
-    if as_json:
+    if arguments.json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
         sys.stdout.write(_text(found.violation, report, counts, is_of_node=is_of_node))
     if found.violation is not None:
         return BROKEN
     return UNREADABLE if problems else CLEAN
-
-
-def _fleet(folder: Path) -> FleetAudit | None:
-    """Audit of the journal of the fleet that the node led; None on any other node."""
-    path = fleet_journal_path(folder)
-    return audit_fleet_journal(path) if path.is_file() else None
-
-
-def _training(folder: Path) -> tuple[list[TrainingRecord], str]:
-    """Records in the trainer's log, and what is wrong with the file."""
-    path = training_log_path(folder)
-    try:
-        return (read_training_log(path) if path.exists() else []), ""
-    except (InvalidArgument, PathPermissionDenied, OSError) as error:
-        return [], str(error)
 
 
 def _not_audited(folder: Path, lives: Mapping[Service, Sequence[LoggedLife]]) -> tuple[str, ...]:
@@ -112,33 +102,24 @@ def _place(path: Path) -> tuple[Path, Path, bool]:
     return path.parent, path, False
 
 
-def _all_lives(folder: Path) -> tuple[dict[Service, list[LoggedLife]], tuple[str, ...]]:
-    """Lives of each service, and why a log cannot be read; a service with such a log is left out."""
+def _all_lives(folder: Path) -> tuple[dict[Service, list[LoggedLife]], list[str]]:
+    """Lives of each service whose logs still exist, and why a log cannot be read; a service with such a log is left out."""
     lives, problems = dict[Service, list[LoggedLife]](), list[str]()
     for service in Service:
+        log = log_path(folder, service)
         try:
-            lives[service] = _lives(folder, service)
+            lives[service] = [life for place in (log.with_suffix(".log.old"), log) for life in read_command_log(place)]
         except OSError as error:
             problems.append(f"{error.filename} cannot be read: {error.strerror}, so commands of {service} cannot be audited")
-    return lives, tuple(problems)
-
-
-def _lives(folder: Path, service: Service) -> list[LoggedLife]:
-    """Lives of a service whose logs still exist; older ones are missing. Raises OSError."""
-    log = log_path(folder, service)
-    return [life for place in (log.with_suffix(".log.old"), log) for life in read_command_log(place)]
+    return lives, problems
 
 
 def _text(violation: Violation | None, report: Mapping[str, Any], counts: Mapping[str, Any], *, is_of_node: bool) -> str:
     lines = ["clean" if violation is None else f"broken: {violation.invariant}"]
     if violation is not None:
-        where = {
-            "changeover": violation.changeover_id,
-            "stage": violation.stage,
-            "epoch": violation.epoch,
-            "sequence": violation.sequence,
-        }
-        lines += [f"  {name}: {value}" for name, value in where.items() if value]
+        where = (violation.changeover_id, violation.stage, violation.epoch, violation.sequence)
+        names = ("changeover", "stage", "epoch", "sequence")
+        lines += [f"  {name}: {value}" for name, value in zip(names, where, strict=True) if value]
         lines.append(f"  expected: {violation.expected}")
     if report["problems"]:
         lines[0] = f"incomplete: apart from what cannot be read, {lines[0]}"

@@ -28,6 +28,7 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _AUTHORITY_DAYS = 3650
 _CLOCKS_DIFFER = timedelta(minutes=5)
 _MAX_BYTES = 1 << 20
+_PEM = serialization.Encoding.PEM
 _HOST = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
 
@@ -37,14 +38,6 @@ class Authority:
 
     cert: x509.Certificate
     key: ec.EllipticCurvePrivateKey
-
-
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Names and role of a node's certificate."""
-
-    hosts: Sequence[str]
-    is_fleet: bool
 
 
 def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False) -> int:
@@ -71,13 +64,15 @@ def _write_certificates(folder: Path, *, hosts: Sequence[str], days: int, is_fle
     except OSError as error:
         raise InvalidArgument("folder", f"{folder} cannot be created: {error.strerror}") from error
     if not (folder / "ca.pem").exists() and not (folder / "ca.key").exists():
-        _write_authority(folder, make_authority())
+        made = make_authority()
+        key = made.key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        write_pair(folder, "ca", made.cert.public_bytes(_PEM), key)
     authority = read_authority(folder)
     until = datetime.now(UTC) + timedelta(days=days)
     renewed = None if hosts else _read_names(folder / "node.pem")
-    names = [*(hosts or (renewed.hosts if renewed else [socket.gethostname()])), *_THIS_MACHINE]
-    is_peer = is_fleet or (renewed is not None and renewed.is_fleet)
-    peer_id = f"{_TRUST_DOMAIN}/tasuki/{CallerRole.PEER.label}" if is_peer else None
+    known, was_peer = renewed or ([socket.gethostname()], False)
+    names = [*(hosts or known), *_THIS_MACHINE]
+    peer_id = f"{_TRUST_DOMAIN}/tasuki/{CallerRole.PEER.label}" if is_fleet or was_peer else None
     write_pair(folder, "node", *issue(authority, "tasuki node", hosts=names, spiffe_id=peer_id, until=until))
     for role in CallerRole:
         spiffe_id = f"{_TRUST_DOMAIN}/tasuki/{role.label}"
@@ -86,8 +81,8 @@ def _write_certificates(folder: Path, *, hosts: Sequence[str], days: int, is_fle
     return 0
 
 
-def _read_names(path: Path) -> _Names | None:
-    """Names of the certificate at `path`; None if there is none. Raises InvalidArgument if it cannot be read."""
+def _read_names(path: Path) -> tuple[list[str], bool] | None:
+    """Hosts of the certificate at `path`, and whether it has a role; None if there is none. Raises InvalidArgument if it cannot be read."""
     try:
         cert = x509.load_pem_x509_certificate(read_regular(path, max_bytes=_MAX_BYTES))
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -98,14 +93,14 @@ def _read_names(path: Path) -> _Names | None:
     except (OSError, ValueError, x509.ExtensionNotFound) as error:
         raise InvalidArgument("host", f"{path} has no names to renew: {error}; give --host") from error
     hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
-    return _Names(hosts, bool(names.get_values_for_type(x509.UniformResourceIdentifier)))
+    return hosts, bool(names.get_values_for_type(x509.UniformResourceIdentifier))
 
 
 def make_authority(*, until: datetime | None = None) -> Authority:
     """Creates a CA with a new key and a unique name. until: in ten years by default."""
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = _subject(f"tasuki lab {secrets.token_hex(4)}")
-    builder = _builder(subject, subject, key.public_key(), until=until or datetime.now(UTC) + timedelta(days=_AUTHORITY_DAYS))
+    name = f"tasuki lab {secrets.token_hex(4)}"
+    builder = _builder(name, None, key.public_key(), until=until or datetime.now(UTC) + timedelta(days=_AUTHORITY_DAYS))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(_key_usage(signs_certificates=True), critical=True)
     return Authority(builder.sign(key, hashes.SHA256()), key)
@@ -139,7 +134,7 @@ def issue(
     uses = [ExtendedKeyUsageOID.SERVER_AUTH] if hosts else []
     if spiffe_id is not None or not hosts:
         uses.append(ExtendedKeyUsageOID.CLIENT_AUTH)
-    builder = _builder(_subject(name), authority.cert.subject, key.public_key(), until=until)
+    builder = _builder(name, authority.cert.subject, key.public_key(), until=until)
     if names:
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -147,22 +142,13 @@ def issue(
     builder = builder.add_extension(x509.ExtendedKeyUsage(uses), critical=False)
     cert = builder.sign(authority.key, hashes.SHA256())
     plain = serialization.NoEncryption()
-    return (
-        cert.public_bytes(serialization.Encoding.PEM),
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain),
-    )
+    return cert.public_bytes(_PEM), key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, plain)
 
 
 def write_pair(folder: Path, name: str, cert: bytes, key: bytes) -> None:
     """Writes NAME.pem and NAME.key to the folder, each atomically."""
     _write(folder / f"{name}.key", key, mode=0o600)
     _write(folder / f"{name}.pem", cert, mode=0o644)
-
-
-def _write_authority(folder: Path, authority: Authority) -> None:
-    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-    key = authority.key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
-    write_pair(folder, "ca", authority.cert.public_bytes(pem), key)
 
 
 def _write(path: Path, content: bytes, *, mode: int) -> None:
@@ -183,15 +169,13 @@ def _general_name(host: str) -> x509.GeneralName:
     return x509.DNSName(host)
 
 
-def _subject(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-
-
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, *, until: datetime
+    name: str, issuer: x509.Name | None, key: ec.EllipticCurvePublicKey, *, until: datetime
 ) -> x509.CertificateBuilder:
+    """issuer: by default the subject itself."""
     begin = min(datetime.now(UTC), until) - _CLOCKS_DIFFER
-    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer or subject).public_key(key)
     return builder.serial_number(x509.random_serial_number()).not_valid_before(begin).not_valid_after(until)
 
 

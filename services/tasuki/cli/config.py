@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable
 
 from tasuki.config.checks import without_effect
 from tasuki.config.load import load_config, origins
@@ -14,8 +14,9 @@ from tasuki.models.tokenizer import check_tokenizer
 from tasuki.wire.printable import printable
 
 
-def show_config(path: Path, *, overrides: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Prints every key that has a value as TOML. Raises as load_config."""
+    path, overrides = arguments.config, arguments.overrides
     config = load_config(path, overrides=overrides)
     lines = toml_lines(config.model_dump(exclude_none=True), (), comment=origins(path, overrides=overrides))
     sys.stdout.write("\n".join(lines) + "\n")
@@ -25,15 +26,14 @@ def show_config(path: Path, *, overrides: Sequence[str]) -> int:
 
 def warn_of_settings(config: NodeConfig) -> None:
     """Tells settings without effect on standard error."""
-    for problem in without_effect(config):
-        _warn(problem)
+    _warn(without_effect(config))
 
 
 def warn_of_tokenizer(config: NodeConfig) -> None:
     """Tells what is likely wrong with the model's tokenizer. Raises as check_tokenizer."""
-    for problem in check_tokenizer(config.model.path):
-        _warn(problem)
+    _warn(check_tokenizer(config.model.path))
 
 
-def _warn(problem: str) -> None:
-    sys.stderr.write(printable(f"tasuki: warning: {problem}") + "\n")
+def _warn(problems: Iterable[str]) -> None:
+    for problem in problems:
+        sys.stderr.write(printable(f"tasuki: warning: {problem}") + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import sys
@@ -27,14 +28,15 @@ FAILED = 1
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
 
-def run(config: Path | None, *, overrides: Sequence[str] = (), as_json: bool = False, min_gbit: float | None = None) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Returns 0, or 1 if a check fails; warnings do not count. Raises InvalidArgument for a `min_gbit` that cannot be judged."""
+    min_gbit = arguments.min_gbit
     if min_gbit is not None and not 0 < min_gbit < math.inf:
         raise InvalidArgument("--min-gbit", f"must be a positive number, got {min_gbit:g}")
-    if min_gbit is not None and config is None:
+    if min_gbit is not None and arguments.config is None:
         raise InvalidArgument("--min-gbit", "needs CONFIG, of a node of a running fleet")
-    findings = list(examine(config, overrides=overrides, min_gbit=min_gbit))
-    if as_json:
+    findings = list(examine(arguments.config, overrides=arguments.overrides, min_gbit=min_gbit))
+    if arguments.json:
         sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
     else:
         _show(findings)

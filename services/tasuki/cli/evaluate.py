@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tasuki.cli.progress import ProgressDisplay
 from tasuki.cli.train import read_training
@@ -28,31 +29,30 @@ from tasuki.runs.recorded_run import RecordedRun, evaluation_of, find_run
 from tasuki.wire.errors import InvalidArgument, NodeRunning, PathNotFound
 
 
-def run(place: Path, *, model: Path | None, checkpoint: str | None, overrides: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Evaluates on a node of its own, which it starts and stops, and writes `eval/NAME.json` to the run's folder.
 
     Same rows, sampling, rewards and seeds as the run's last evaluation, or as that of the checkpoint's version if there was one. model: by
     default the run's `model/`. Raises NodeRunning while the run's own node is up, PathNotFound, InvalidArgument.
     """
-    found = find_run(place, overrides=overrides)
+    found = find_run(arguments.place, overrides=arguments.overrides)
     found.check_data()
     pid = holder(found.config.state_dir, name=NODE_LOCK)
     if pid is not None:
         text = f"the run's node, pid {pid}, is up; stop it first: tasuki down --state-dir {found.config.state_dir}"
         raise NodeRunning(text, state_dir=found.config.state_dir, pid=pid)
-    path = found.output_dir / "model" if model is None else model.absolute()
-    version = None
-    if checkpoint is not None:
-        path = found.checkpoint(checkpoint)
-        version = (
-            read_loop_state(path).step.next_version() if (path / LOOP_FILE).is_file() else None
-        )  # none if saved by a client
+    path: Path = (arguments.model or found.output_dir / "model").absolute()
+    version, is_checkpoint = None, arguments.checkpoint is not None
+    if is_checkpoint:
+        path = found.checkpoint(arguments.checkpoint)
+        # None if saved by a client.
+        version = read_loop_state(path).step.next_version() if (path / LOOP_FILE).is_file() else None
     elif not path.is_dir():
         raise PathNotFound(
             f"{path} is not a folder; the run exports it at its end, --checkpoint N takes a checkpoint", path=path
         )
     recorded = found.evaluated(policy_version=version)
-    step = _evaluated(found, path, is_checkpoint=checkpoint is not None, number=(recorded or found.evaluated() or Step(0)).step)
+    step = _evaluated(found, path, is_checkpoint=is_checkpoint, number=(recorded or found.evaluated() or Step(0)).step)
     _tell(found.output_dir / "eval" / f"{path.name}.json", path, figures=evaluation_of(step), recorded=recorded, step=step)
     return 0
 
@@ -60,7 +60,7 @@ def run(place: Path, *, model: Path | None, checkpoint: str | None, overrides: S
 def _evaluated(found: RecordedRun, path: Path, *, is_checkpoint: bool, number: int) -> Step:
     """The evaluation of step `number`, whose seeds it has, with these weights."""
     folder = found.output_dir / "eval"
-    config = _own_node(found.config if is_checkpoint else _of_model(found.config, path), state_dir=folder / "node")
+    config = _own_node(found.config, path, is_checkpoint=is_checkpoint, state_dir=folder / "node")
     training, step = read_training(config, now=begun_at(found.output_dir)), Step(number)
     progress = Progress(num_steps=number)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -80,19 +80,23 @@ def _evaluated(found: RecordedRun, path: Path, *, is_checkpoint: bool, number: i
     return step
 
 
-def _of_model(config: NodeConfig, path: Path) -> NodeConfig:
-    """The same node with the folder's weights, which nothing rounds but rollout: adapters start as zeros."""
-    dtype = config.rollout.dtype
-    held = {"compute_dtype": dtype} if config.trainer.lora is not None else {"param_dtype": dtype}
-    trainer = config.trainer.model_copy(update=held if config.sft is None else {})
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path}), "trainer": trainer})
-
-
-def _own_node(config: NodeConfig, *, state_dir: Path) -> NodeConfig:
-    """The node without ports, trackers and samples on disk."""
-    changes = {"state_dir": state_dir, "listen": "unix", "metrics": MetricsConfig(), "track": TrackConfig(), "fleet": None}
+def _own_node(config: NodeConfig, path: Path, *, is_checkpoint: bool, state_dir: Path) -> NodeConfig:
+    """The node without ports, trackers and samples on disk. With a model's weights, which nothing rounds but rollout."""
+    changes: dict[str, Any] = {
+        "state_dir": state_dir,
+        "listen": "unix",
+        "metrics": MetricsConfig(),
+        "track": TrackConfig(),
+        "fleet": None,
+    }
     if config.train is not None:
         changes["train"] = config.train.model_copy(update={"samples": SamplesConfig(groups_per_step=0)})
+    if not is_checkpoint:
+        changes["model"] = config.model.model_copy(update={"path": path})
+    if not is_checkpoint and config.sft is None:
+        # Adapters start as zeros.
+        dtype = "param_dtype" if config.trainer.lora is None else "compute_dtype"
+        changes["trainer"] = config.trainer.model_copy(update={dtype: config.rollout.dtype})
     return config.model_copy(update=changes)
 
 

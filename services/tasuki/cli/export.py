@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,7 @@ from tasuki.wire.errors import NotInstalled
 from tasuki.wire.extras import install_extras
 
 
-def run(checkpoint: Path, *, place: Path | None, output: Path | None, dtype: str) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """place: the run, by default that in whose folder the checkpoint is. output: by default `model-NAME` there. dtype: "auto" as the run's.
 
     Raises NotInstalled without torch, and as find_run and export_checkpoint.
@@ -20,9 +21,9 @@ def run(checkpoint: Path, *, place: Path | None, output: Path | None, dtype: str
         raise NotInstalled(f"an export needs torch: {install_extras('trainer')}", packages="torch", extras="trainer")
     from tasuki.trainer.backends.fsdp.checkpoint_export import export_checkpoint
 
-    checkpoint = checkpoint.absolute()
-    found = find_run(checkpoint.parent.parent if place is None else place)
-    target = found.output_dir / f"model-{checkpoint.name}" if output is None else output.absolute()
+    checkpoint: Path = arguments.checkpoint.absolute()
+    found = find_run(arguments.place or checkpoint.parent.parent)
+    target = (arguments.output or found.output_dir / f"model-{checkpoint.name}").absolute()
 
     def told(done: int, num_tensors: int) -> None:
         if done % -(-num_tensors // 10) == 0:
@@ -33,7 +34,7 @@ def run(checkpoint: Path, *, place: Path | None, output: Path | None, dtype: str
         target,
         source=found.config.model.path,
         compute_dtype=found.config.trainer.compute_dtype,
-        dtype=found.config.export_dtype if dtype == "auto" else dtype,
+        dtype=found.config.export_dtype if arguments.dtype == "auto" else arguments.dtype,
         told=told,
     )
     sys.stdout.write(f"{target}  {num_bytes / 1e9:.3f} GB\n")

@@ -8,8 +8,7 @@ import signal
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,12 @@ def fleet_config(
 
     Raises InvalidArgument naming a key that none of them sets.
     """
-    own = _fleet_of(path)
+    try:
+        text = read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode().removeprefix("\ufeff")
+        own = tomllib.loads(text).get("fleet")
+    except (OSError, ValueError, RecursionError):  # load_config says more about it
+        own = None
+    own = own if isinstance(own, dict) else {}
     told = {key: value for key, value in fleet_table(environment).items() if key not in own}
     given = {key: value for key, value in flags.items() if value is not None}
     sets, last = ([f"fleet.{key}={json.dumps(value)}" for key, value in table.items()] for table in (told, given))
@@ -76,15 +80,6 @@ def fleet_config(
             raise
     flag = f"--{missing.removeprefix('fleet.').replace('_', '-')}"
     raise InvalidArgument(missing, f"is not set: give {flag}, or run under Slurm, a JobSet or torchrun's variables")
-
-
-def _fleet_of(path: Path) -> Mapping[str, Any]:
-    """The file's own table [fleet]; empty if load_config has more to say about the file."""
-    try:
-        fleet = tomllib.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode().removeprefix("\ufeff")).get("fleet")
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return fleet if isinstance(fleet, dict) else {}
 
 
 def up(config: NodeConfig, *, grace_s: float) -> int:
@@ -176,11 +171,20 @@ def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool) -> int:
 
     must_serve: return 1 while nodes are missing or the fleet is in no phase.
     """
-    with open_blocking_channel(client_target(config)) as channel, _explained(config):
-        request = fleet_pb2.GetFleetRequest()
-        fleet: fleet_pb2.GetFleetResponse = FleetServiceStub(channel).GetFleet(request, timeout=_READ_TIMEOUT_S)
-        stub = CoordinatorServiceStub(channel)
-        state = stub.GetState(coordinator_pb2.GetStateRequest(), timeout=_READ_TIMEOUT_S).state
+    try:
+        with open_blocking_channel(client_target(config)) as channel:
+            request = fleet_pb2.GetFleetRequest()
+            fleet: fleet_pb2.GetFleetResponse = FleetServiceStub(channel).GetFleet(request, timeout=_READ_TIMEOUT_S)
+            stub = CoordinatorServiceStub(channel)
+            state = stub.GetState(coordinator_pb2.GetStateRequest(), timeout=_READ_TIMEOUT_S).state
+    except grpc.RpcError as error:
+        known = from_rpc_error(error)
+        if type(known) is PeerUnavailable:
+            if holder(config.state_dir, name=NODE_LOCK) is None:
+                raise node_down(config.state_dir, start=UP) from error
+            text = f"the node is running, but its fleet service does not answer yet; see {log_path(config.state_dir, 'fleet')}"
+            known = PeerUnavailable(text, peer="fleet")
+        raise known from error
     if as_json:
         shown = {"fleet": plain(fleet), "state": plain(state)}
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
@@ -188,23 +192,6 @@ def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool) -> int:
         _draw(fleet, state)
     is_whole = len(fleet.members) == fleet.num_nodes and not fleet.ended_by and state.phase != types_pb2.PHASE_UNSPECIFIED
     return 1 if must_serve and not is_whole else 0
-
-
-@contextmanager
-def _explained(config: NodeConfig) -> Iterator[None]:
-    """Explains errors of calls to the leader on this machine."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        known = from_rpc_error(error)
-        if type(known) is not PeerUnavailable:
-            raise known from error
-        if holder(config.state_dir, name=NODE_LOCK) is None:
-            raise node_down(config.state_dir, start=UP) from error
-        log = log_path(config.state_dir, "fleet")
-        raise PeerUnavailable(
-            f"the node is running, but its fleet service does not answer yet; see {log}", peer="fleet"
-        ) from error
 
 
 def _draw(fleet: fleet_pb2.GetFleetResponse, state: coordinator_pb2.NodeState) -> None:

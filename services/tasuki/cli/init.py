@@ -16,7 +16,7 @@ from tasuki.cli.arguments import DEFAULT_HOST_GB
 from tasuki.cli.plan_report import verdict
 from tasuki.cli.train import check_data
 from tasuki.config.gpus import smallest_gpu_bytes
-from tasuki.config.load import config_of, load_config, put, value_at
+from tasuki.config.load import config_of, leaves, load_config, put, value_at
 from tasuki.memory.host import host_memory
 from tasuki.models.tokenizer import read_tokenizer
 from tasuki.node.hub import with_local_files
@@ -44,9 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     model = _asked(arguments.model, "model", "Model: a Hugging Face folder, or an id of the hub")
     task = _asked(arguments.task, "task", f"Task: {', '.join(TASKS)}", choices=TASKS, default="math")
-    device = _asked(
-        arguments.device, "device", "Device: cuda or cpu", choices=DEVICES, default="cuda" if smallest_gpu_bytes() else "cpu"
-    )
+    usual = "cuda" if smallest_gpu_bytes() else "cpu"
+    device = _asked(arguments.device, "device", "Device: cuda or cpu", choices=DEVICES, default=usual)
     gpu_gb = None if device == "cpu" else _gpu_gb(arguments)
     data = arguments.data
     if data is None and arguments.model is None:
@@ -56,9 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     planned, table = _fitting(_tables(model, task=task, device=device, data=data), gpu_gb=gpu_gb)
     files = {"node.toml": _HEAD + _toml(table, _advice(planned, table))}
     if task != "sft":
-        files["rewards.py"] = (
-            _MATCH if task == "match" else resources.files("tasuki.cli").joinpath("math_rewards.py").read_text()
-        )
+        math = resources.files("tasuki.cli").joinpath("math_rewards.py")
+        files["rewards.py"] = _MATCH if task == "match" else math.read_text()
     if data is None:
         files["train.jsonl"] = _sample(task, is_chat=bool(read_tokenizer(planned.node.config.model.path).templates))
     is_new = not folder.exists()
@@ -76,9 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     lines = verdict(planned, advise(planned))
     name = shlex.quote(str(config))
     steps = [f"tasuki doctor {name}", f"tasuki train {name}", f"tasuki dashboard {shlex.quote(str(folder / 'run'))}"]
-    sys.stdout.write(
-        "\n".join([f"wrote {', '.join(files)} to {folder}", *lines, "Next:", *(f"  {step}" for step in steps), ""])
-    )
+    told = [f"wrote {', '.join(files)} to {folder}", *lines, "Next:", *(f"  {step}" for step in steps)]
+    sys.stdout.write("\n".join(told) + "\n")
     return 0 if planned.fits else 1
 
 
@@ -129,9 +126,8 @@ def _tables(model: str, *, task: str, device: str, data: Path | None) -> dict[st
     table |= {"model": {"path": str(Path(model).resolve()) if is_folder else model}}
     table |= {"trainer": {"learning_rate": 1e-5 if task == "sft" else 1e-6}, "rollout": {}}
     if task == "sft":
-        return table | {
-            "sft": {"dataset": dataset, "output_dir": "run", "num_epochs": 3, "samples_per_step": 8 if is_cpu else 32}
-        }
+        sft = {"dataset": dataset, "output_dir": "run", "num_epochs": 3, "samples_per_step": 8 if is_cpu else 32}
+        return table | {"sft": sft}
     longest = _node(table, gpu_gb=1.0).longest_sequence
     prompt = min(_LONGEST_PROMPT, longest // 2)
     train = {"dataset": dataset, "output_dir": "run", "num_steps": 20 if is_cpu else 200}
@@ -183,16 +179,9 @@ def _toml(table: Mapping[str, Any], advice: Mapping[str, str]) -> str:
     for name, keys in table.items():
         if isinstance(keys, dict) and keys:
             lines += ["", f"[{name}]"]
-            for key, value in _leaves(keys):
+            for key, value in leaves(keys):
                 lines.append(f"{key} = {json.dumps(value)}" + (f"  # {advice[key]}" if key in advice else ""))
     return "\n".join(lines) + "\n"
-
-
-def _leaves(keys: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in keys.items():
-        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
-    return found
 
 
 def _sample(task: str, *, is_chat: bool) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-from collections.abc import Mapping
+import time
+from contextlib import suppress
 from datetime import UTC
 from pathlib import Path
 
@@ -62,14 +62,6 @@ def phase_name(phase: types_pb2.Phase.ValueType) -> str:
     return Phase.of(phase) or "between phases"
 
 
-def _start(parts: Mapping[str, float]) -> str:
-    return f"{sum(parts.values()):.1f} s: {parts_line(parts)}"
-
-
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
-
-
 def _facts(snapshot: NodeSnapshot, run: ProgressRecord | None) -> Table:
     node, trainer, rollout = snapshot.node, snapshot.trainer, snapshot.rollout
     served = str(node.policy_version) if node.HasField("policy_version") else "none yet"
@@ -77,7 +69,7 @@ def _facts(snapshot: NodeSnapshot, run: ProgressRecord | None) -> Table:
     learned = "unknown" if "trainer" in snapshot.absent else trainer.policy_version
     told = {
         "coordinator": f"{node.num_changeovers} changeovers, epoch {node.epoch}",
-        "trainer": f"{_ranks(trainer.num_ranks)}, {trainer.num_parameters:,} parameters",
+        "trainer": f"{trainer.num_ranks} rank{'s' * (trainer.num_ranks != 1)}, {trainer.num_parameters:,} parameters",
         "rollout": f"{rollout.dp_size} x TP {rollout.tp_size}, {health}",
     }
     rows = [
@@ -86,7 +78,11 @@ def _facts(snapshot: NodeSnapshot, run: ProgressRecord | None) -> Table:
         ("policy version", f"trainer {learned}, rollout {served}"),
         *((name, snapshot.absent.get(name, text)) for name, text in told.items()),
         *((f"{name} at", address) for name, address in snapshot.addresses.items()),
-        *((f"{name} start", _start(parts)) for name, parts in snapshot.start_seconds.items() if parts),
+        *(
+            (f"{name} start", f"{sum(parts.values()):.1f} s: {parts_line(parts)}")
+            for name, parts in snapshot.start_seconds.items()
+            if parts
+        ),
     ]
     if run is not None:
         rows.append(("run", progress_line(run)))
@@ -135,14 +131,8 @@ def _devices(snapshot: NodeSnapshot) -> Table:
     table = _sizes_table("MiB", "seen by", sizes=sizes)
     for service, usage in _usages(snapshot):
         for seen in usage.devices:
-            figures = (
-                seen.process_bytes,
-                seen.torch_cached_bytes,
-                seen.other_processes_bytes,
-                seen.free_bytes,
-                seen.total_bytes,
-            )
-            table.add_row(seen.device, f"{service} rank {seen.rank}", *map(_mib, figures))
+            used = (seen.process_bytes, seen.torch_cached_bytes, seen.other_processes_bytes)
+            table.add_row(seen.device, f"{service} rank {seen.rank}", *map(_mib, (*used, seen.free_bytes, seen.total_bytes)))
     return table
 
 
@@ -205,7 +195,10 @@ def watch(config: NodeConfig) -> int:
         reader.read()
         while True:
             if console.is_terminal:
-                _redraw(reader, console, state_dir)
+                with Live(console=console, screen=True, auto_refresh=False) as live, suppress(TasukiError):
+                    while True:
+                        time.sleep(_REDRAW_S)
+                        live.update(draw(reader.read(), run=node_progress(state_dir)), refresh=True)
             else:
                 _list(reader, state_dir)
             if has_ended(config, within_s=_REDRAW_S):
@@ -217,17 +210,6 @@ def watch(config: NodeConfig) -> int:
     return 0 if is_requested(report) else 1
 
 
-def _redraw(reader: NodeReader, console: Console, state_dir: Path) -> None:
-    """Returns once the node seems to be gone."""
-    pause = threading.Event()
-    with Live(console=console, screen=True, auto_refresh=False) as live:
-        while not pause.wait(_REDRAW_S):
-            try:
-                live.update(draw(reader.read(), run=node_progress(state_dir)), refresh=True)
-            except TasukiError:
-                return
-
-
 def _list(reader: NodeReader, state_dir: Path) -> None:
     """Prints lines as they happen, and one for each step of a run, flushed so that a pipe gets them. Returns once the coordinator goes
     away.
@@ -237,9 +219,8 @@ def _list(reader: NodeReader, state_dir: Path) -> None:
     try:
         for response in stream:
             state = response.state
-            line = (
-                event_line(response.event) if response.HasField("event") else f"{phase_name(state.phase)}, epoch {state.epoch}"
-            )
+            phase = f"{phase_name(state.phase)}, epoch {state.epoch}"
+            line = event_line(response.event) if response.HasField("event") else phase
             sys.stdout.write(f"{printable(line)}\n")
             run = node_progress(state_dir)
             if run is not None and run.step != step:

@@ -41,17 +41,21 @@ def run(arguments: argparse.Namespace) -> int:
     node = planned_node(arguments)
     fleet, num_nodes = node.config.fleet, arguments.num_nodes
     num_nodes = num_nodes if num_nodes is not None else 1 if fleet is None else fleet.num_nodes
-    _check_rate(arguments.network_gbit, num_nodes=num_nodes)
+    rate = arguments.network_gbit
+    if rate is not None and num_nodes == 1:
+        raise InvalidArgument("network-gbit", "is the rate between nodes, but this plan has one node: also give --nodes N")
+    if rate is not None and not (math.isfinite(rate) and rate > 0):
+        raise InvalidArgument("network-gbit", f"must be a rate above 0 in 10^9 bits a second, not {rate:g}")
     traffic = node_traffic(node, num_nodes=num_nodes)
     planned = plan(choose(node))
     advice = advise(planned)
     not_counted = [f"rollout.engine.{name}" for name in uncounted_arguments(node.config.rollout.engine)]
     if arguments.json:
-        table = as_table(planned, advice) | traffic_table(traffic, arguments.network_gbit) | {"not_counted": not_counted}
+        table = as_table(planned, advice) | traffic_table(traffic, rate) | {"not_counted": not_counted}
         sys.stdout.write(json.dumps(table, indent=2) + "\n")
     else:
         show(planned, advice, console=open_console())
-        for line in traffic_lines(traffic, arguments.network_gbit, fits=planned.fits):
+        for line in traffic_lines(traffic, rate, fits=planned.fits):
             sys.stdout.write(f"{line}\n")
         for key in not_counted:
             sys.stdout.write(f"Not counted: {key}. Its memory is taken from the KV cache or may be missing; try it.\n")
@@ -152,10 +156,3 @@ def _bytes(flag: str, size: float) -> int:
     if size > _MAX_GB:
         raise InvalidArgument(flag, f"must be at most {_MAX_GB:g} GB, not {size:g}")
     return int(size * GB)
-
-
-def _check_rate(network_gbit: float | None, *, num_nodes: int) -> None:
-    if network_gbit is not None and num_nodes == 1:
-        raise InvalidArgument("network-gbit", "is the rate between nodes, but this plan has one node: also give --nodes N")
-    if network_gbit is not None and not (math.isfinite(network_gbit) and network_gbit > 0):
-        raise InvalidArgument("network-gbit", f"must be a rate above 0 in 10^9 bits a second, not {network_gbit:g}")

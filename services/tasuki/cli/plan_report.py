@@ -12,7 +12,7 @@ from rich.table import Table
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import Advice
 from tasuki.planner.node import MARGIN, Checkpointing, Node, Part, gb
-from tasuki.planner.plan import Plan, StagePlan
+from tasuki.planner.plan import Plan
 from tasuki.planner.residency import expected_seconds, gpu_names, stages_to, stay_and_leave
 from tasuki.planner.trainer_bytes import Traffic, checkpoint_bytes, run_disk
 from tasuki.wire.stages import Phase
@@ -34,8 +34,11 @@ def show(planned: Plan, advice: Advice, *, console: Console) -> None:
     console.print(headline(node), highlight=False)
     kinds = ", ".join(f"{kind} {_count(count)}" for kind, count in node.model.count_by_kind().items())
     console.print(f"{_count(node.model.num_parameters)} parameters: {kinds}", highlight=False, style="dim")
-    for gpus, index in groups(planned):
-        console.print(_stage_table(planned, gpus, index))
+    alike: dict[str, list[int]] = {}
+    for gpu in range(node.num_gpus):
+        alike.setdefault(repr([stage.gpus[gpu] for stage in planned.stages]), []).append(gpu)
+    for gpus in alike.values():
+        console.print(_stage_table(planned, gpu_names(node, gpus), gpus[0]))
     for line in details(planned, advice):
         console.print(line, highlight=False, markup=False)
 
@@ -56,7 +59,9 @@ def verdict(planned: Plan, advice: Advice) -> list[str]:
         return [f"It fits: {on_gpu}the host {gb(planned.host_peak.host_bytes)} of {gb(node.host_bytes)} GB."]
     lines = [f"It does NOT fit: {'; '.join(planned.problems())}."]
     for number, rung in enumerate(advice.ladder, start=1):
-        after = f"{_peak(rung.plan)}, {'fits' if rung.plan.fits else 'not enough'}"
+        peak = rung.plan.gpu_peak if node.device == "cuda" else rung.plan.host_peak
+        size = peak.gpu_bytes if node.device == "cuda" else peak.host_bytes
+        after = f"{peak.stage} {gb(size)} GB, {'fits' if rung.plan.fits else 'not enough'}"
         lines.append(f"{'Change' if number == 1 else '  then'} {rung.setting}: {rung.old} -> {rung.new}: {after}.")
     if not advice.solves:
         room = "more or larger GPUs" if node.device == "cuda" else "a machine with more memory"
@@ -65,7 +70,7 @@ def verdict(planned: Plan, advice: Advice) -> list[str]:
 
 
 def details(planned: Plan, advice: Advice) -> list[str]:
-    """Which stage peaks, and what stays and leaves."""
+    """Which stage peaks, what stays and leaves, and the expected seconds of a changeover's stages."""
     node, peak, host = planned.node, planned.gpu_peak, planned.host_peak
     fullest = max(peak.gpus, key=lambda parts: sum(parts.values()))
     parts = ", ".join(f"{part} {gb(size)}" for part, size in sorted(fullest.items(), key=lambda item: -item[1]))
@@ -91,14 +96,14 @@ def details(planned: Plan, advice: Advice) -> list[str]:
     if node.device == "cuda":
         ratio = "none fits" if advice.max_kv_ratio is None else f"{advice.max_kv_ratio:g}"
         lines.append(f"Largest KV ratio: {ratio} (now {node.config.rollout.kv_ratio:g}).")
-    return lines + residency(planned)
-
-
-def _peak(planned: Plan) -> str:
-    """The fullest stage of a GPU, or of the host where all memory is the host's."""
-    if planned.node.device == "cuda":
-        return f"{planned.gpu_peak.stage} {gb(planned.gpu_peak.gpu_bytes)} GB"
-    return f"{planned.host_peak.stage} {gb(planned.host_peak.host_bytes)} GB"
+    for name, stays, leaves in stay_and_leave(node):
+        lines.append(f"{name}: keeps {', '.join(stays) or 'nothing'}; releases {', '.join(leaves) or 'nothing'}.")
+    if seconds := expected_seconds(planned):
+        for phase in (Phase.ROLLOUT, Phase.TRAIN):
+            times = {stage: 1000 * seconds[stage] for stage in stages_to(phase)}
+            parts = ", ".join(f"{stage} {time:.0f}" for stage, time in times.items())
+            lines.append(f"To {phase} about {sum(times.values()):.0f} ms, an estimate: {parts}.")
+    return lines
 
 
 def _experts(node: Node) -> str:
@@ -109,24 +114,6 @@ def _experts(node: Node) -> str:
         f"Experts: {each} of {sparse.num_experts} on each rank. Counted are {rows:,} rows, the most that can reach one rank: when all "
         f"tokens of all ranks choose its experts. Even routing brings {node.rank_tokens * sparse.experts_per_token:,}."
     )
-
-
-def residency(planned: Plan) -> list[str]:
-    """Tags that stay and leave, and the expected seconds of a changeover's stages."""
-    kinds = stay_and_leave(planned.node)
-    lines = [f"{name}: keeps {_listed(stays)}; releases {_listed(leaves)}." for name, stays, leaves in kinds]
-    seconds = expected_seconds(planned)
-    for phase in (Phase.ROLLOUT, Phase.TRAIN):
-        if seconds:
-            stages = stages_to(phase)
-            parts = ", ".join(f"{stage} {1000 * seconds[stage]:.0f}" for stage in stages)
-            total = 1000 * sum(seconds[stage] for stage in stages)
-            lines.append(f"To {phase} about {total:.0f} ms, an estimate: {parts}.")
-    return lines
-
-
-def _listed(parts: Sequence[Part]) -> str:
-    return ", ".join(parts) or "nothing"
 
 
 def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
@@ -187,14 +174,6 @@ def _seconds(traffic: Traffic, network_gbit: float) -> float:
     return traffic.num_bytes / (network_gbit * 10**9 / 8)
 
 
-def groups(planned: Plan) -> list[tuple[str, int]]:
-    """GPUs with equal plans in all stages: a name, such as "GPUs 0-3", and the number of the first."""
-    found: dict[str, list[int]] = {}
-    for gpu in range(planned.node.num_gpus):
-        found.setdefault(repr([stage.gpus[gpu] for stage in planned.stages]), []).append(gpu)
-    return [(gpu_names(planned.node, gpus), gpus[0]) for gpus in found.values()]
-
-
 def headline(node: Node) -> str:
     """The main settings in one line."""
     where = "CPU" if node.device == "cpu" else f"{node.num_gpus} GPUs of {gb(node.gpu_bytes)} GB"
@@ -213,28 +192,18 @@ def headline(node: Node) -> str:
 
 
 def _stage_table(planned: Plan, name: str, index: int) -> Table:
+    """One row a stage: red where it does not fit, bold at the GPU's peak."""
     node = planned.node
     table = Table(title=f"{name}, GB", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
     is_gpu = node.device == "cuda"
     for heading in ("stage", *COLUMNS, "total", *(["free"] if is_gpu else []), "host"):
         table.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
     for stage in planned.stages:
-        table.add_row(*_row(stage, node, index), style=_style(stage, planned, index))
+        parts = stage.gpus[index]
+        total = sum(parts.values())
+        sizes = [sum(parts.get(part, 0) for part in column) for column in COLUMNS.values()]
+        free = [gb(node.gpu_bytes - total) if total <= node.gpu_bytes else f"-{gb(total - node.gpu_bytes)}"] if is_gpu else []
+        cells = [stage.stage, *(gb(size) if size else "" for size in sizes), gb(total), *free, gb(stage.host_bytes)]
+        is_over = is_gpu and total + MARGIN > node.gpu_bytes
+        table.add_row(*cells, style="red" if is_over else "bold" if stage is planned.gpu_peak else "")
     return table
-
-
-def _row(stage: StagePlan, node: Node, index: int) -> list[str]:
-    parts = stage.gpus[index]
-    total = sum(parts.values())
-    sums = [sum(parts.get(part, 0) for part in column) for column in COLUMNS.values()]
-    free = [gb(node.gpu_bytes - total) if total <= node.gpu_bytes else f"-{gb(total - node.gpu_bytes)}"]
-    sizes = [gb(size) if size else "" for size in sums]
-    return [stage.stage, *sizes, gb(total), *(free if node.device == "cuda" else []), gb(stage.host_bytes)]
-
-
-def _style(stage: StagePlan, planned: Plan, index: int) -> str:
-    """Red where it does not fit, bold at the GPU's peak."""
-    node = planned.node
-    total = sum(stage.gpus[index].values())
-    is_over = node.device == "cuda" and total + MARGIN > node.gpu_bytes
-    return "red" if is_over else "bold" if stage is planned.gpu_peak else ""

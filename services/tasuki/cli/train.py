@@ -69,29 +69,24 @@ def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started
     a key that differs. A node started here is always stopped at the end.
     """
     started = time.monotonic() if started is None else started
-    config = adopt_node(config)
-    check_run(config)
-    check_trackers(config)
+    config = _adopted(config)
     training = read_training(config)
     warn_of_tokenizer(config)
-    _check_idle(training.settings.output_dir)
-    check_output(training.settings)
-    return _run(
-        config,
-        training,
-        lambda: check_output(training.settings),
-        config_dir=config_dir,
-        may_start=may_start,
-        started=started,
-    )
+    output_dir = training.settings.output_dir
+    if (pid := holder(output_dir, name=TRAINING_LOCK)) is not None:  # whose files would look like an earlier run's
+        raise NodeRunning(f"pid {pid} already runs a training on {output_dir}", state_dir=output_dir, pid=pid)
+
+    def look() -> None:
+        check_output(training.settings)
+
+    look()
+    return _run(config, training, look, config_dir=config_dir, may_start=may_start, started=started)
 
 
 def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> int:
     """Resumes the run in the output folder as `run` would; starts it if there is none, and does nothing if it has finished."""
     started = time.monotonic()
-    config = adopt_node(config)
-    check_run(config)
-    check_trackers(config)
+    config = _adopted(config)
     table = config.train or config.sft
     training = read_training(config, now=table and begun_at(table.output_dir))
     warn_of_tokenizer(config)
@@ -112,32 +107,14 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
     return _run(config, training, look, config_dir=config_dir, may_start=may_start, started=started)
 
 
-def check_trackers(config: NodeConfig) -> None:
-    """Raises NotInstalled if the library of a tracker or of tracing is missing, and as `check_telemetry`."""
+def _adopted(config: NodeConfig) -> NodeConfig:
+    """The configuration beside a running node's. Raises NotInstalled without a tracker's library, and as what it calls."""
+    config = adopt_node(config)
+    check_run(config)
     check_telemetry()
     for name in config.track.to:
         check_installed(name, key="track.to")
-
-
-def _check_idle(output_dir: Path) -> None:
-    """Raises NodeRunning while another `tasuki train` writes to the folder, whose files would look like an earlier run's."""
-    if (pid := holder(output_dir, name=TRAINING_LOCK)) is not None:
-        raise NodeRunning(f"pid {pid} already runs a training on {output_dir}", state_dir=output_dir, pid=pid)
-
-
-@contextmanager
-def _sole_training(config: NodeConfig, output_dir: Path) -> Iterator[None]:
-    """Raises NodeRunning while another `tasuki train` uses the output folder or the node, since each would disturb the other.
-
-    Raises PathPermissionDenied, or InvalidArgument if one of them cannot be created for another reason.
-    """
-    key = f"{'train' if config.sft is None else 'sft'}.output_dir"
-    state_dir, output_dir = Path(os.path.realpath(config.state_dir)), Path(os.path.realpath(output_dir))
-    with ExitStack() as locks:
-        for folder in dict.fromkeys((output_dir, state_dir)):
-            own = key if folder != state_dir else "state_dir"
-            locks.enter_context(StateLock.take(folder, name=TRAINING_LOCK, key=own))
-        yield
+    return config
 
 
 def _run(
@@ -149,30 +126,33 @@ def _run(
     may_start: bool,
     started: float,
 ) -> int:
-    """look: reads the output folder once it is locked, since another `tasuki train` may have written there before."""
+    """look: reads the output folder once it is locked, since another `tasuki train` may have written there before.
+
+    Raises NodeRunning while another one uses the output folder or the node, since each would disturb the other.
+    """
     if may_start:
         check_state_folder(config)
     request = SaveRequest()
     request.install()
     folders, output_dir = (Path.cwd(), config_dir), training.settings.output_dir
     progress = Progress(num_steps=training.settings.num_steps, eval_every=training.eval_every)
-    with (
-        training.opened(folders, save_now=request.save_now, progress=progress) as make_loop,
-        _sole_training(config, output_dir),
-    ):
+    locked = {Path(os.path.realpath(output_dir)): f"{training.settings.table}.output_dir"}
+    locked |= {Path(os.path.realpath(config.state_dir)): "state_dir"}
+    with ExitStack() as stack:
+        make_loop = stack.enter_context(training.opened(folders, save_now=request.save_now, progress=progress))
+        for folder, key in locked.items():
+            stack.enter_context(StateLock.take(folder, name=TRAINING_LOCK, key=key))
         earlier = look()
         display = ProgressDisplay(progress, config.state_dir)
-        with (
-            display.shown(output_dir),
-            tracked(output_dir, config.track),
-            running_node(config, may_start=may_start),
-            explained(config),
-        ):
-            try:
-                lines = StepLines(progress, display)
-                _train(config, training, make_loop, earlier, request, lines, config_dir=config_dir, started=started)
-            finally:
-                progress.begin(progress.record().step, "stop")
+        stack.enter_context(display.shown(output_dir))
+        stack.enter_context(tracked(output_dir, config.track))
+        stack.enter_context(running_node(config, may_start=may_start))
+        stack.enter_context(explained(config))
+        try:
+            lines = StepLines(progress, display)
+            _train(config, training, make_loop, earlier, request, lines, config_dir=config_dir, started=started)
+        finally:
+            progress.begin(progress.record().step, "stop")
     continue_children()
     return 0
 
@@ -194,9 +174,8 @@ def how_to_continue(config: NodeConfig, given: Path, overrides: Sequence[str]) -
     run = config.train if config.sft is None else config.sft
     file = given if run is None or not given.is_dir() else run.output_dir / "run.toml"
     words = [*(word for override in overrides for word in ("--set", override)), "--resume"]
-    node = (
-        "" if holder(config.state_dir, name=NODE_LOCK) is not None else f"tasuki {shlex.join(['up', str(file), *words])}, then "
-    )
+    is_up = holder(config.state_dir, name=NODE_LOCK) is not None
+    node = "" if is_up else f"tasuki {shlex.join(['up', str(file), *words])}, then "
     return f"nothing is lost; to continue: {node}tasuki {shlex.join(['train', str(given), *words])}"
 
 
@@ -272,8 +251,6 @@ INEXACT = (
 """Printed once per run; the metric inexact_fraction has the amount."""
 _STALLED_STEPS = 3
 """Consecutive steps without an update after which a run is warned of, once."""
-
-
 STALLED = (
     "the model does not learn from prompts whose completions all get the same reward: read some samples (tasuki dashboard), "
     "give partial credit in the reward, use easier or harder prompts, a larger group_size or temperature, or fine-tune first ([sft])"

@@ -120,7 +120,7 @@ def value_at(config: NodeConfig, key: str) -> object:
 
 def origins(path: Path, *, overrides: Sequence[str] = ()) -> Callable[[str], str]:
     """Origin of each key of the configuration: "default", "file" or "--set"."""
-    given = set(_leaves(_read(path, ()), ""))
+    given = {key for key, _ in leaves(_read(path, ()))}
     changed = [override.partition("=")[0].strip() for override in overrides]
 
     def origin(key: str) -> str:
@@ -131,12 +131,13 @@ def origins(path: Path, *, overrides: Sequence[str] = ()) -> Callable[[str], str
     return origin
 
 
-def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of tables in tables; an empty table is a value."""
     for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key}", value
 
 
 def load_beside_node(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasuki.config.load import config_of
+from tasuki.config.load import config_of, leaves
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, lock_path
 from tasuki.config.paths import (
     archived_config_path,
@@ -131,7 +130,7 @@ def read_settings(output_dir: Path | None, config: NodeConfig | None) -> dict[st
         except (OSError, *MALFORMED):
             pass  # from before the run, or of another version
     if config is not None:
-        given, usual = (dict(_flat(table)) for table in (config.model_dump(mode="json", exclude_none=True), _usual(config)))
+        given, usual = (dict(leaves(table)) for table in (config.model_dump(mode="json", exclude_none=True), _usual(config)))
         for key, value in given.items():
             is_named = key.startswith(_NAMED)
             if is_named or usual.get(key) != value:
@@ -158,14 +157,6 @@ def _usual(config: NodeConfig) -> dict[str, Any]:
         return config_of(table).model_dump(mode="json", exclude_none=True)
     except TasukiError:
         return {}
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _told(value: object) -> str | None:
