@@ -125,7 +125,12 @@ def most_tokens(node: Node) -> int:
     ladder = _token_ladder(node)
     fewest = plan(replace(node, micro_batch_tokens=ladder[-1]))
     plans = (plan(replace(node, micro_batch_tokens=tokens)) for tokens in ladder)
-    return next(tried.node.micro_batch_tokens for tried in plans if _lacks_nothing_more(tried, than=fewest))
+    least = [fewest.lacking(stage) for stage in fewest.stages]
+    for tried in plans:
+        pairs = zip(map(tried.lacking, tried.stages), least, strict=True)
+        if all(gpu <= least_gpu and host <= least_host for (gpu, host), (least_gpu, least_host) in pairs):
+            return tried.node.micro_batch_tokens
+    raise AssertionError("the fewest lack no more than themselves")
 
 
 def _token_ladder(node: Node) -> list[int]:
@@ -133,11 +138,6 @@ def _token_ladder(node: Node) -> list[int]:
     while ladder[-1] // 2 >= least:
         ladder.append(ladder[-1] // 2)
     return ladder
-
-
-def _lacks_nothing_more(tried: Plan, *, than: Plan) -> bool:
-    pairs = zip(map(tried.lacking, tried.stages), map(than.lacking, than.stages), strict=True)
-    return all(gpu <= fewest_gpu and host <= fewest_host for (gpu, host), (fewest_gpu, fewest_host) in pairs)
 
 
 def with_fastest_checkpointing(node: Node) -> Node:

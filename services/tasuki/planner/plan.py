@@ -7,7 +7,7 @@ planner/advice.py suggests changes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -200,12 +200,25 @@ def plan_of(node: Node, sizes: Sizes) -> Plan:
     for kind, gpu in first_of.items():
         if node.has_rank(gpu) and node.strategy is not Strategy.RESIDENT:
             leaving.update(dict.fromkeys(node.released(gpu), kinds.count(kind)))
-    kept = _host_throughout(node)
+    num_ranks = node.num_ranks
+    # Pinned at the start, then kept.
+    kept = {
+        Part.PROCESSES: _HOST_PROCESS * (num_ranks + node.config.num_engine_ranks + 1),
+        Part.MODEL_COPY: node.preloaded_bytes,
+        Part.TRAINER_WEIGHTS: host_reference(node) * num_ranks,
+        Part.OPTIMIZER: host_moments(node) * num_ranks,
+        Part.ACTIVATIONS: offloaded_bytes(node) * num_ranks,
+    }
     for stage in PLAN_STAGES:
         parts = {kind: parts_on_gpu(node, sizes, stage, gpu) for kind, gpu in first_of.items()}
-        gpus = tuple(parts[kind] for kind in kinds)
-        held = {part: sizes.trainer[part] * leaving[part] for part in COPIED}
-        stages.append(StagePlan(stage, gpus, _host(node, stage, kept=kept, held=held, gpus=gpus)))
+        gpus, host = tuple(parts[kind] for kind in kinds), Counter(kept)
+        # Copies of what leaves are pinned at the first pause, then kept.
+        host.update({part: sizes.trainer[part] * leaving[part] for part in COPIED})
+        if node.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
+            host[Part.EXPORT] += node.model.num_parameters * node.engine_bytes  # the checkpoint on its way to disk
+        for parts_of_rank in gpus if node.device == "cpu" else ():
+            host.update(parts_of_rank)
+        stages.append(StagePlan(stage, gpus, {part: size for part, size in host.items() if size}))
     return Plan(node=node, stages=tuple(stages), kv_pool=sizes.kv_pool)
 
 
@@ -218,7 +231,12 @@ def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) ->
     """
     fullest: dict[PlanStage, PlanStage] = {Stage.LOAD_TRAINER: Phase.TRAIN, Stage.RESUME_KV: Phase.ROLLOUT}
     before, after = plan.stage(PLAN_STAGES[PLAN_STAGES.index(stage) - 1]), plan.stage(fullest.get(stage, stage))
-    gpus = [_growth(old, new) for old, new in zip(before.gpus, after.gpus, strict=True)]
+    gpus: list[Bytes] = []
+    for old, new in zip(before.gpus, after.gpus, strict=True):
+        grown = {part: size - old.get(part, 0) for part, size in new.items()}
+        if old.keys() & _STEP and not new.keys() & _STEP:
+            grown.pop(Part.TORCH_CACHE, None)  # it caches the step's memory, which is already counted
+        gpus.append({part: size for part, size in grown.items() if size > 0})
     first: dict[PlanStage, Part] = {Stage.LOAD_WEIGHTS: Part.EXPORT, Stage.RESUME_KV: Part.ENGINE_STEP}
     if not has_published:
         for grown, parts in zip(gpus, after.gpus, strict=True):
@@ -239,7 +257,12 @@ def parts_on_gpu(node: Node, sizes: Sizes, stage: PlanStage, gpu: int) -> Mappin
     if node.has_engine(gpu):
         parts |= {part: size for part, size in sizes.engine.items() if part in has_engine}
     if node.device == "cuda":
-        parts[Part.CONTEXTS] = _contexts(node, gpu, has_engine=Part.ENGINE_STEP in has_engine)
+        # Ranks that share sequences, if not all ranks do, have an additional communicator.
+        is_split = 1 < node.trainer.sequence_parallel < node.num_ranks
+        contexts = TRAINER_CONTEXT + NCCL * (2 if is_split else 1) if node.has_rank(gpu) else 0
+        if node.has_engine(gpu) and Part.ENGINE_STEP in has_engine:
+            contexts += _ROLLOUT_CACHED + _engine_context(node)
+        parts[Part.CONTEXTS] = contexts
     return {part: size for part, size in parts.items() if size}
 
 
@@ -250,7 +273,8 @@ _WITHOUT_TRAINER = (Stage.OFFLOAD, *_SERVING, Stage.PAUSE_KV, Stage.PAUSE_WEIGHT
 
 def _present(node: Node, stage: PlanStage, gpu: int) -> tuple[set[Part], set[Part]]:
     """Parts of trainer and engine on a GPU in `stage`."""
-    staying, is_resident, is_alone = node.staying[gpu], node.strategy is Strategy.RESIDENT, node.strategy is Strategy.RELAUNCH
+    staying, strategy = node.staying[gpu], node.strategy
+    is_resident, is_alone = strategy is Strategy.RESIDENT, strategy is Strategy.RELAUNCH
     trainer = {*TRAINER_TAGS, Part.EXPORT}
     if is_alone or not (Part.EXPORT in staying or is_resident or stage in _RISING):
         trainer.discard(Part.EXPORT)
@@ -260,62 +284,19 @@ def _present(node: Node, stage: PlanStage, gpu: int) -> tuple[set[Part], set[Par
         trainer.add(Part.TORCH_CACHE)
     if Part.TORCH_CACHE in staying and stage is not Phase.TRAIN:
         trainer.add(Part.TORCH_CACHE)
-    engine = {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.CUDA_GRAPH} - _asleep(node, stage, gpu)
+    has_weights = stage not in (Phase.TRAIN, Stage.LOAD_WEIGHTS, Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER)
+    has_cache = stage in _SERVING or (strategy is Strategy.ONE_STAGE and has_weights and stage is not Stage.PAUSE_KV)
+    asleep = (set() if has_weights else {Part.ROLLOUT_WEIGHTS}) | (set() if has_cache else {Part.KV_CACHE})
+    if is_resident:
+        asleep = set[Part]()
+    elif not is_alone:
+        asleep &= node.released(gpu)
+    engine = {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.CUDA_GRAPH} - asleep
+    if Part.KV_CACHE in asleep:
+        engine.discard(Part.CUDA_GRAPH)
     if not is_alone or Part.ROLLOUT_WEIGHTS in engine:
         engine.add(Part.ENGINE_STEP)  # torch caches it from the first batch on, asleep or not
     return trainer, engine
-
-
-def _asleep(node: Node, stage: PlanStage, gpu: int) -> set[Part]:
-    """The engine's tags that are paused."""
-    if node.strategy is Strategy.RESIDENT:
-        return set()
-    has_weights = stage not in (Phase.TRAIN, Stage.LOAD_WEIGHTS, Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER)
-    has_cache = stage in _SERVING
-    if node.strategy is Strategy.ONE_STAGE:
-        has_cache = has_weights and stage is not Stage.PAUSE_KV
-    away = (set() if has_weights else {Part.ROLLOUT_WEIGHTS}) | (set() if has_cache else {Part.KV_CACHE})
-    if node.strategy is not Strategy.RELAUNCH:
-        away &= node.released(gpu)
-    return away | ({Part.CUDA_GRAPH} if Part.KV_CACHE in away else set())
-
-
-def _host_throughout(node: Node) -> Bytes:
-    """Host memory that is pinned at the start, then kept."""
-    num_ranks = node.num_ranks
-    return {
-        Part.PROCESSES: _HOST_PROCESS * (num_ranks + node.config.num_engine_ranks + 1),
-        Part.MODEL_COPY: node.preloaded_bytes,
-        Part.TRAINER_WEIGHTS: host_reference(node) * num_ranks,
-        Part.OPTIMIZER: host_moments(node) * num_ranks,
-        Part.ACTIVATIONS: offloaded_bytes(node) * num_ranks,
-    }
-
-
-def _host(node: Node, stage: PlanStage, *, kept: Bytes, held: Mapping[Part, int], gpus: Sequence[Mapping[Part, int]]) -> Bytes:
-    """held: copies of what leaves, pinned at the first pause, then kept."""
-    host = dict(kept)
-    host[Part.TRAINER_WEIGHTS] += held[Part.TRAINER_WEIGHTS]
-    host[Part.OPTIMIZER] += held[Part.OPTIMIZER]
-    if node.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
-        # The checkpoint on its way to disk.
-        host[Part.EXPORT] = node.model.num_parameters * node.engine_bytes
-    if node.device == "cpu":
-        for parts in gpus:
-            for part, size in parts.items():
-                host[part] = host.get(part, 0) + size
-    return {part: size for part, size in host.items() if size}
-
-
-def _contexts(node: Node, gpu: int, *, has_engine: bool) -> int:
-    total = 0
-    if node.has_rank(gpu):
-        # Ranks that share sequences, if not all ranks do, have an additional communicator.
-        is_split = 1 < node.trainer.sequence_parallel < node.num_ranks
-        total += TRAINER_CONTEXT + NCCL * (2 if is_split else 1)
-    if node.has_engine(gpu) and has_engine:
-        total += _ROLLOUT_CACHED + _engine_context(node)
-    return total
 
 
 def _engine_context(node: Node) -> int:
@@ -332,10 +313,3 @@ def _taken_at_start(node: Node, tags: Bytes) -> int:
     stays = node.config.exports_parameters and all(Part.TRAINER_WEIGHTS in node.staying[gpu] for gpu in node.gpus.trainer)
     is_shared = not set(node.gpus.trainer).isdisjoint(node.gpus.rollout)
     return _engine_context(node) + (tags[Part.TRAINER_WEIGHTS] if stays and is_shared else 0)
-
-
-def _growth(before: Mapping[Part, int], after: Mapping[Part, int]) -> Bytes:
-    grown = {part: size - before.get(part, 0) for part, size in after.items()}
-    if before.keys() & _STEP and not after.keys() & _STEP:
-        grown.pop(Part.TORCH_CACHE, None)  # it caches the step's memory, which is already counted
-    return {part: size for part, size in grown.items() if size > 0}

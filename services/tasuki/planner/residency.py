@@ -5,7 +5,7 @@ Rates were measured on H200s (docs/benchmarks.md). No rate decides whether somet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -33,7 +33,12 @@ def decide(node: Node) -> Staying:
         return (frozenset(),) * node.num_gpus
     sizes = sizes_of(node)
     if node.device == "cpu":
-        staying = _on_host(node, sizes)
+        # All ranks alike, since they share one memory.
+        def fits(staying: frozenset[Part]) -> bool:
+            planned = plan_of(node.keeping(staying), sizes)
+            return planned.fits_host if node.config.memory.host_budget_bytes is None else planned.fits_budget
+
+        staying = _cheapest(node, sizes, frozenset(RESIDENT) - {Part.TORCH_CACHE}, fits)
         return tuple(_present_on(node, gpu) & staying for gpu in range(node.num_gpus))
     staying = _on_gpus(node, sizes)
     # Parameters that leave although the engine could read them in place leave room for a larger cache.
@@ -42,11 +47,8 @@ def decide(node: Node) -> Staying:
 
 
 def _on_gpus(node: Node, sizes: Sizes) -> Staying:
-    kinds: dict[frozenset[Part], frozenset[Part]] = {}
-    for gpu in range(node.num_gpus):
-        present = _present_on(node, gpu)
-        if present not in kinds:
-            kinds[present] = _on_gpu(node, sizes, gpu)
+    gpu_of = {_present_on(node, gpu): gpu for gpu in reversed(range(node.num_gpus))}
+    kinds = {present: _on_gpu(node, sizes, gpu) for present, gpu in gpu_of.items()}
     return tuple(kinds[_present_on(node, gpu)] for gpu in range(node.num_gpus))
 
 
@@ -60,16 +62,6 @@ def _on_gpu(node: Node, sizes: Sizes, gpu: int) -> frozenset[Part]:
     return _cheapest(node, sizes, _present_on(node, gpu), fits)
 
 
-def _on_host(node: Node, sizes: Sizes) -> frozenset[Part]:
-    """Decides for all ranks alike, since they share one memory."""
-
-    def fits(staying: frozenset[Part]) -> bool:
-        planned = plan_of(node.keeping(staying), sizes)
-        return planned.fits_host if node.config.memory.host_budget_bytes is None else planned.fits_budget
-
-    return _cheapest(node, sizes, frozenset(RESIDENT) - {Part.TORCH_CACHE}, fits)
-
-
 def _cheapest(node: Node, sizes: Sizes, present: frozenset[Part], fits: Callable[[frozenset[Part]], bool]) -> frozenset[Part]:
     """The part of `present` that stays; only what must stay if no choice fits."""
     known = {**sizes.trainer, **sizes.engine, Part.TORCH_CACHE: sizes.cached}
@@ -77,18 +69,12 @@ def _cheapest(node: Node, sizes: Sizes, present: frozenset[Part], fits: Callable
     def seconds(released: frozenset[Part]) -> float:
         return sum(release_seconds(part, known[part], frozen=sizes.frozen) for part in released)
 
-    choices = (present - released for released in sorted(_releasable(node, present), key=seconds))
-    return next((staying for staying in choices if fits(staying)), node.must_stay & present)
-
-
-def _releasable(node: Node, present: frozenset[Part]) -> Iterator[frozenset[Part]]:
-    """Sets of parts that may leave."""
     open_parts = sorted(present - node.must_stay)
-    for count in range(len(open_parts) + 1):
-        for released in map(frozenset[Part], combinations(open_parts, count)):
-            # Parameters read in place leave with everything else that is read.
-            if not released & node.published or node.published & present <= released:
-                yield released
+    subsets = [frozenset(parts) for count in range(len(open_parts) + 1) for parts in combinations(open_parts, count)]
+    # Parameters read in place leave with everything else that is read.
+    releasable = [one for one in subsets if not one & node.published or node.published & present <= one]
+    choices = (present - released for released in sorted(releasable, key=seconds))
+    return next((staying for staying in choices if fits(staying)), node.must_stay & present)
 
 
 def _present_on(node: Node, gpu: int) -> frozenset[Part]:

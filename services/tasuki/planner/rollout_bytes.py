@@ -104,16 +104,12 @@ def _rank_tensors(unit: Shapes, tp_size: int) -> list[int]:
     """Elements of a rank's parameters in one unit: SGLang fuses q, k and v, and gate and up."""
     joined: dict[str, int] = {}
     for name, shape in unit.items():
+        is_whole = "norm" in name or name == ROUTER or name.endswith(("o_proj.bias", "down_proj.bias"))
+        numel = math.prod(shape) if is_whole else -(-math.prod(shape) // tp_size)
+        if name in ("embed_tokens.weight", "lm_head.weight"):
+            rows = -(-shape[0] // VOCABULARY_STEP) * VOCABULARY_STEP
+            numel = -(-rows // tp_size) * shape[1]
         for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
             name = name.replace(part, "qkv_proj" if part in ("q_proj", "k_proj", "v_proj") else "gate_up_proj")
-        joined[name] = joined.get(name, 0) + _rank_numel(name, shape, tp_size)
+        joined[name] = joined.get(name, 0) + numel
     return list(joined.values())
-
-
-def _rank_numel(name: str, shape: tuple[int, ...], tp_size: int) -> int:
-    whole = math.prod(shape)
-    if name in ("embed_tokens.weight", "lm_head.weight"):
-        rows = -(-shape[0] // VOCABULARY_STEP) * VOCABULARY_STEP
-        return -(-rows // tp_size) * shape[1]
-    replicated = "norm" in name or name == ROUTER or name.endswith(("o_proj.bias", "down_proj.bias"))
-    return whole if replicated else -(-whole // tp_size)

@@ -6,7 +6,7 @@ import functools
 import math
 
 from tasuki.algorithms.vocabulary_tiles import most_logits
-from tasuki.models.shape import EXPERTS, SPLIT_BY_COLUMNS, ModelShape, Shapes
+from tasuki.models.shape import EXPERTS, SPLIT_BY_COLUMNS, ModelShape
 from tasuki.planner.kept_bytes import (
     kept_in_mlp,
     kept_in_parallel_experts,
@@ -25,24 +25,22 @@ TRIAL_TOKENS = 67
 
 def training_peak(node: Node) -> Bytes:
     """Peak working memory of a step, of the policy or the critic, in addition to the tags."""
-    moments = list(step_moments(node).values())
-    critic = node.of_critic()
-    if critic is None:
-        return _fullest(moments)
-    if node.device == "cuda":
+    moments, critic = list(step_moments(node).values()), node.of_critic()
+    if critic is not None and node.device == "cuda":
         # Each network has its own streams, whose blocks are not shared: the critic's stay while the policy trains.
         kept = _cached(critic, moment="idle")
         moments = [parts | {Part.TORCH_CACHE: parts[Part.TORCH_CACHE] + kept} for parts in moments]
-    return _fullest([*moments, *step_moments(critic).values()])
-
-
-def _fullest(moments: list[Bytes]) -> Bytes:
+    if critic is not None:
+        moments += step_moments(critic).values()
     return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def step_moments(node: Node) -> dict[str, Bytes]:
     """Working memory at the possible peaks of ForwardBackward. Fused AdamW needs none."""
-    moments = {"loss": _at_loss(node), "layer": _at_layer(node), "table": _at_table(node)}
+    # At the end of backward the gradient of the embedding, or of the root that it is tied in, is in transfer.
+    whole = _whole_gradients(node, _largest_table(node.model))
+    table = {Part.LAYERS: _gathered(node, layers=0), Part.WHOLE_GRADIENTS: whole}
+    moments = {"loss": _at_loss(node), "layer": _at_layer(node), "table": table}
     if node.device == "cpu":
         return moments
     return {name: parts | {Part.TORCH_CACHE: _cached(node, moment=name)} for name, parts in moments.items()}
@@ -56,25 +54,23 @@ def _cached(node: Node, *, moment: str) -> int:
     and a block for logits, since its parameters have fragmented a free one. Fitted to torch's allocator on H200s for several ranks
     (docs/benchmarks.md); not measured for a single one since gradients are reduced in every micro-batch.
     """
-    model, ranks = node.model, node.num_ranks
-    table, layer = _largest_table(model), max(_gathered_numels(node))
-    trains_base = node.lora is None
+    ranks, table, layer = node.num_ranks, _largest_table(node.model), max(_gathered_numels(node))
+    trains_base, tile = node.lora is None, _tile_logits(node)
     if ranks > 1:
-        arriving = table * node.compute_bytes * (ranks + 1) // ranks
-        tile = (_FLOAT32 + node.compute_bytes) * _tile_logits(node)
-        return arriving + tile + (_FLOAT32 * (table + layer) // ranks if trains_base else 0)
-    logits = _FLOAT32 * _tile_logits(node)
+        arriving = table * node.compute_bytes * (ranks + 1) // ranks + (_FLOAT32 + node.compute_bytes) * tile
+        return arriving + (_FLOAT32 * (table + layer) // ranks if trains_base else 0)
     unused = {"layer": table, "table": layer}.get(moment, table + layer)
-    return logits + (_FLOAT32 * unused if trains_base else 0)
+    return _FLOAT32 * tile + (_FLOAT32 * unused if trains_base else 0)
 
 
 def offloaded_bytes(node: Node) -> int:
     """Host memory of one rank for activations of policy and critic; those of the last layer that is recomputed stay on the GPU."""
     if node.checkpointing is not Checkpointing.OFFLOADED:
         return 0
-    critic, num_layers = node.of_critic(), max(0, node.model.num_layers - node.kept_layers - 1)
-    of_critic = 0 if critic is None else offloaded_bytes(critic)
-    return num_layers * node.rank_tokens * offloaded_per_token(node) + of_critic
+    return sum(
+        max(0, network.model.num_layers - node.kept_layers - 1) * node.rank_tokens * offloaded_per_token(network)
+        for network in node.networks()
+    )
 
 
 def offloaded_per_token(node: Node) -> int:
@@ -85,9 +81,9 @@ def offloaded_per_token(node: Node) -> int:
 def _at_loss(node: Node) -> Bytes:
     """Peak at the loss: a tile of logits with its gradient, and the whole weight's gradient, with all activations present."""
     model, compute, places, tile = node.model, node.compute_bytes, _logit_places(node), _tile_logits(node)
-    gathered = _gathered_layers(node, at_loss=True) + _gathered_head(node)
-    if node.lora is None:
-        gathered += model.num_outputs * model.hidden_size * compute
+    # With several ranks the layer before the loss is there as received. A tied head is in the root.
+    head, layers = model.num_outputs * model.hidden_size * compute, 0 if node.num_ranks == 1 else 1
+    gathered = _gathered(node, layers=layers) + (0 if model.is_tied else head) + (head if node.lora is None else 0)
     # Gradients of the hidden states accumulate in float32.
     hidden = _FLOAT32 * places * model.hidden_size
     if node.device == "cuda":
@@ -97,21 +93,25 @@ def _at_loss(node: Node) -> Bytes:
         copies = compute < _FLOAT32
         logits = 3 * _FLOAT32 * tile + copies * hidden
         gathered += copies * _FLOAT32 * -(-tile // max(1, places)) * model.hidden_size
-    return {
-        Part.LAYERS: gathered,
-        Part.ACTIVATIONS: _kept(node) + _last_norm(node),
-        Part.LOGITS: logits,
-    }
+    # The norm before the logits, and the positions selected from its result.
+    is_fused_norm = node.device == "cuda" and not model.has_offset_norms
+    norm = model.hidden_size * (2 * compute if is_fused_norm else _FLOAT32 + 2 * compute) + 4
+    last_norm = node.rank_tokens * norm + places * model.hidden_size * compute
+    return {Part.LAYERS: gathered, Part.ACTIVATIONS: _kept(node) + last_norm, Part.LOGITS: logits}
 
 
 def _at_layer(node: Node) -> Bytes:
     """Peak in backward of the last layer: its activations, and the next layer's parameters in transfer."""
-    model, compute = node.model, node.compute_bytes
+    model, compute, trains_base = node.model, node.compute_bytes, node.lora is None
     # If the last layers are kept, they are gone when the first one is recomputed.
     is_recomputed = node.checkpointing is not Checkpointing.NONE and not node.kept_layers
     numels = _layer_numels(model, False)
     widest = numels.index(max(numels))
-    own_experts = _own_expert_matrix(node, widest)
+    # This rank's part of one matrix of spread experts is used, and has a gradient, at a time; its shard may be cast.
+    own_experts = 0
+    if node.trainer.expert_parallel and model.is_sparse(widest):
+        own_experts = max(math.prod(model.layer(widest)[name]) for name in EXPERTS) // node.num_ranks
+    is_cast = trains_base and node.param_bytes != compute
     # A kept layer's output lives longer than what is recomputed.
     recomputed = _layer_activations(node, widest) if is_recomputed else _layer_input(node)
     if is_recomputed and node.checkpointing in (Checkpointing.ATTENTION, Checkpointing.OFFLOADED):
@@ -120,10 +120,13 @@ def _at_layer(node: Node) -> Bytes:
     if node.mlp_tokens < node.rank_tokens:
         # One tile, recomputed.
         flowing += node.mlp_tokens * _kept_in_mlp(node, widest)
+    # The LM head's gradient is there while the last layer's are computed: in compute dtype if tied, otherwise as sent.
+    head = model.num_outputs * model.hidden_size * (compute if model.is_tied else _FLOAT32)
+    gradients = _whole_gradients(node, _gathered_numels(node)[widest] + own_experts) + (head if trains_base else 0)
     return {
         # This layer's parameters; with several ranks also the next one's, as received and as copied out.
-        Part.LAYERS: _gathered_layers(node, at_loss=False) + _cast_bytes(node, own_experts),
-        Part.WHOLE_GRADIENTS: _whole_gradients(node, _gathered_numels(node)[widest] + own_experts) + _held_before_layers(node),
+        Part.LAYERS: _gathered(node, layers=1 if node.num_ranks == 1 else 3) + (own_experts * compute if is_cast else 0),
+        Part.WHOLE_GRADIENTS: gradients,
         Part.ACTIVATIONS: _kept(node) + recomputed + flowing,
     }
 
@@ -140,17 +143,8 @@ def _flowing_in_mlp(node: Node, index: int) -> int:
         return (1 if _is_fused(node) else 2) * model.intermediate_size
     if not node.trainer.expert_parallel:
         return 2 * model.experts_per_token * model.expert_size
-    return max(
-        3 * model.experts_per_token * model.hidden_size, 2 * node.rows_per_token * max(model.hidden_size, model.expert_size)
-    )
-
-
-def _at_table(node: Node) -> Bytes:
-    """Peak at the end of backward: the gradient of the embedding, or of the root that it is tied in, in transfer."""
-    return {
-        Part.LAYERS: _gathered(node, layers=0),
-        Part.WHOLE_GRADIENTS: _whole_gradients(node, _largest_table(node.model)),
-    }
+    widest_row = max(model.hidden_size, model.expert_size)
+    return max(3 * model.experts_per_token * model.hidden_size, 2 * node.rows_per_token * widest_row)
 
 
 def _whole_gradients(node: Node, numel: int) -> int:
@@ -158,47 +152,23 @@ def _whole_gradients(node: Node, numel: int) -> int:
 
     Each micro-batch's are reduced before the next group's.
     """
-    if node.lora is not None:
-        return 0
-    return numel * (node.compute_bytes + _FLOAT32 * (2 if node.num_ranks == 1 else 1))
-
-
-def _held_before_layers(node: Node) -> int:
-    """Gradient of the LM head while the last layer's are computed: in compute dtype if tied, otherwise as sent."""
-    model = node.model
-    if node.lora is not None:
-        return 0
-    vocabulary = model.num_outputs * model.hidden_size
-    return vocabulary * (node.compute_bytes if model.is_tied else _FLOAT32)
+    sent = _FLOAT32 * (2 if node.num_ranks == 1 else 1)
+    return 0 if node.lora is not None else numel * (node.compute_bytes + sent)
 
 
 def _largest_table(model: ModelShape) -> int:
     """Elements of the largest FSDP2 group besides the layers: the embedding, or the root that it is tied in."""
-    return _numel(model.root()) if model.is_tied else model.vocab_size * model.hidden_size
-
-
-def _gathered_head(node: Node) -> int:
-    """The whole LM head in compute dtype, unless it is in the root."""
-    model = node.model
-    return 0 if model.is_tied else model.num_outputs * model.hidden_size * node.compute_bytes
+    return sum(map(math.prod, model.root().values())) if model.is_tied else model.vocab_size * model.hidden_size
 
 
 def _gathered(node: Node, *, layers: int) -> int:
     """Parameters of the root and of this many layers, whole, in compute dtype; at most all layers."""
     model = node.model
-    root = _numel(model.root()) if model.is_tied else model.hidden_size
-    return (
-        root + sum(sorted(_gathered_numels(node), reverse=True)[:layers]) + (_joined_columns(node) if layers else 0)
-    ) * node.compute_bytes
-
-
-def _gathered_layers(node: Node, *, at_loss: bool) -> int:
-    """Same, of the root and the layers present where forward ends, or in backward of the last layer.
-
-    With several ranks a layer is there as received, too: the one before the loss, and the next one of backward.
-    """
-    is_alone = node.num_ranks == 1
-    return _gathered(node, layers=(0 if is_alone else 1) if at_loss else (1 if is_alone else 3))
+    numel = (_largest_table(model) if model.is_tied else model.hidden_size) + sum(sorted(_gathered_numels(node))[::-1][:layers])
+    if layers and node.shares_base and node.num_ranks > 1:
+        # Matrices that ranks have by columns, which FSDP2 copies once more to join them.
+        numel += sum(math.prod(model.layer(0)[name]) for name in SPLIT_BY_COLUMNS)
+    return numel * node.compute_bytes
 
 
 def _gathered_numels(node: Node) -> tuple[int, ...]:
@@ -214,41 +184,14 @@ def _layer_numels(model: ModelShape, is_spread: bool) -> tuple[int, ...]:
     )
 
 
-def _own_expert_matrix(node: Node, index: int) -> int:
-    """Elements of this rank's part of the largest matrix of spread experts: one is used, and has a gradient, at a time."""
-    if not (node.trainer.expert_parallel and node.model.is_sparse(index)):
-        return 0
-    layer = node.model.layer(index)
-    return max(math.prod(layer[name]) for name in EXPERTS) // node.num_ranks
-
-
-def _cast_bytes(node: Node, numel: int) -> int:
-    """A shard's copy in compute dtype; frozen ones have it."""
-    is_cast = node.lora is None and node.param_bytes != node.compute_bytes
-    return numel * node.compute_bytes if is_cast else 0
-
-
-def _joined_columns(node: Node) -> int:
-    """Elements of a layer's matrices that ranks have by columns, which FSDP2 copies once more to join them."""
-    if not node.shares_base or node.num_ranks == 1:
-        return 0
-    layer = node.model.layer(0)
-    return sum(math.prod(layer[name]) for name in SPLIT_BY_COLUMNS)
-
-
 def _kept(node: Node) -> int:
     """Bytes that forward saves, over all layers."""
     num_layers, checkpointing = node.model.num_layers, node.checkpointing
     first_kept = 0 if checkpointing is Checkpointing.NONE else max(0, num_layers - node.kept_layers)
     each = _layer_input(node) + (0 if checkpointing is Checkpointing.FULL else _attention_output(node))
     num_present = min(2, first_kept) if checkpointing is Checkpointing.OFFLOADED else first_kept
-    kept = sum(_layer_activations(node, index) for index in range(first_kept, num_layers))
-    return num_present * each + _routing(node, first_kept) + kept
-
-
-def _routing(node: Node, num_layers: int) -> int:
-    """The choice of experts of the first layers."""
-    return node.rank_tokens * sum(kept_of_routing(node.model, index) for index in range(num_layers))
+    routing = node.rank_tokens * sum(kept_of_routing(node.model, index) for index in range(first_kept))
+    return num_present * each + routing + sum(_layer_activations(node, index) for index in range(first_kept, num_layers))
 
 
 def _layer_input(node: Node) -> int:
@@ -269,32 +212,31 @@ def _attention_per_token(node: Node) -> int:
 
 
 def _layer_activations(node: Node, index: int) -> int:
+    model, compute, num_shared = node.model, node.compute_bytes, node.trainer.sequence_parallel
     each = kept_per_token(
-        node.model,
+        model,
         index,
         num_keys=min(node.longest_sequence, node.micro_batch_tokens),
-        compute_bytes=node.compute_bytes,
+        compute_bytes=compute,
         lora_rank=None if node.lora is None else node.lora.rank,
         is_fused=node.device == "cuda",
         keeps_product=_keeps_product(node),
     )
     if node.mlp_tokens < node.rank_tokens:
         each -= _kept_in_mlp(node, index)
-    if node.trainer.expert_parallel and node.model.is_sparse(index):
-        spread = kept_in_parallel_experts(node.model, rows_per_token=node.rows_per_token, compute_bytes=node.compute_bytes)
+    if node.trainer.expert_parallel and model.is_sparse(index):
+        spread = kept_in_parallel_experts(model, rows_per_token=node.rows_per_token, compute_bytes=compute)
         each += spread - _kept_in_mlp(node, index)
-    return node.rank_tokens * (each + _kept_to_share(node))
+    if num_shared > 1:  # attention's output on its way back, and repeated key heads
+        repeats = max(1, num_shared // model.num_kv_heads)
+        each += (model.query_size + 2 * (repeats - 1) * model.kv_size) * compute
+    return node.rank_tokens * each
 
 
 def _kept_in_mlp(node: Node, index: int) -> int:
     """Bytes per token."""
-    return kept_in_mlp(
-        node.model,
-        index,
-        compute_bytes=node.compute_bytes,
-        is_fused=node.device == "cuda",
-        keeps_product=_keeps_product(node),
-    )
+    is_gpu, compute, keeps_product = node.device == "cuda", node.compute_bytes, _keeps_product(node)
+    return kept_in_mlp(node.model, index, compute_bytes=compute, is_fused=is_gpu, keeps_product=keeps_product)
 
 
 def _is_fused(node: Node) -> bool:
@@ -307,24 +249,6 @@ def _keeps_product(node: Node) -> bool:
     return not _is_fused(node) or node.lora is not None or node.checkpointing is Checkpointing.NONE
 
 
-def _kept_to_share(node: Node) -> int:
-    """Bytes per token if ranks share sequences: attention's output on its way back, and repeated key heads."""
-    model, num_ranks = node.model, node.trainer.sequence_parallel
-    if num_ranks == 1:
-        return 0
-    repeats = max(1, num_ranks // model.num_kv_heads)
-    return (model.query_size + 2 * (repeats - 1) * model.kv_size) * node.compute_bytes
-
-
-def _last_norm(node: Node) -> int:
-    """The norm before the logits, and the positions selected from its result."""
-    hidden, compute = node.model.hidden_size, node.compute_bytes
-    places = _logit_places(node) * hidden * compute
-    is_fused = node.device == "cuda" and not node.model.has_offset_norms
-    kept = 2 * compute if is_fused else _FLOAT32 + 2 * compute
-    return node.rank_tokens * (hidden * kept + 4) + places
-
-
 def _logit_places(node: Node) -> int:
     return node.rank_tokens if node.logit_tokens is None else min(node.logit_tokens, node.rank_tokens)
 
@@ -333,7 +257,3 @@ def _tile_logits(node: Node) -> int:
     """Logits present at a time."""
     model, places = node.model, _logit_places(node)
     return most_logits(places, hidden_size=model.hidden_size, vocab_size=model.num_outputs, device=node.device)
-
-
-def _numel(shapes: Shapes) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
