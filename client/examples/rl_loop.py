@@ -26,7 +26,8 @@ from tasuki.client.estimation import (
     estimate_advantages,
     has_advantages,
     has_loss_tokens,
-    without_truncated,
+    mini_batches,
+    training_samples,
 )
 from tasuki.client.evaluation import eval_figures
 from tasuki.client.loop_state import PendingStep, is_save_due, note_updated, save_checkpoint, write_pending
@@ -44,19 +45,6 @@ _PART_BITS = 16
 """A call to generate has the step's number and, in its lowest bits, the part's: the same if the step is made again."""
 _NOTE_EVERY = 128
 """Updates of a step after which they are recorded as made: the trainer remembers a thousand calls."""
-
-
-@dataclass(slots=True)
-class Made:
-    """Completions of P rows, G of each, in order; or episodes, whose tokens after the first prompt are the completion."""
-
-    prompts: list[list[int]]
-    """[P]"""
-    samples: list[Sample]
-    """[P * G]"""
-    branches: Sequence[Sequence[TrainingSample]] = ()
-    """[P * G] of episodes, else empty."""
-    ran: Episodes | None = None
 
 
 class Tokenizer(Protocol):
@@ -86,14 +74,13 @@ class RlLoop:
 
     @property
     def sampling(self) -> SamplingParams:
-        settings = self.settings
         return SamplingParams(
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            stop_token_ids=settings.stop_token_ids,
-            stop=settings.stop,
+            max_new_tokens=self.settings.max_new_tokens,
+            temperature=self.settings.temperature,
+            top_p=self.settings.top_p,
+            top_k=self.settings.top_k,
+            stop_token_ids=self.settings.stop_token_ids,
+            stop=self.settings.stop,
         )
 
     def run(self, report: Callable[[Step], None], *, first_step: int = 0, pending: PendingStep | None = None) -> None:
@@ -132,21 +119,21 @@ class RlLoop:
     def evaluate(self, step: Step) -> None:
         """Generates and scores completions of the held-out prompts."""
         settings, evaluation = self.settings, self.settings.eval
-        sampling = SamplingParams(
+        sampling = replace(
+            self.sampling,
             max_new_tokens=settings.max_new_tokens if evaluation.max_new_tokens is None else evaluation.max_new_tokens,
             temperature=evaluation.temperature,
             top_p=evaluation.top_p,
-            stop_token_ids=settings.stop_token_ids,
-            stop=settings.stop,
+            top_k=None,
         )
         with self.progress.timed(step, "evaluate", total=len(self.eval_rows) * evaluation.num_samples):
             call_number = step.step << _PART_BITS
             made = self.make(self.eval_rows, sampling, num_samples=evaluation.num_samples, call_number=call_number)
-            samples, completions, scores = made.samples, *self.scored_completions(self.eval_rows, made)
+            completions, scores = self.scored(self.eval_rows, *made)
             figures = eval_figures(scores, evaluation)
         if self.eval_dump is not None:
             shown = self.eval_dump.begin(step.step)
-            shown.add(self.eval_rows, completions, samples, scores, scores.rewards)
+            shown.add(self.eval_rows, completions, made[1], scores, scores.rewards)
             self.eval_dump.write(shown)
         step.eval_score = figures.pop("mean", None)
         step.metrics |= {f"eval/{name}": value for name, value in figures.items()}
@@ -157,11 +144,9 @@ class RlLoop:
         groups = self.sample_groups(step, shown)
         step.position = self.dataset.position()
         pending = PendingStep(step, schedule_steps=self.settings.num_steps, carried=self.carry.records())
-        if groups and self.teaches(groups):
-            samples, places = self.training_samples(groups)
-            if has_loss_tokens(samples):
-                self.estimate(pending, samples, places=places, groups=groups, shown=shown)
-                self.update(pending, shown)
+        if groups:
+            self.estimate(pending, groups, shown)
+            self.update(pending, shown)
         if pending.carried and not pending.samples:
             write_pending(self.settings.output_dir, pending)  # nothing was learned, but the next step continues these
         self.finish(pending, shown)
@@ -202,29 +187,32 @@ class RlLoop:
             rows = [] if is_carried else self.dataset.next_rows(num_prompts)
             is_last = len(generated) + 1 == settings.max_batches
             call_number = (step.step << _PART_BITS) + len(generated) + 1
-            has_greedy = settings.advantages.estimator is Estimator.GREEDY_BASELINE
-            with self.progress.timed(step, "generate", total=num_prompts * (settings.group_size + has_greedy)):
-                greedy = self.greedy_samples(rows)
+            size, has_greedy = settings.group_size, settings.advantages.estimator is Estimator.GREEDY_BASELINE
+            greedy, ran = list[Sample](), None
+            with self.progress.timed(step, "generate", total=num_prompts * (size + has_greedy)):
+                if has_greedy:
+                    greedy = self.complete(rows, replace(self.sampling, temperature=0.0), num_samples=1)[1]
                 if is_carried:
-                    rows, made = self.first_complete(step, call_number=call_number)
+                    rows, prompts, samples = self.first_complete(step, call_number=call_number)
                 else:
-                    made = self.make(rows, self.sampling, num_samples=settings.group_size, call_number=call_number)
+                    prompts, samples, ran = self.make(rows, self.sampling, num_samples=size, call_number=call_number)
             if is_last:
                 # Nothing more will be generated: the trainer resumes while rewards are computed.
                 step.begin_acquire(self.client, Phase.TRAIN)
             with self.progress.timed(step, "reward"):
-                completions, scores = self.scored_completions(rows, made)
-                greedy_rewards = self.greedy_rewards(rows, made.prompts, greedy)
-            samples = made.samples
+                completions, scores = self.scored(rows, prompts, samples, ran)
+                greedy_rewards: list[float | None] = [None] * len(prompts)
+                if has_greedy:
+                    greedy_rewards = self.shaped(greedy, self.scored(rows, prompts, greedy)[1].rewards).tolist()
             generated.append((samples, scores))
-            step.metrics |= {} if made.ran is None else made.ran.figures()
+            step.metrics |= {} if ran is None else ran.figures()
             rewards_S = self.shaped(samples, scores.rewards)
             shown.add(rows, completions, samples, scores, rewards_S)
-            size = settings.group_size
-            groups = zip(range(0, len(samples), size), made.prompts, rewards_S.reshape(-1, size), greedy_rewards, strict=True)
+            branches = [] if ran is None else [one.training_samples() for one in ran.episodes]
+            groups = zip(range(0, len(samples), size), prompts, rewards_S.reshape(-1, size), greedy_rewards, strict=True)
             return [
-                Group(prompt, samples[place : place + size], rewards, greedy, made.branches[place : place + size])
-                for place, prompt, rewards, greedy in groups
+                Group(prompt, samples[place : place + size], rewards, reward, branches[place : place + size])
+                for place, prompt, rewards, reward in groups
             ]
 
         groups: list[Group] = []
@@ -236,15 +224,10 @@ class RlLoop:
             groups += batch if settings.max_batches == 1 else [group for group in batch if group.differs()]
         if settings.max_batches > 1:
             step.metrics["num_generated_groups"] = num_generated
-        measure_samples(step, generated)
-        if settings.group_size > 1:
-            step.metrics["signal_fraction"] = 1.0 - step.num_equal_groups / num_generated
-            rewards_S = np.concatenate([scores.rewards for _, scores in generated])
-            spread = np.ma.masked_invalid(rewards_S.reshape(-1, settings.group_size)).std(axis=1).mean()
-            step.metrics["reward_std"] = 0.0 if np.ma.is_masked(spread) else float(spread)
+        measure_samples(step, generated, group_size=settings.group_size)
         return groups
 
-    def first_complete(self, step: Step, *, call_number: int) -> tuple[list[Row], Made]:
+    def first_complete(self, step: Step, *, call_number: int) -> tuple[list[Row], list[list[int]], list[Sample]]:
         """Generates until enough groups are complete, those cut before among them; the others are carried into the next step."""
         settings, carry, version = self.settings, self.carry, step.policy_version or 0
         step.metrics |= carry.drop_stale(oldest=version - settings.max_staleness)
@@ -261,24 +244,22 @@ class RlLoop:
         )
         samples = [replace(sample, prompt_index=place) for place, group in enumerate(taken) for sample in group.samples]
         step.metrics |= staleness(samples, policy_version=version) | {"carried_groups": float(len(carry.groups))}
-        return [group.row for group in taken], Made([list(group.prompt_token_ids) for group in taken], samples)
+        return [group.row for group in taken], [list(group.prompt_token_ids) for group in taken], samples
 
-    def make(self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, call_number: int) -> Made:
-        """Generates completions, or runs episodes."""
-        if isinstance(self.rewards, EpisodePool):
-            count = self.progress.counter()
-            ran = self.rewards.run(self.client, rows, sampling, num_samples=num_samples, number=call_number, on_progress=count)
-            samples = [one.sample() for one in ran.episodes]
-            prompts = [np.asarray(sample.prompt_token_ids, dtype=np.int32).tolist() for sample in samples[::num_samples]]
-            return Made(prompts, samples, [one.training_samples() for one in ran.episodes], ran)
-        return Made(*self.complete(rows, sampling, num_samples=num_samples, call_number=call_number))
+    def make(
+        self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, call_number: int
+    ) -> tuple[list[list[int]], list[Sample], Episodes | None]:
+        """Generates completions, or runs episodes, whose tokens after the first prompt are the completion.
 
-    def scored_completions(self, rows: Sequence[Row], made: Made) -> tuple[list[Completion], Scores]:
-        completions = self.completions(made.prompts, made.samples)
-        if isinstance(self.rewards, EpisodePool):
-            assert made.ran is not None
-            return completions, made.ran.scores
-        return completions, self.rewards.score(rows, completions, group_size=len(made.samples) // len(rows))
+        Returns [P] prompts and [P * num_samples] samples, in order, and the episodes.
+        """
+        if not isinstance(self.rewards, EpisodePool):
+            return *self.complete(rows, sampling, num_samples=num_samples, call_number=call_number), None
+        count = self.progress.counter()
+        ran = self.rewards.run(self.client, rows, sampling, num_samples=num_samples, number=call_number, on_progress=count)
+        samples = [one.sample() for one in ran.episodes]
+        prompts = [np.asarray(sample.prompt_token_ids, dtype=np.int32).tolist() for sample in samples[::num_samples]]
+        return prompts, samples, ran
 
     def complete(
         self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, call_number: int | None = None
@@ -286,18 +267,22 @@ class RlLoop:
         """Generates completions; returns the prompts and the samples, ordered by prompt."""
         prompts = [self.tokenizer.encode_prompt(row["prompt"], row) for row in rows]
         count = self.progress.counter()
-        made = self.client.generate(prompts, sampling, num_samples=num_samples, call_number=call_number, on_progress=count)
-        return prompts, made
+        return prompts, self.client.generate(
+            prompts, sampling, num_samples=num_samples, call_number=call_number, on_progress=count
+        )
 
-    def completions(self, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> list[Completion]:
-        """Decodes samples for the reward functions."""
-        return [
+    def scored(
+        self, rows: Sequence[Row], prompts: Sequence[list[int]], samples: Sequence[Sample], ran: Episodes | None = None
+    ) -> tuple[list[Completion], Scores]:
+        """Decodes samples for the reward functions, and calls these. Episodes have their rewards."""
+        completions = [
             Completion.of(sample, text=self.tokenizer.decode(sample.token_ids), prompt_token_ids=prompts[sample.prompt_index])
             for sample in samples
         ]
-
-    def score(self, rows: Sequence[Row], prompts: Sequence[list[int]], samples: Sequence[Sample]) -> Scores:
-        return self.scored_completions(rows, Made(list(prompts), list(samples)))[1]
+        if isinstance(self.rewards, EpisodePool):
+            assert ran is not None
+            return completions, ran.scores
+        return completions, self.rewards.score(rows, completions, group_size=len(samples) // len(rows))
 
     def shaped(self, samples: Sequence[Sample], rewards_S: NDArray[np.float32]) -> NDArray[np.float32]:
         """Applies DAPO's penalty for completions near the length limit."""
@@ -307,62 +292,24 @@ class RlLoop:
         lengths_S = np.array([len(sample.token_ids) for sample in samples])
         return rewards_S + soft_overlong_penalty(lengths_S, max_completion_tokens=limit, buffer_tokens=buffer)
 
-    def greedy_samples(self, rows: Sequence[Row]) -> list[Sample] | None:
-        """Generates each prompt's greedy completion for ReMax's baseline; None for other estimators."""
-        if self.settings.advantages.estimator is not Estimator.GREEDY_BASELINE:
-            return None
-        return self.complete(rows, replace(self.sampling, temperature=0.0), num_samples=1)[1]
-
-    def greedy_rewards(
-        self, rows: Sequence[Row], prompts: Sequence[list[int]], samples: Sequence[Sample] | None
-    ) -> Sequence[float | None]:
-        """Rewards of the greedy completions, one for each prompt."""
-        if samples is None:
-            return [None] * len(rows)
-        return self.shaped(samples, self.score(rows, prompts, samples).rewards).tolist()
-
-    def teaches(self, groups: Sequence[Group]) -> bool:
-        """Whether a batch of these groups has a gradient."""
+    def estimate(self, pending: PendingStep, groups: Sequence[Group], shown: ShownSamples) -> None:
+        """Computes the advantages and records the step, with everything that its updates need. Without a gradient does nothing."""
         settings = self.settings
         has_others = settings.loss.kl_coef or settings.loss.entropy_coef or settings.advantages.kl_coef
-        is_by_group = settings.advantages.estimator.needs_groups
-        return bool(has_others or not is_by_group or any(group.differs() for group in groups))
-
-    def training_samples(self, groups: Sequence[Group]) -> tuple[list[TrainingSample], list[int]]:
-        """Builds training samples without advantages; returns them with their indices among all completions.
-
-        Empty completions and those whose reward failed are left out.
-        """
-        settings = self.settings
-        generated = [sample for group in groups for sample in group.samples]
-        made = [samples for group in groups for samples in group.training_samples()]
-        has_reward = np.isfinite(np.concatenate([group.rewards for group in groups]))
-        kept = [place for place, sample in enumerate(generated) if len(sample.token_ids) and has_reward[place]]
-        samples, places = [sample for place in kept for sample in made[place]], [place for place in kept for _ in made[place]]
-        if settings.mask_truncated:
-            samples = without_truncated(samples, [generated[place].finish_reason for place in places])
-        return samples, places
-
-    def estimate(
-        self,
-        pending: PendingStep,
-        samples: list[TrainingSample],
-        *,
-        places: Sequence[int],
-        groups: Sequence[Group],
-        shown: ShownSamples,
-    ) -> None:
-        """Computes the advantages and records the step, with everything that its updates need."""
+        has_gradient = has_others or not settings.advantages.estimator.needs_groups or any(each.differs() for each in groups)
+        samples, places = training_samples(groups, mask_truncated=settings.mask_truncated)
+        if not has_gradient or not has_loss_tokens(samples):
+            return
         step = pending.step
         self.progress.begin(step.step, "to_train")
         step.acquire(self.client, Phase.TRAIN)
-        samples = self.scored(step, samples)
+        samples = self.with_log_probs(step, samples)
         estimate = estimate_advantages(
             samples,
             rewards_PG=np.stack([group.rewards for group in groups]),
             places=places,
             greedy_rewards_P=np.array([group.greedy_reward for group in groups], dtype=np.float64),
-            settings=self.settings.advantages,
+            settings=settings.advantages,
             state=self.state,
         )
         self.state = estimate.state
@@ -370,11 +317,11 @@ class RlLoop:
         step.estimator = self.state.numbers()
         generated = [sample for group in groups for sample in group.samples]
         shown.add_learned(estimate.samples, [generated[place] for place in places])
-        if self.settings.critic_loss() is not None:
+        if settings.critic_loss() is not None:
             step.critic_version = role_versions(self.client.trainer_state())[Role.CRITIC]
         pending.samples = estimate.samples
         pending.log_probs_of = next((shown.wanted(part) for role, part in self.updates(pending) if role is Role.POLICY), ())
-        write_pending(self.settings.output_dir, pending)
+        write_pending(settings.output_dir, pending)
 
     def update(self, pending: PendingStep, shown: ShownSamples) -> None:
         """Takes an optimizer step for each update of the step that has none yet, and adds their metrics to the step."""
@@ -395,14 +342,17 @@ class RlLoop:
 
     def updates(self, pending: PendingStep) -> Iterator[tuple[Role, list[TrainingSample]]]:
         """Samples of each optimizer step, by role."""
-        number = pending.step.step
-        for mini_batch in self.mini_batches(pending.samples, number=number):
-            if self.settings.critic_loss() is not None:
+        settings, number = self.settings, pending.step.step
+        # Without a gradient, a step would still move the weights through AdamW's moments.
+        has_others = bool(settings.loss.kl_coef or settings.loss.entropy_coef)
+        seeds = [(self.dataset.seed, number, epoch) for epoch in range(settings.num_epochs)]
+        for mini_batch in mini_batches(pending.samples, num_parts=settings.num_mini_batches, seeds=seeds):
+            if settings.critic_loss() is not None:
                 yield Role.CRITIC, mini_batch
-            if number >= self.settings.critic_warmup_steps and self.moves_policy(mini_batch):
+            if number >= settings.critic_warmup_steps and (has_others or has_advantages(mini_batch)):
                 yield Role.POLICY, mini_batch
 
-    def scored(self, step: Step, samples: list[TrainingSample]) -> list[TrainingSample]:
+    def with_log_probs(self, step: Step, samples: list[TrainingSample]) -> list[TrainingSample]:
         """Adds the log-probs and values that the losses need, computed by the networks before the step's updates."""
         settings = self.settings
         if settings.loss.kl_coef or settings.advantages.kl_coef:
@@ -418,26 +368,6 @@ class RlLoop:
                 values = self.client.compute_values(samples)
             samples = [replace(sample, values=row) for sample, row in zip(samples, values, strict=True)]
         return samples
-
-    def mini_batches(self, samples: Sequence[TrainingSample], *, number: int) -> Iterator[list[TrainingSample]]:
-        """Shuffles by seed and step, unless one mini-batch holds all samples. Leaves out mini-batches without a counted token."""
-        settings = self.settings
-        num_parts = min(settings.num_mini_batches, len(samples))
-        if not num_parts:
-            return
-        for epoch in range(settings.num_epochs):
-            order = np.arange(len(samples))
-            if num_parts > 1:
-                np.random.default_rng([self.dataset.seed, number, epoch]).shuffle(order)
-            for part in np.array_split(order, num_parts):
-                mini_batch = [samples[index] for index in part]
-                if has_loss_tokens(mini_batch):
-                    yield mini_batch
-
-    def moves_policy(self, samples: Sequence[TrainingSample]) -> bool:
-        """Whether the policy's loss has a gradient. Without one, a step would still move the weights through AdamW's moments."""
-        loss = self.settings.loss
-        return bool(loss.kl_coef or loss.entropy_coef) or has_advantages(samples)
 
     def update_role(
         self, pending: PendingStep, role: Role, samples: list[TrainingSample], *, request_id: str, log_probs_of: Sequence[int]

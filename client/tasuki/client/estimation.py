@@ -1,9 +1,9 @@
-"""Advantages from the rewards of a batch, and its loss masks. Shape suffixes: P prompts, G completions of each, S samples, N tokens."""
+"""Advantages, loss masks and mini-batches of a batch. Shape suffixes: P prompts, G completions of each, S samples, N tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -175,9 +175,39 @@ def without_truncated(samples: Sequence[TrainingSample], finish_reasons: Sequenc
     ]
 
 
+def training_samples(groups: Sequence[Group], *, mask_truncated: bool) -> tuple[list[TrainingSample], list[int]]:
+    """Builds training samples without advantages; returns them with their indices among all completions.
+
+    Empty completions and those whose reward failed are left out.
+    """
+    generated = [sample for group in groups for sample in group.samples]
+    made = [samples for group in groups for samples in group.training_samples()]
+    has_reward = np.isfinite(np.concatenate([group.rewards for group in groups]))
+    kept = [place for place, sample in enumerate(generated) if len(sample.token_ids) and has_reward[place]]
+    samples, places = [sample for place in kept for sample in made[place]], [place for place in kept for _ in made[place]]
+    if mask_truncated:
+        samples = without_truncated(samples, [generated[place].finish_reason for place in places])
+    return samples, places
+
+
 def has_loss_tokens(samples: Sequence[TrainingSample]) -> bool:
     """Whether the loss counts at least one token of the samples."""
     return any(not len(sample.loss_mask) or bool(np.any(sample.loss_mask)) for sample in samples)
+
+
+def mini_batches(
+    samples: Sequence[TrainingSample], *, num_parts: int, seeds: Sequence[Sequence[int]]
+) -> Iterator[list[TrainingSample]]:
+    """Cuts the samples into parts, once for each seed, shuffled unless one part holds all. Leaves out parts without a counted token."""
+    num_parts = min(num_parts, len(samples))
+    for seed in seeds if num_parts else ():
+        order = np.arange(len(samples))
+        if num_parts > 1:
+            np.random.default_rng(seed).shuffle(order)
+        for part in np.array_split(order, num_parts):
+            mini_batch = [samples[index] for index in part]
+            if has_loss_tokens(mini_batch):
+                yield mini_batch
 
 
 def _by_sample(

@@ -119,8 +119,8 @@ def _fits(name: str, value: object) -> bool:
     return value is None or isinstance(value, int | float)
 
 
-def measure_samples(step: Step, generated: Sequence[tuple[list[Sample], Scores]]) -> None:
-    """Adds metrics of the generated samples to the step, including samples not trained on."""
+def measure_samples(step: Step, generated: Sequence[tuple[list[Sample], Scores]], *, group_size: int) -> None:
+    """Adds metrics of the generated samples to the step, including samples not trained on. Needs `step.num_equal_groups`."""
     samples = [sample for made, _ in generated for sample in made]
     rewards_S = np.concatenate([scores.rewards for _, scores in generated])
     step.num_failed_rewards = sum(scores.num_failed for _, scores in generated)
@@ -129,6 +129,10 @@ def measure_samples(step: Step, generated: Sequence[tuple[list[Sample], Scores]]
     step.mean_num_tokens = float(np.mean([len(sample.token_ids) for sample in samples]))
     step.metrics["truncated_fraction"] = truncated_fraction(samples)
     step.metrics["inexact_fraction"] = sum(not sample.has_exact_log_probs for sample in samples) / len(samples)
+    if group_size > 1:
+        step.metrics["signal_fraction"] = 1.0 - step.num_equal_groups / (len(samples) // group_size)
+        spread = np.ma.masked_invalid(rewards_S.reshape(-1, group_size)).std(axis=1).mean()
+        step.metrics["reward_std"] = 0.0 if np.ma.is_masked(spread) else float(spread)
     names = generated[0][1].by_name
     for name in names if len(names) > 1 else ():
         values_S = np.concatenate([scores.by_name[name] for _, scores in generated])
