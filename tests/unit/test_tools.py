@@ -79,7 +79,9 @@ async def test_results_follow_the_calls_of_the_message_whatever_cannot_be_read_a
                 tokenizer.encode_next(messages, places[-1], ROW, last_token_id=EOS)
             places.append(len(messages))
             drawn = [*tokenizer.encode_text(texts[len(places) - 1]), EOS]
-            return Reply(token_ids=drawn, context=[], finish_reason="stop", **tokenizer.read_answer(drawn, ROW))
+            answer = tokenizer.read_answer(drawn, ROW)
+            del answer["written"]
+            return Reply(token_ids=drawn, log_probs=[], context=[], finish_reason="stop", **answer)
 
     chat = Chat(Scripted(), [], {"add": add, "f": f})
     assert (await chat.say("question")).text == "done"

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.client.episode import Episode
-from tasuki.client.turns import Turn, Turns, as_json
-from tasuki.client.types import FinishReason, Sample
+from tasuki.client.turns import ChatDigest, Turn, Turns
+from tasuki.client.types import FinishReason, Sample, VersionSpan
 
 
-def add(turns: Turns, parent: Turn | None, new: Sequence[int], drawn: Sequence[int], messages: Sequence[str] = ()) -> Turn:
+def add(turns: Turns, parent: Turn | None, new: Sequence[int], drawn: Sequence[int], chats: Sequence[bytes] = ()) -> Turn:
     log_probs = -np.arange(1, len(drawn) + 1, dtype=np.float32)
     sample = Sample(0, 0, np.array(drawn, np.int32), log_probs, FinishReason.STOP, 3)
-    turns.turns.append(Turn(parent, np.array(new, np.int32), sample, messages))
+    turns.add(Turn(parent, np.array(new, np.int32), sample), chats=chats)
     return turns.turns[-1]
 
 
@@ -55,13 +55,27 @@ def test_a_chat_extends_the_turn_whose_messages_it_begins_with():
         {"role": "assistant", "content": "b"},
         {"role": "tool", "content": "c"},
     )
-    assert turns.extended_by_chat([user]) is None
-    first = add(turns, None, [1], [2], as_json([user, answer]))
-    assert turns.extended_by_chat([user, answer, tool]) is first
-    second = add(turns, first, [3], [4], as_json([user, answer, tool, answer]))
-    assert turns.extended_by_chat([user, answer, tool, answer, user]) is second
-    for rewritten in ([user, tool], [user, {**answer, "content": "B"}, tool], [answer, user], [user, answer]):
-        assert turns.extended_by_chat(rewritten) is (first if rewritten[:2] == [user, answer] and len(rewritten) > 2 else None)
+
+    def extended(*messages: dict[str, str], variant: str = "") -> tuple[Turn, int] | None:
+        return turns.extended_by_chat(ChatDigest(variant).read(messages))
+
+    assert extended(user) is None
+    first = add(turns, None, [1], [2], ChatDigest().read([user, answer])[-1:])
+    assert extended(user, answer, tool) == (first, 1)
+    assert extended(user, {**answer, "content": " b\n"}, tool) == (first, 1)
+    assert extended(user, answer, tool, variant="other tools") is None
+    second = add(turns, first, [3], [4], ChatDigest().read([user, answer, tool, answer])[-1:])
+    assert extended(user, answer, tool, answer, user) == (second, 3)
+    again = add(turns, None, [1], [5], ChatDigest().read([user, answer])[-1:])
+    assert extended(user, answer, user) == (again, 1)
+    for rewritten in (
+        [user, tool],
+        [user, {**answer, "content": "B"}, tool],
+        [answer, user],
+        [user, answer],
+        [user, answer, tool],
+    ):
+        assert extended(*rewritten) == ((again, 1) if rewritten == [user, answer, tool] else None)
 
 
 def test_turns_become_one_sample_whose_mask_counts_what_was_drawn():
@@ -75,9 +89,26 @@ def test_turns_become_one_sample_whose_mask_counts_what_was_drawn():
     assert second.token_ids().tolist() == [5, 6, 7, 8, 9, 1, 2]
 
 
+def test_a_sample_over_changeovers_says_which_version_drew_each_token():
+    turns = Turns()
+    first = add(turns, None, [5, 6], [7])
+    log_probs = np.zeros(3, np.float32)
+    spans = [VersionSpan(num_tokens=1, policy_version=3), VersionSpan(num_tokens=2, policy_version=4)]
+    cut = Sample(0, 0, np.array([1, 2, 3], np.int32), log_probs, FinishReason.STOP, 4, version_spans=spans)
+    turns.add(Turn(first, np.array([8, 9], np.int32), cut))
+    (sample,) = turns.samples()
+    assert [(one.num_tokens, one.policy_version) for one in sample.version_spans] == [(4, 3), (2, 4)]
+    assert sample.policy_version == 4
+
+
 def test_ten_thousand_turns():
-    turns, last = Turns(), None
+    turns, last, chat = Turns(), None, ChatDigest()
+    digests: list[bytes] = []
     for number in range(10_000):
-        last = add(turns, last, [number % 7], [1])
+        digests += chat.read([{"role": "user", "content": str(number)}, {"role": "assistant", "content": "a"}])
+        last = add(turns, last, [number % 7], [1], digests[-1:])
     (sample,) = turns.samples()
     assert len(sample.token_ids) == 19_999
+    assert last is not None
+    assert turns.extended_by_tokens(np.array([*last.token_ids(), 5], np.int32)) is last
+    assert turns.extended_by_chat([*digests, b""]) == (last, 19_999)

@@ -83,15 +83,21 @@ def spans_of(sample: Sample) -> Sequence[VersionSpan]:
     return [VersionSpan(num_tokens=len(sample.token_ids), policy_version=sample.policy_version)]
 
 
+def merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    """Spans of which neighbours have different versions."""
+    found: list[VersionSpan] = []
+    for span in spans:
+        if found and found[-1].policy_version == span.policy_version:
+            num_tokens = found.pop().num_tokens + span.num_tokens
+            span = VersionSpan(num_tokens=num_tokens, policy_version=span.policy_version)
+        found.append(span)
+    return found
+
+
 def continued(before: Sample, after: Sample, *, max_new_tokens: int) -> Sample:
     """`before` with the tokens that `after` has drawn from its prompt and tokens."""
     token_ids = np.concatenate([before.token_ids, after.token_ids])
-    spans = list(spans_of(before))
-    for span in spans_of(after):
-        if spans and spans[-1].policy_version == span.policy_version:
-            num_tokens = spans.pop().num_tokens + span.num_tokens
-            span = VersionSpan(num_tokens=num_tokens, policy_version=span.policy_version)
-        spans.append(span)
+    spans = merged([*spans_of(before), *spans_of(after)])
     is_full = after.finish_reason is FinishReason.CUT and len(token_ids) >= max_new_tokens
     return replace(
         after,

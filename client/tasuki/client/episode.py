@@ -10,16 +10,17 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.client.dataset import Row
+from tasuki.client.dataset import Row, prompt_problem
 from tasuki.client.rewards import Scores
-from tasuki.client.turns import Turn, Turns, TurnSample
+from tasuki.client.turns import ChatDigest, Turn, Turns, TurnSample
 from tasuki.client.types import FinishReason, Sample, SamplingParams, TrainingSample
 from tasuki.client.worker_process import WorkerProcess
+from tasuki.wire.errors import InvalidArgument
 
 
 @dataclass(slots=True, eq=False)
@@ -95,19 +96,82 @@ class Episodes:
         return {f"episode/{name}": float(np.mean(values)) for name, values in means.items()}
 
 
+class ChatTokenizer(Protocol):
+    def encode_text(self, text: str) -> list[int]: ...
+    def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
+    def encode_next(
+        self, messages: Sequence[Mapping[str, Any]], place: int, fields: Row, *, last_token_id: int | None
+    ) -> list[int]: ...
+    def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
     """A turn that an episode asks for."""
 
     parent: Turn | None
-    token_ids_before: np.ndarray[Any, np.dtype[np.int32]]
-    new_token_ids: np.ndarray[Any, np.dtype[np.int32]]
-    messages: Sequence[str]
+    token_ids_before: NDArray[np.int32]
+    new_token_ids: NDArray[np.int32]
     row: Row
+    chat: ChatDigest | None = None
+    """None for a prompt of token ids."""
+    stop: Sequence[str] = ()
+    """Texts that end the answer, and are not shown."""
+
+    @classmethod
+    def of(cls, kind: str, fields: Mapping[str, Any], row: Row, *, turns: Turns, tokenizer: ChatTokenizer) -> Asked:
+        """The prompt as an extension of an earlier turn. kind: "generate" or "chat", see `Policy`. Raises InvalidArgument."""
+        none, stop = np.zeros(0, np.int32), fields.get("stop") or ()
+        if kind == "generate":
+            token_ids = np.array(fields["token_ids"], np.int32)
+            parent = turns.extended_by_tokens(token_ids)
+            before = none if parent is None else parent.token_ids()
+            return cls(parent, before, token_ids[len(before) :], row, stop=stop)
+        messages, tools = fields["messages"], fields["tools"]
+        if problem := prompt_problem(messages) if isinstance(messages, list) else "is no list of messages":
+            raise InvalidArgument("messages", problem)
+        given = {"tools": tools, "chat_template_kwargs": fields.get("chat_template_kwargs")}
+        row = {**row, **{name: value for name, value in given.items() if value}}
+        chat = ChatDigest(fields.get("variant", ""))
+        extended = turns.extended_by_chat(chat.read(messages))
+        if extended is None:
+            return cls(None, none, np.array(tokenizer.encode_prompt(messages, row), np.int32), row, chat, stop)
+        parent, place = extended
+        last = int(drawn[-1]) if len(drawn := parent.sample.token_ids) else None
+        new = tokenizer.encode_next(messages, place, row, last_token_id=last)
+        return cls(parent, parent.token_ids(), np.array(new, np.int32), row, chat, stop)
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids_before) + len(self.new_token_ids)
+
+    def answered(self, sample: Sample, *, turns: Turns, tokenizer: ChatTokenizer) -> dict[str, Any]:
+        """Adds the turn, and returns what its episode is told."""
+        token_ids = sample.token_ids.tolist()
+        answer = tokenizer.read_answer(token_ids, self.row)
+        shown = shown_message(answer, self.stop)
+        chats = [] if self.chat is None else [self.chat.with_answer(one) for one in (answer["message"], shown)]
+        parent, new = self.parent, self.new_token_ids
+        if parent is not None and parent.sample.temperature != sample.temperature:  # a training sample has one
+            parent, new = None, np.concatenate([self.token_ids_before, new])
+        turns.add(Turn(parent, new, sample), chats=chats)
+        context = [*self.token_ids_before.tolist(), *self.new_token_ids.tolist(), *token_ids]
+        reason = sample.finish_reason.lower()
+        log_probs = sample.rollout_log_probs.tolist()
+        del answer["written"]
+        told = {"token_ids": token_ids, "log_probs": log_probs, "context": context, "finish_reason": reason, "shown": shown}
+        return {**answer, **told, "turn": len(turns.turns) - 1}
+
+
+def shown_message(answer: Mapping[str, Any], stop: Sequence[str]) -> dict[str, Any]:
+    """The assistant's message as clients of a chat API see it: a call that cannot be read is text, as it was written."""
+    calls = answer["tool_calls"]
+    if any("error" in call for call in calls):
+        return {"role": "assistant", "content": answer["written"]}
+    text = answer["text"]
+    for end in stop:
+        text = text.partition(end)[0]
+    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
 
 
 class Batch:

@@ -17,19 +17,19 @@ from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from tasuki.client.aside import Aside
 from tasuki.client.async_client import AsyncClient
-from tasuki.client.dataset import Row, prompt_problem
-from tasuki.client.episode import Asked, Batch, Episode, Episodes, credit_turns
+from tasuki.client.dataset import Row
+from tasuki.client.episode import Asked, Batch, ChatTokenizer, Episode, Episodes, credit_turns
 from tasuki.client.episode_worker import BLOCKED
 from tasuki.client.reward_worker import Signature
 from tasuki.client.rewards import START_TIMEOUT_S, Scores, source_of
 from tasuki.client.sync_client import Client
-from tasuki.client.turns import Turn, Turns, as_json
+from tasuki.client.turns import Turns
 from tasuki.client.types import FinishReason, Sample, SamplingParams
 from tasuki.client.worker_process import WorkerEnded, WorkerProcess
 from tasuki.wire.errors import InvalidArgument, RewardFailed
@@ -42,18 +42,10 @@ _MAX_REFUSED = 100
 _MAX_LOSSES, _MAX_RUNS = 3, 20
 """Times that an episode's worker may end while it runs by itself, and that it is begun: another of the worker's may be at fault."""
 _NO_TURN = {
-    "text": "", "tool_calls": [], "token_ids": [], "context": [], "finish_reason": "length", "message": {"role": "assistant", "content": ""}
+    "text": "", "tool_calls": [], "token_ids": [], "log_probs": [], "context": [], "finish_reason": "length",
+    "message": {"role": "assistant", "content": ""}, "shown": {"role": "assistant", "content": ""},
 }  # fmt: skip
 _WORKER = "tasuki.client.episode_worker"
-
-
-class ChatTokenizer(Protocol):
-    def encode_text(self, text: str) -> list[int]: ...
-    def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
-    def encode_next(
-        self, messages: Sequence[Mapping[str, Any]], place: int, fields: Row, *, last_token_id: int | None
-    ) -> list[int]: ...
-    def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, Any]: ...
 
 
 class EpisodePool:
@@ -63,6 +55,7 @@ class EpisodePool:
         self,
         function: str,
         *,
+        command: Sequence[str] = (),
         tokenizer: ChatTokenizer | None,
         max_tokens: int,
         folders: Sequence[Path | str] = (),
@@ -74,13 +67,16 @@ class EpisodePool:
     ) -> None:
         """function: "module:function", an async function of `policy` and of fields of the row, which returns the reward.
 
+        command: of a program that `function` runs. It is called with `row`, `command` and `folder`, the last of `folders`, instead.
+
         tokenizer: None only checks the function. max_tokens: of an episode, prompts included. timeout_s: of an episode, without the
         time that the policy takes. discount: factor by which the rewards of each further turn count less, see `policy.reward`.
         Raises InvalidArgument when the function cannot be imported.
         """
         self._discount, self._failed_reward = discount, 0.0 if on_error == "zero" else math.nan
         self._tokenizer, self._max_tokens, self._max_turns = tokenizer, max_tokens, max_turns
-        self._timeout_s, self._on_error, self._function = timeout_s, on_error, function
+        self._timeout_s, self._on_error, self._function = timeout_s, on_error, " ".join(command) or function
+        self._program = {"command": list(command), "folder": str([Path.cwd(), *folders][-1])} if command else None
         self._source = source_of(function, tuple(str(Path(folder).absolute()) for folder in folders))
         self._workers = [self._start() for _ in range(num_workers)]
         self._starting = set(self._workers)
@@ -106,6 +102,8 @@ class EpisodePool:
 
     def check_rows(self, rows: Sequence[Row], *, path: Path | str) -> None:
         """Raises InvalidArgument for an argument that a row does not have."""
+        if self._program is not None:
+            return
         for number, row in enumerate(rows, start=1):
             missing = [name for name in self._signature.required if name not in row and name != "policy"]
             if missing or "policy" in row:
@@ -182,6 +180,8 @@ class EpisodePool:
             episode.id, episode.num_refused = next(self._ids), 0
             taken = self._signature.taken
             arguments = {name: value for name, value in episode.row.items() if taken is None or name in taken}
+            if self._program is not None:
+                arguments = {"row": episode.row, **self._program}
             batch.worker_of[episode.id] = worker
             episode.runs_since = None
             begun.append(episode)
@@ -232,7 +232,8 @@ class EpisodePool:
                 assert self._tokenizer is not None
                 self._send(batch, episode, number, {"token_ids": self._tokenizer.encode_text(fields["text"])})
                 return
-            turn = self._asked(episode, kind, fields)
+            assert self._tokenizer is not None
+            turn = Asked.of(kind, fields, episode.row, turns=episode.turns, tokenizer=self._tokenizer)
             room = self._max_tokens - turn.num_tokens
             if room < 1 or len(episode.turns.turns) + episode.num_open >= self._max_turns:
                 episode.turns.is_truncated = True
@@ -241,7 +242,7 @@ class EpisodePool:
                 self._send(batch, episode, number, _NO_TURN if episode.num_refused < _MAX_REFUSED else over)
                 return
             wanted = [limit for limit in (fields["max_new_tokens"], batch.sampling.max_new_tokens, room) if limit is not None]
-            sampling = replace(batch.sampling, max_new_tokens=min(wanted))
+            sampling = replace(batch.sampling, max_new_tokens=min(wanted), stop=turn.stop or batch.sampling.stop)
         except InvalidArgument as error:
             self._send(batch, episode, number, {"error": error.message})
             return
@@ -256,27 +257,6 @@ class EpisodePool:
         episode.runs_since = None
         generated.add_done_callback(partial(batch.arrive, episode, episode.id, number, turn))
 
-    def _asked(self, episode: Episode, kind: str, fields: Mapping[str, Any]) -> Asked:
-        """The prompt of a turn as an extension of an earlier one. Raises InvalidArgument."""
-        turns, row = episode.turns, episode.row
-        if kind == "generate":
-            token_ids = np.array(fields["token_ids"], np.int32)
-            parent = turns.extended_by_tokens(token_ids)
-            before = np.zeros(0, np.int32) if parent is None else parent.token_ids()
-            return Asked(parent, before, token_ids[len(before) :], (), row)
-        assert self._tokenizer is not None
-        messages, tools = fields["messages"], fields["tools"]
-        if problem := prompt_problem(messages) if isinstance(messages, list) else "is no list of messages":
-            raise InvalidArgument("messages", problem)
-        asked = {**row, "tools": tools} if tools else row
-        parent = turns.extended_by_chat(messages)
-        if parent is None:
-            new = self._tokenizer.encode_prompt(messages, asked)
-            return Asked(None, np.zeros(0, np.int32), np.array(new, np.int32), as_json(messages), asked)
-        last = int(drawn[-1]) if len(drawn := parent.sample.token_ids) else None
-        new = self._tokenizer.encode_next(messages, len(parent.messages) - 1, asked, last_token_id=last)
-        return Asked(parent, parent.token_ids(), np.array(new, np.int32), as_json(messages), asked)
-
     def _answer(self, batch: Batch, episode: Episode, run: int, number: int, asked: Asked, done: Future[Sample]) -> None:
         """Records a turn and passes it to its episode."""
         batch.generated.discard(done)
@@ -286,20 +266,14 @@ class EpisodePool:
         assert self._tokenizer is not None
         try:
             sample = done.result()
-            token_ids = sample.token_ids.tolist()
-            answer = self._tokenizer.read_answer(token_ids, asked.row)
+            told = asked.answered(sample, turns=episode.turns, tokenizer=self._tokenizer)
         except InvalidArgument as error:  # of what the episode has asked
             self._send(batch, episode, number, {"error": error.message})
             return
-        batch.count(tokens=len(token_ids))
-        messages = [*asked.messages, *as_json([answer["message"]])] if asked.messages else ()
-        episode.turns.turns.append(Turn(asked.parent, asked.new_token_ids, sample, messages))
-        if sample.finish_reason is FinishReason.LENGTH and asked.num_tokens + len(token_ids) >= self._max_tokens:
+        batch.count(tokens=len(sample.token_ids))
+        if sample.finish_reason is FinishReason.LENGTH and asked.num_tokens + len(sample.token_ids) >= self._max_tokens:
             episode.turns.is_truncated = True
-        context = [*asked.token_ids_before.tolist(), *asked.new_token_ids.tolist(), *token_ids]
-        reason = sample.finish_reason.lower()
-        told = {**answer, "token_ids": token_ids, "context": context, "finish_reason": reason}
-        self._send(batch, episode, number, {**told, "turn": len(episode.turns.turns) - 1})
+        self._send(batch, episode, number, told)
 
     def _overdue(self, batch: Batch) -> list[tuple[WorkerProcess, str]]:
         """Workers with an episode that has not ended in time: its code blocks the worker's event loop."""

@@ -30,6 +30,8 @@ class Reply:
     """Without special tokens and tool calls."""
     token_ids: list[int]
     """As drawn, with the stop token. Empty if the episode has no room or no turn left: `finish_reason` is then "length"."""
+    log_probs: list[float]
+    """Of `token_ids`, natural logarithms."""
     context: list[int]
     """The turn's prompt and `token_ids`: what a prompt of the next turn begins with, if it is given in token ids."""
     finish_reason: str
@@ -63,9 +65,14 @@ class Policy:
         self.turn_rewards[self._latest_turn] = self.turn_rewards.get(self._latest_turn, 0.0) + value
 
     async def _turn(self, kind: str, fields: Mapping[str, Any]) -> Reply:
+        answer = await self.ask(kind, fields)
+        return Reply(**{name: answer[name] for name in Reply.__slots__})
+
+    async def ask(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Asks for a turn, or an encoding, in the form of `episode.Asked`."""
         answer = await self._ask(kind, fields)
-        self._latest_turn = answer.pop("turn", self._latest_turn)  # none of a turn that was refused
-        return Reply(**answer)
+        self._latest_turn = answer.get("turn", self._latest_turn)  # none of a turn that was refused
+        return answer
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of a text by the model's tokenizer, without the tokens that begin a sequence."""

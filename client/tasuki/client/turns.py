@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.client.types import FinishReason, Sample, TrainingSample
+from tasuki.client.carry import merged, spans_of
+from tasuki.client.types import FinishReason, Sample, TrainingSample, VersionSpan
 
 Message = Mapping[str, Any]
 
@@ -23,8 +25,6 @@ class Turn:
     prompt_token_ids: NDArray[np.int32]
     """The part of the prompt after the parent's last token; all of it without a parent."""
     sample: Sample
-    messages: Sequence[str] = ()
-    """The chat up to its answer, a JSON text each; empty for a prompt of token ids."""
 
     def path(self) -> list[Turn]:
         """The turns from the first one to this one."""
@@ -46,25 +46,40 @@ class Turns:
     turns: list[Turn] = field(default_factory=list)
     is_truncated: bool = False
     """Whether a turn was refused for want of tokens or turns."""
+    _of_chat: dict[bytes, Turn] = field(default_factory=dict)
+    """By the digest of the chat up to the turn's answer; the latest of equal ones."""
+    _of_tokens: dict[bytes, Turn] = field(default_factory=dict)
+    """By the digest of the tokens up to its last one."""
+    _ends: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    """Number of tokens, and their hash, by the turn's id."""
+
+    def add(self, turn: Turn, *, chats: Sequence[bytes] = ()) -> None:
+        """chats: digests of the chat with its answer, in each form in which the answer was shown."""
+        length, tokens = (0, hashlib.sha256()) if turn.parent is None else self._ends[id(turn.parent)]
+        tokens = tokens.copy()
+        for part in (turn.prompt_token_ids, turn.sample.token_ids):
+            tokens.update(part.tobytes())
+            length += len(part)
+        self.turns.append(turn)
+        self._ends[id(turn)] = length, tokens
+        self._of_tokens[tokens.digest()] = turn
+        self._of_chat |= dict.fromkeys(chats, turn)
 
     def extended_by_tokens(self, token_ids: NDArray[np.int32]) -> Turn | None:
         """The latest of the longest turns whose tokens begin `token_ids`, none if no turn does."""
-        found: tuple[int, Turn | None] = (0, None)
-        for turn in self.turns:
-            own = turn.token_ids()
-            if found[0] <= len(own) < len(token_ids) and np.array_equal(token_ids[: len(own)], own):
-                found = len(own), turn
-        return found[1]
+        found, tokens, start = None, hashlib.sha256(), 0
+        for end in sorted({length for length, _ in list(self._ends.values()) if length < len(token_ids)}):
+            tokens.update(token_ids[start:end].tobytes())
+            found, start = self._of_tokens.get(tokens.digest(), found), end
+        return found
 
-    def extended_by_chat(self, messages: Sequence[Message]) -> Turn | None:
-        """The latest of the longest turns whose chat, answer included, begins `messages`; none if no turn's does."""
-        asked = as_json(messages)
-        found: tuple[int, Turn | None] = (0, None)
-        for turn in self.turns:
-            length = len(turn.messages)
-            if length and found[0] <= length < len(asked) and asked[:length] == list(turn.messages):
-                found = length, turn
-        return found[1]
+    def extended_by_chat(self, digests: Sequence[bytes]) -> tuple[Turn, int] | None:
+        """The latest of the longest turns whose chat, answer included, begins another, and the answer's place in that; None if none does.
+
+        digests: `ChatDigest.read` of the other chat.
+        """
+        places = range(len(digests) - 2, -1, -1)
+        return next(((self._of_chat[digests[place]], place) for place in places if digests[place] in self._of_chat), None)
 
     def samples(self) -> Iterator[Sample]:
         """Yields a sample for each branch.
@@ -108,19 +123,43 @@ class TurnSample(TrainingSample):
         return cls(**fields, turns=turns, turn_returns=turn_returns)
 
 
-def as_json(messages: Sequence[Message]) -> list[str]:
-    return [json.dumps(message, sort_keys=True) for message in messages]
+class ChatDigest:
+    """Digests of a chat up to each of its messages. White space around an assistant's text does not count."""
+
+    def __init__(self, variant: str = "") -> None:
+        """variant: what else chats must share to extend each other, such as their tools."""
+        self._hash = hashlib.sha256(variant.encode())
+
+    def read(self, messages: Sequence[Message]) -> list[bytes]:
+        """Takes further messages. Returns the digest after each."""
+        return [self._read(message) for message in messages]
+
+    def with_answer(self, message: Message) -> bytes:
+        """The digest after one more message, which is not taken."""
+        other = ChatDigest()
+        other._hash = self._hash.copy()
+        return other._read(message)
+
+    def _read(self, message: Message) -> bytes:
+        content = message.get("content")
+        if message.get("role") == "assistant" and isinstance(content, str):
+            message = {**message, "content": content.strip()}
+        self._hash.update(b"\n" + json.dumps(message, sort_keys=True).encode())
+        return self._hash.digest()
 
 
 def _joined(path: Sequence[Turn], trained: set[int], *, is_truncated: bool) -> Sample:
     """One sample of a path's turns."""
-    token_ids, log_probs, masks = [], [], []
+    token_ids, log_probs, masks, spans = [], [], [], list[VersionSpan]()
     for turn in path:
         given = 0 if turn.parent is None else len(turn.prompt_token_ids)
+        own = spans_of(turn.sample)
+        version = own[0].policy_version if own else turn.sample.policy_version
+        spans += [VersionSpan(num_tokens=given, policy_version=version)] * bool(given) + list(own)
         token_ids += [turn.prompt_token_ids[len(turn.prompt_token_ids) - given :], turn.sample.token_ids]
         log_probs += [np.zeros(given, np.float32), turn.sample.rollout_log_probs]
         masks += [np.zeros(given, np.float32), np.full(len(turn.sample.token_ids), id(turn) not in trained, np.float32)]
-    last = path[-1].sample
+    last, spans = path[-1].sample, merged(spans)
     return Sample(
         prompt_index=last.prompt_index,
         sample_index=last.sample_index,
@@ -132,4 +171,5 @@ def _joined(path: Sequence[Turn], trained: set[int], *, is_truncated: bool) -> S
         has_exact_log_probs=all(turn.sample.has_exact_log_probs for turn in path),
         prompt_token_ids=path[0].prompt_token_ids,
         loss_mask=np.concatenate(masks),
+        version_spans=spans if len(spans) > 1 else (),
     )

@@ -109,20 +109,25 @@ class ModelTokenizer:
         return token_ids[1:] if ends else token_ids
 
     def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, object]:
-        """The `text` of an answer, its `tool_calls` if the row has tools, and the `message` that the next prompt repeats."""
+        """The `text` of an answer, its `tool_calls` if the row has tools, and the `message` that the next prompt repeats.
+
+        `written` is the text with its calls.
+        """
         own = token_ids[:-1] if token_ids[-1:] and token_ids[-1] in self._stop_token_ids else token_ids
-        text, calls = self._tokenizer.decode(own), list[Call]()
+        written = text = self._tokenizer.decode(own)
+        calls = list[Call]()
         if fields.get("tools"):
             template, variables = self._template("messages", fields)
             form = self._forms.get(id(template))
             if form is None:
                 form = form_of(lambda some, is_prompt: template.render(some, {**variables, "add_generation_prompt": is_prompt}))
                 self._forms[id(template)] = form
-            text, calls = form.read(self._tokenizer.decode(own, has_special=True))
+            written = self._tokenizer.decode(own, has_special=True)
+            text, calls = form.read(written)
         message: dict[str, object] = {"role": ASSISTANT, "content": text}
         if valid := [call for call in calls if "function" in call]:
             message["tool_calls"] = valid
-        return {"text": text, "tool_calls": calls, "message": message}
+        return {"text": text, "written": written, "tool_calls": calls, "message": message}
 
     def decode(self, token_ids: NDArray[np.int32]) -> str:
         """Decodes without special tokens such as end of sequence."""
