@@ -30,6 +30,7 @@ _FIRST = {
         "e2e/test_node",
         "e2e/test_documents",
         "e2e/test_flat",
+        "e2e/test_gateway",
         "e2e/test_recovery",
         "e2e/test_resume",
         "e2e/test_sockets",

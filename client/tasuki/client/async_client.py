@@ -203,6 +203,15 @@ class AsyncClient:
             self._connection.phase = None  # the next call asks for it: something may have ended this one
         return samples
 
+    async def generate_if_served(self, part: generation.Part) -> list[Sample]:
+        """Generates without acquiring a phase. A drain cuts the samples at once; those that had not begun are missing.
+
+        So all are while the node is not in phase ROLLOUT. Raises PeerUnavailable if rollout is lost.
+        """
+        rollout = await self._connection.rollout()
+        requests = generation.requests_of([part])
+        return [sample async for sample in generation.stream(rollout, requests, timeout_s=self._timeout_s)]
+
     async def _samples(self, requests: Sequence[generation.Request], num_samples: int) -> AsyncGenerator[Sample, None]:
         """num_samples: total over all requests."""
         num_received = 0

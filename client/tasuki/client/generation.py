@@ -74,7 +74,8 @@ class Part:
     prompt: TokenIds
     sampling_params: SamplingParams
     num_samples: int
-    call_number: int
+    call_number: int | None = None
+    session_key: str | None = None
 
 
 def requests_of(parts: Sequence[Part]) -> list[Request]:
@@ -82,7 +83,11 @@ def requests_of(parts: Sequence[Part]) -> list[Request]:
     made: list[Request] = []
     for place, part in enumerate(parts):
         ((_, request),) = requests(
-            [part.prompt], part.sampling_params, num_samples=part.num_samples, call_number=part.call_number
+            [part.prompt],
+            part.sampling_params,
+            num_samples=part.num_samples,
+            call_number=part.call_number,
+            session_key=part.session_key,
         )
         request.cut_on_drain = True
         made.append((place, request))

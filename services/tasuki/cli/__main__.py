@@ -145,6 +145,16 @@ def _watch(arguments: argparse.Namespace) -> int:
     return watch(_running_config(arguments))
 
 
+def _gateway(arguments: argparse.Namespace) -> int:
+    try:
+        from tasuki.gateway.server import run
+    except ModuleNotFoundError as error:
+        text = f"`tasuki gateway` needs starlette and uvicorn: {install_extras('gateway')}"
+        raise NotInstalled(text, packages="starlette,uvicorn", extras="gateway") from error
+
+    return run(_running_config(arguments), listen=arguments.listen, key_file=arguments.key_file)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     from tasuki.cli.train import resume, run, told_how_to_continue
     from tasuki.node.hub import with_local_files
@@ -242,6 +252,7 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "down": _down,
     "state": _state,
     "watch": _watch,
+    "gateway": _gateway,
     "train": _train,
     "certs": _certs,
     "fleet up": _fleet_up,

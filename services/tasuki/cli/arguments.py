@@ -93,6 +93,12 @@ def _add_node_commands(commands: _Commands) -> None:
     _add_json(state)
     state.add_argument("--serving", action="store_true", help="exit with 1 unless all three services answer")
     _add_node(_command(commands, "watch", "follow stages and memory until Ctrl-C"))
+    gateway = _command(commands, "gateway", "serve a running node's policy to OpenAI clients and agents")
+    _add_node(gateway)
+    text = "address to serve at (127.0.0.1:8000); beyond loopback uses the certificate of CONFIG's [security]"
+    gateway.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help=text)
+    text = "file with the key of the gateway, closed to other users (default: a new one, which is printed)"
+    gateway.add_argument("--key-file", type=Path, metavar="FILE", help=text)
 
 
 def _add_run_commands(commands: _Commands) -> None:

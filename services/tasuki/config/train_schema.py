@@ -111,11 +111,14 @@ class RewardConfig(Schema):
 
 
 class EpisodeConfig(Schema):
-    """Episodes of several turns, run by a function instead of one completion scored by `[train.reward]`."""
+    """Episodes of several turns, run by a function or a program instead of one completion scored by `[train.reward]`."""
 
-    function: str
+    function: str | None = None
     """"module:function": `async def`, called by keyword with `policy` and those of the dataset line's fields that its signature takes.
     It returns the reward."""
+    command: tuple[str, ...] = ()
+    """Program and arguments instead, run in this file's folder for each episode. It gets the dataset line as JSON on standard input and
+    the policy at `OPENAI_BASE_URL`. Its last line of output is the reward."""
     num_workers: PositiveInt = 1
     """Processes, each of which runs many episodes at once."""
     timeout_s: PositiveFloat = 60.0
@@ -127,6 +130,14 @@ class EpisodeConfig(Schema):
     """Factor by which the reward of each further turn counts less, where the function calls `policy.reward`."""
     on_error: Literal["fail", "zero", "skip"] = "fail"
     """Action if the function raises or exceeds its limit: end the run, count 0, or skip the episode in baseline and loss."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> EpisodeConfig:
+        if (self.function is None) == (not self.command):
+            raise SettingError(
+                "function", "or command is missing" if self.function is None else "and command exclude each other"
+            )
+        return self
 
 
 class AdvantageConfig(Schema):

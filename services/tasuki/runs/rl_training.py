@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 from tasuki.client.carry import Carry
 from tasuki.client.dataset import Dataset, Row
@@ -25,7 +27,10 @@ from tasuki.runs.inputs import TrainInputs
 from tasuki.runs.settings import RunSettings, field_as_key
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.runs.training import MakeLoop
+from tasuki.wire.errors import InvalidArgument, NotInstalled
+from tasuki.wire.extras import install_extras
 
+_RUNS_PROGRAM = "tasuki.gateway.program:run_program"
 _EVAL_TEXTS = 256
 """Held-out rows whose prompts and completions are written; of all others the rewards."""
 
@@ -125,8 +130,10 @@ def open_rewards(
     key, _ = reward_functions(train)
     with field_as_key(key.partition(".")[2], key):
         if train.episode is not None:
+            _check_program(train.episode.command, folders)
             return EpisodePool(
-                train.episode.function,
+                train.episode.function or _RUNS_PROGRAM,
+                command=train.episode.command,
                 tokenizer=tokenizer,
                 max_tokens=max_tokens,
                 folders=folders,
@@ -146,10 +153,19 @@ def open_rewards(
         )
 
 
+def _check_program(command: Sequence[str], folders: Sequence[Path]) -> None:
+    """Raises NotInstalled without the extra that programs need, and InvalidArgument if there is no such program."""
+    if command and None in (find_spec("starlette"), find_spec("uvicorn")):
+        text = f"train.episode.command needs starlette and uvicorn: {install_extras('gateway')}"
+        raise NotInstalled(text, packages="starlette,uvicorn", extras="gateway")
+    if command and which(folders[-1] / command[0] if "/" in command[0] else command[0]) is None:
+        raise InvalidArgument("episode.command", f"{command[0]} is no program in {folders[-1]} or on the PATH")
+
+
 def reward_functions(train: TrainConfig) -> tuple[str, list[str]]:
     """The key of the table, and the functions, that give a run its rewards."""
     if train.episode is not None:
-        return "train.episode", [train.episode.function]
+        return "train.episode", [train.episode.function or " ".join(train.episode.command)]
     assert train.reward is not None
     function = train.reward.function
     return "train.reward", [function] if isinstance(function, str) else list(function.values())

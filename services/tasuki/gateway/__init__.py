@@ -1,0 +1,1 @@
+"""The policy behind the HTTP interfaces that agents speak."""

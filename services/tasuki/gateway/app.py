@@ -1,0 +1,196 @@
+"""The routes, their limits, and errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+
+from tasuki.client.reward_worker import checked_reward
+from tasuki.gateway.chat_completions import Answer, Choices, chunks, completion, generated, read_chat, read_generate
+from tasuki.wire.errors import InvalidArgument, TasukiError
+
+MAX_BYTES, MAX_REQUESTS = 1 << 23, 1024
+_WAIT_S = 3600.0
+"""Time limit of a request, changeovers included."""
+_RETRY_AFTER_S = 10
+SESSION = "/sessions/{session_id}"
+
+
+class Refused(Exception):
+    """An answer other than 200."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        self.status, self.kind, self.param, self.code = status, kind, param, code
+        super().__init__(message)
+
+
+def busy(message: str) -> Refused:
+    return Refused(503, message, kind="server_error", code="overloaded")
+
+
+class Asker(Protocol):
+    """An episode that HTTP requests take turns for."""
+
+    async def ask(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """As `tasuki.client.policy.Policy.ask`. May also raise ValueError for what was asked."""
+        ...
+
+
+class Host(Protocol):
+    @property
+    def model(self) -> str: ...
+    @property
+    def max_tokens(self) -> int | None:
+        """Of a prompt and its answer."""
+        ...
+
+    def session(self, session_id: str | None, key: str) -> Asker:
+        """Of a path or a key. Raises Refused."""
+        ...
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class App:
+    """The requests of one host."""
+
+    def __init__(self, host: Host) -> None:
+        self._host, self._num_open = host, 0
+
+    def routes(self) -> list[BaseRoute]:
+        """At the root, where the key tells the session, and below a session's path."""
+        routes: list[BaseRoute] = []
+        for root in ("", SESSION):
+            routes += [
+                Route(f"{root}/v1/models", answering(self._models), methods=["GET"]),
+                Route(f"{root}/v1/chat/completions", answering(self._chat), methods=["POST"]),
+                Route(f"{root}/inference/v1/generate", answering(self._generate), methods=["POST"]),
+            ]
+        return routes
+
+    async def _models(self, request: Request) -> Response:
+        self._session(request)
+        one = {"id": self._host.model, "object": "model", "created": 0, "owned_by": "tasuki"}
+        return JSONResponse({"object": "list", "data": [{**one, "max_model_len": self._host.max_tokens}]})
+
+    async def _chat(self, request: Request) -> Response:
+        asked = await read_json(request)
+        answers = await self._answers(request, read_chat(asked))
+        answer = completion(answers, model=self._host.model, has_log_probs=bool(asked.get("logprobs")))
+        if not asked.get("stream"):
+            return JSONResponse(answer)
+        options = asked.get("stream_options")
+        has_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        return StreamingResponse(chunks(answer, has_usage=has_usage), media_type="text/event-stream")
+
+    async def _generate(self, request: Request) -> Response:
+        return JSONResponse(generated(await self._answers(request, read_generate(await read_json(request)))))
+
+    def _session(self, request: Request) -> Asker:
+        return self._host.session(request.path_params.get("session_id"), key_of(request))
+
+    async def _answers(self, request: Request, choices: Choices) -> list[Answer]:
+        """Frees the turns of a client who leaves."""
+        session = self._session(request)
+        if self._num_open >= MAX_REQUESTS:
+            raise busy(f"{MAX_REQUESTS} requests are open")
+        self._num_open += 1
+        tasks = [asyncio.ensure_future(session.ask(choices.kind, choices.fields)) for _ in range(choices.number)]
+        asking = asyncio.gather(*tasks)
+        leaving = asyncio.ensure_future(_left(request))
+        try:
+            await asyncio.wait({asking, leaving}, timeout=_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+            if asking.cancelled():
+                raise busy("the episode has ended")
+            if asking.done():
+                return list(asking.result())
+            raise Refused(499, "the client has left") if leaving.done() else busy(f"no answer within {_WAIT_S:g} s")
+        finally:
+            self._num_open -= 1
+            for task in (*tasks, leaving):
+                task.cancel()
+            await asyncio.wait({asking, *tasks, leaving})
+
+
+def application(host: Host, *further: BaseRoute) -> Starlette:
+    return Starlette(routes=[*App(host).routes(), *further])
+
+
+def answering(answer: Handler) -> Handler:
+    """Gives errors OpenAI's form."""
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await answer(request)
+        except InvalidArgument as error:
+            refused = Refused(400, error.message, param=error.metadata.get("field"))
+        except TasukiError as error:
+            refused = busy(error.message)
+        except ValueError as error:
+            refused = Refused(400, str(error))
+        except Refused as error:
+            refused = error
+        body = {"message": str(refused), "type": refused.kind, "param": refused.param, "code": refused.code}
+        headers = {"retry-after": str(_RETRY_AFTER_S)} if refused.status == 503 else None
+        return JSONResponse({"error": body}, refused.status, headers)
+
+    return answered
+
+
+async def read_reward(request: Request) -> float:
+    """The `reward` of a request. Raises InvalidArgument."""
+    given = (await read_json(request)).get("reward")
+    value, problem = checked_reward(given)
+    if problem or isinstance(given, bool):
+        raise InvalidArgument("reward", f"is {json.dumps(given)}; give a finite number")
+    return value
+
+
+def key_of(request: Request) -> str:
+    """The secret of a request, as OpenAI's clients send it, or Anthropic's."""
+    return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
+async def read_json(request: Request) -> dict[str, Any]:
+    body = bytearray()
+    async for chunk in _chunks(request):
+        body += chunk
+        if len(body) > MAX_BYTES:
+            raise Refused(413, f"the request has over {MAX_BYTES} bytes")
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the request is not JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise Refused(400, "the request is not a JSON object")
+    return asked
+
+
+async def _chunks(request: Request) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in request.stream():
+            yield chunk
+    except ClientDisconnect:
+        raise Refused(499, "the client has left") from None
+
+
+async def _left(request: Request) -> None:
+    """Returns when the client has closed its connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

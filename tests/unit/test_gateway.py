@@ -1,0 +1,166 @@
+"""The gateway without a node: histories that agents send, and answers that a changeover has cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasuki.client.episode import Asked, Episode, shown_message
+from tasuki.client.types import FinishReason, Sample, VersionSpan
+from tasuki.gateway.chat_completions import completion, read_chat, read_messages
+from tasuki.gateway.rollout import stopped
+from tasuki.runs.tokenizer import ModelTokenizer
+from tasuki.wire.errors import InvalidArgument
+from tests.models import EOS, char_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+A = char_tokenizer().convert_tokens_to_ids("a")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return ModelTokenizer(folder)
+
+
+def sample(token_ids: list[int], *, temperature: float = 1.0, **fields: Any) -> Sample:
+    log_probs = np.zeros(len(token_ids), np.float32)
+    return Sample(0, 0, np.array(token_ids, np.int32), log_probs, FinishReason.STOP, 3, temperature, **fields)
+
+
+_STEPS = st.lists(
+    st.tuples(
+        st.integers(0, 7),
+        st.sampled_from(["whole", "shortened", "swapped", "edited", "stripped", "other tools"]),
+        st.integers(0, 9),
+        st.lists(st.integers(A, A + 2), min_size=1, max_size=3),
+        st.booleans(),
+        st.sampled_from([1.0, 1.0, 0.5]),
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+@given(steps=_STEPS)
+def test_a_token_is_trained_once_under_the_prompt_it_was_drawn_from_whatever_the_history(
+    tokenizer: ModelTokenizer, steps: list[tuple[int, str, int, list[int], bool, float]]
+):
+    episode, histories = Episode(0, {}), [list[dict[str, Any]]()]
+    drawn_under: list[tuple[tuple[int, ...], int, float]] = []
+    for choice, change, place, letters, has_ended, temperature in steps:
+        messages = list(histories[choice % len(histories)])
+        match change if messages else "whole":
+            case "shortened":
+                messages = messages[: place % len(messages)]
+            case "swapped":
+                first = place % len(messages)
+                messages[first], messages[0] = messages[0], messages[first]
+            case "edited":
+                messages[place % len(messages)] = {"role": "assistant", "content": f"edited {place}"}
+            case "stripped":
+                messages = [
+                    {**one, "content": f"{one['content']} " * (one["role"] == "assistant") or one["content"]}
+                    for one in messages
+                ]
+            case _:
+                pass
+        messages.append({"role": "user", "content": f"q{place % 2}"})
+        choices = read_chat(
+            {"messages": messages, "stop": "c", **({"chat_template_kwargs": {}} if change != "other tools" else {})}
+        )
+        asked = Asked.of("chat", choices.fields, {}, turns=episode.turns, tokenizer=tokenizer)
+        prompt = [*asked.token_ids_before.tolist(), *asked.new_token_ids.tolist()]
+        drawn = [*letters, *([EOS] if has_ended else [])]
+        answer = asked.answered(sample(drawn, temperature=temperature), turns=episode.turns, tokenizer=tokenizer)
+        drawn_under += [((*prompt, *drawn[:number]), token, temperature) for number, token in enumerate(drawn)]
+        histories.append([*messages, answer["shown"]])
+    trained: list[tuple[tuple[int, ...], int, float]] = []
+    for one in episode.training_samples():
+        whole = [*np.asarray(one.prompt_token_ids).tolist(), *np.asarray(one.completion_token_ids).tolist()]
+        start = len(one.prompt_token_ids)
+        assert one.temperature is not None
+        trained += [
+            (tuple(whole[: start + number]), whole[start + number], one.temperature) for number in np.flatnonzero(one.loss_mask)
+        ]
+    assert sorted(trained) == sorted(drawn_under)
+
+
+def test_a_history_that_extends_a_turn_goes_on_from_its_tokens(tokenizer: ModelTokenizer):
+    episode, messages = Episode(0, {}), [{"role": "user", "content": "q"}]
+    for change in (lambda text: text, str.strip, lambda text: f"{text}\n"):
+        fields = read_chat({"messages": messages, "stop": ["c"]}).fields
+        asked = Asked.of("chat", fields, {}, turns=episode.turns, tokenizer=tokenizer)
+        assert (asked.parent is None) is not bool(episode.turns.turns)
+        answer = asked.answered(sample([A, A + 1, A + 2]), turns=episode.turns, tokenizer=tokenizer)
+        assert answer["shown"]["content"] == "ab"  # the stop text is drawn, but not shown
+        messages += [{"role": "assistant", "content": change("ab"), "refusal": None}, {"role": "user", "content": "more"}]
+    fields = read_chat({"messages": messages, "tools": [{"type": "function"}]}).fields
+    assert fields["variant"] != read_chat({"messages": messages}).fields["variant"]
+    (trained,) = episode.training_samples()
+    assert np.sum(trained.loss_mask) == 9
+
+
+def test_messages_take_the_form_of_templates():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    other = {**call, "id": "2", "function": {"name": "g", "arguments": ""}}
+    read = read_messages(
+        [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call, other], "audio": None},
+            {"role": "tool", "tool_call_id": "2", "content": "second"},
+            {"role": "tool", "tool_call_id": "1", "content": "first"},
+            {"role": "user", "name": "bob", "content": "c"},
+        ]
+    )
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    calls += [{"type": "function", "function": {"name": "g", "arguments": {}}}]
+    assert read == [
+        {"role": "system", "content": "a\nb"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "first", "name": "f"},
+        {"role": "tool", "content": "second", "name": "g"},
+        {"role": "user", "content": "c"},
+    ]
+    for wrong in (
+        None, "hi", [], ["hi"], [{"role": "robot", "content": ""}], [{"role": ["user"], "content": ""}], [{"role": "user", "content": 3}],
+        [{"role": "user", "content": [{"type": "image_url"}]}], [{"role": "assistant", "tool_calls": [{}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument, match="messages"):
+            read_messages(wrong)
+
+
+def test_a_call_that_cannot_be_read_is_shown_as_text():
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
+    answer = {"text": "so", "written": 'so<call>{"name', "tool_calls": [call, {"error": "error: not JSON"}]}
+    told = {"token_ids": [1], "log_probs": [-1.0], "context": [5, 1], "finish_reason": "stop"}
+    broken = {**told, "shown": shown_message(answer, [])}
+    whole = {**told, "shown": shown_message({**answer, "tool_calls": [call]}, ["o"])}
+    first, second = completion([broken, whole], model="m", has_log_probs=False)["choices"]
+    assert first["message"] == {"role": "assistant", "content": 'so<call>{"name'}
+    assert (first["finish_reason"], second["finish_reason"]) == ("stop", "tool_calls")
+    assert second["message"]["content"] == "s"
+    assert json.loads(second["message"]["tool_calls"][0]["function"]["arguments"]) == {"x": "é"}
+
+
+def test_a_stop_text_that_a_changeover_has_split_ends_the_answer(tokenizer: ModelTokenizer):
+    spans = [VersionSpan(num_tokens=2, policy_version=3), VersionSpan(num_tokens=3, policy_version=4)]
+    joined = sample([A, A + 1, A + 2, A, A], version_spans=spans)
+    cut = stopped(joined, ["zz", "bc"], tokenizer.decode)
+    assert cut.token_ids.tolist() == [A, A + 1, A + 2]
+    assert len(cut.rollout_log_probs) == 3
+    assert [(one.num_tokens, one.policy_version) for one in cut.version_spans] == [(2, 3), (1, 4)]
+    assert stopped(joined, ["b"], tokenizer.decode).version_spans == ()
+    assert stopped(joined, ["zz"], tokenizer.decode) is joined
