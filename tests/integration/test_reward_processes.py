@@ -81,6 +81,15 @@ def orphan_kills_nest():
         while os.getppid() == middle: time.sleep(0.01)
         kills_nest()
         stay()
+def kills_both_nests():
+    inner = os.getppid()
+    with open(f"/proc/{inner}/stat") as stat:
+        outer = int(stat.read().rpartition(")")[2].split()[1])
+    daemonizes()
+    if not os.fork():
+        for nest in (outer, inner):
+            os.kill(nest, signal.SIGKILL)
+        stay()
 def raises(): raise RuntimeError("x")
 
 OWN = 0
@@ -95,7 +104,12 @@ def reward(completion):
 """
 STARTS = ("forks", "daemonizes", "chains", "runs", "returns_twice", "deafens", "stops_child", "closes", "closes_all", "opens")
 ENDS = ("", "hangs", "spins", "leaves", "dies", "kills_group", "stops", "raises", "stops_nest hangs")
-KILLS = ("daemonizes deafens kills_nest hangs", "forks orphan_kills_nest hangs")
+KILLS = (
+    "daemonizes deafens kills_nest hangs",
+    "forks orphan_kills_nest hangs",
+    "kills_both_nests hangs",
+    "chains kills_both_nests",
+)
 CLIENT = """
 import sys
 from tasuki.client.rewards import RewardPool

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe, connection
@@ -17,9 +18,11 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tasuki.client.reward_worker import Source
+from tasuki.wire.process_tree import kill_marked
 
 _START = """
-import json, sys
+import json, os, sys
+os.environ["TASUKI_WORKER"] = sys.argv[5]  # of programs that it starts; its forks have the argument
 sys.path[:] = json.loads(sys.argv[1])
 from tasuki.wire.process_tree import run_nested
 def work():
@@ -50,10 +53,11 @@ class WorkerProcess:
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _IO_TIMEOUT_S, 0))
         self._connection = Connection(ours.detach())
         fds = theirs.fileno(), nest_end.fileno()
+        self._mark, paths = uuid.uuid4().hex, json.dumps([str(path) for path in sys.path])
         with theirs, nest_end:
             # A new interpreter, since a forked child would inherit gRPC's threads and locks in an unknown state.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, json.dumps([str(path) for path in sys.path]), *map(str, fds), serves],
+                [sys.executable, "-P", "-c", _START, paths, *map(str, fds), serves, self._mark],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
                 start_new_session=True,  # Ctrl-C interrupts the run alone
@@ -104,4 +108,6 @@ class WorkerProcess:
                 self._process.wait()
             os.close(self._pidfd)
             self._pidfd = -1
+            if self._process.returncode < 0:  # a reward has killed the nests above it
+                kill_marked(self._mark)
         return f"exit code {self._process.returncode}"

@@ -78,6 +78,21 @@ def reap() -> dict[int, int]:
     return ended
 
 
+def kill_marked(mark: str) -> None:
+    """Kills the processes that began with `mark` among their arguments or in their environment, wherever they are in the tree."""
+    ends = time.monotonic() + _KILL_S
+    while time.monotonic() < ends:
+        found = False
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended, or is another user's
+                if mark.encode() in (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    found = True
+        if not found:
+            return
+        time.sleep(_POLL_S)
+
+
 def run_nested(work: Callable[[], object], *, lifeline_fd: int) -> NoReturn:
     """Runs `work` in a child. Once it has ended, or nobody holds the other end of the lifeline, kills all that it has left, and exits.
 

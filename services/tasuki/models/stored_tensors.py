@@ -63,9 +63,8 @@ def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTen
         if indexed is None:
             if not os.path.lexists(single):
                 raise _without_weights(folder, key=key)
-            stored = read_file(single, key=key)
-            _check_strays(folder, stored, key=key)
-            return stored
+            _check_alone(single, key=key)
+            return read_file(single, key=key)
         tensor_in = {file_name: name for name, file_name in sorted(indexed.items(), reverse=True)}
         if single.is_file() and SINGLE_FILE not in tensor_in:
             problem = f"{single} is not in {INDEX_FILE}, and readers disagree on which of the two counts; remove one of them"
@@ -225,13 +224,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _check_strays(folder: Path, stored: Mapping[str, StoredTensor], *, key: str) -> None:
-    """Refuses a second file with the same tensors, which an engine that reads every file would load."""
-    for file in sorted(folder.glob("*.safetensors")):
+def _check_alone(single: Path, *, key: str) -> None:
+    """Refuses a second file, which an engine that reads every file would load: it may hold the same weights under other names."""
+    for file in sorted(single.parent.glob("*.safetensors")):
         if file.name != SINGLE_FILE and not file.name.startswith("consolidated"):
-            both = sorted(stored.keys() & read_file(file, key=key).keys())
-            if both:
-                raise InvalidArgument(key, f"{SINGLE_FILE} and {file} both hold {both[0]}; remove one of the files")
+            problem = (
+                f"{file} stands beside {SINGLE_FILE} without an {INDEX_FILE}, so readers disagree on which of the two counts"
+            )
+            raise InvalidArgument(key, f"{problem}; remove one of them")
 
 
 def _without_weights(folder: Path, *, key: str) -> PathNotFound:
