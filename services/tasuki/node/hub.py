@@ -169,7 +169,9 @@ def _explained(key: str, given: str) -> Iterator[None]:
         raise _refused(key, f"{given} is neither a path here nor on the hub, at {address}: {advice}") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
-        raise _refused(key, f"{given} is not in the cache ({constants.HF_HOME}), and {offline}") from error
+        raise _refused(
+            key, f"{given} is neither a path here nor in the hub's cache ({constants.HF_HOME}), and {offline}"
+        ) from error
     except TypeError as error:  # a row that is no JSON
         raise _refused(key, f"{given}: {error}; name the columns to read in `columns`") from error
     except (errors.HfHubHTTPError, errors.HFValidationError, datasets.exceptions.DatasetsError, ValueError, OSError) as error:
