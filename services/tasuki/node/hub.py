@@ -159,25 +159,21 @@ def _explained(key: str, given: str) -> Iterator[None]:
     try:
         yield
     except errors.GatedRepoError as error:
-        raise _refused(
+        raise InvalidArgument(
             key, f"{given} is gated: accept its terms at {address}, then set HF_TOKEN or run `hf auth login`"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise _refused(key, f"{given}: the hub has no such revision") from error
+        raise InvalidArgument(key, f"{given}: the hub has no such revision") from error
     except (errors.RepositoryNotFoundError, datasets.exceptions.DatasetNotFoundError) as error:
         advice = "check the name; for a private one set HF_TOKEN or run `hf auth login`"
-        raise _refused(key, f"{given} is neither a path here nor on the hub, at {address}: {advice}") from error
+        raise InvalidArgument(key, f"{given} is neither a path here nor on the hub, at {address}: {advice}") from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, ConnectionError) as error:
         offline = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} cannot be reached"
-        raise _refused(
+        raise InvalidArgument(
             key, f"{given} is neither a path here nor in the hub's cache ({constants.HF_HOME}), and {offline}"
         ) from error
     except TypeError as error:  # a row that is no JSON
-        raise _refused(key, f"{given}: {error}; name the columns to read in `columns`") from error
+        raise InvalidArgument(key, f"{given}: {error}; name the columns to read in `columns`") from error
     except (errors.HfHubHTTPError, errors.HFValidationError, datasets.exceptions.DatasetsError, ValueError, OSError) as error:
         cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
-        raise _refused(key, f"{given}: {' '.join(f'{error}{cause}'.split())}") from error
-
-
-def _refused(key: str, problem: str) -> InvalidArgument:
-    return InvalidArgument(key, problem)
+        raise InvalidArgument(key, f"{given}: {' '.join(f'{error}{cause}'.split())}") from error
