@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -28,6 +29,8 @@ from transformers import (
 )
 
 from tasuki.models.families import find_family
+from tasuki.models.shape import ROUTER_BIAS
+from tasuki.trainer.backends.fsdp.shards import constant_shards
 from tasuki.weights.shards import Shard, checkpoint_shards
 from tests.slices import Cut, by_rows, part_of
 
@@ -70,6 +73,16 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gemma3": lambda: Gemma3TextConfig(**_SIZES, **_WINDOW, query_pre_attn_scalar=24),
     "phi3": lambda: Phi3Config(**_SIZES),
     "glm4": lambda: Glm4Config(**_SIZES, head_dim=16),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **_SIZES,
+        head_dim=16,
+        use_qk_norm=True,
+        attention_bias=True,
+        n_routed_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        routed_scaling_factor=1.5,
+    ),
     "olmo2": lambda: Olmo2Config(**_SIZES),
     "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=5, num_experts_per_tok=2),
 }
@@ -87,6 +100,10 @@ def make_model(kind: str, *, seed: int, **settings: float) -> PreTrainedModel:
                 parameter.normal_(std=0.1)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
+        for name, buffer in model.named_buffers():
+            if name.endswith(ROUTER_BIAS):
+                # Not among bfloat16's numbers.
+                buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer))[torch.randperm(len(buffer))] + 1e-4)
     return model
 
 
@@ -107,7 +124,7 @@ def trainer_shards(model: PreTrainedModel, *, rank: int, num_ranks: int, cut: Cu
         box = cut(tuple(parameter.shape), rank, num_ranks)
         local = part_of(parameter.detach(), box)
         shards += checkpoint_shards(name, tuple(parameter.shape), box.offsets, local, names=names)
-    return shards
+    return shards + (constant_shards(model) if rank == 0 else [])
 
 
 def char_tokenizer() -> PreTrainedTokenizerFast:

@@ -217,7 +217,19 @@ def _models_without_a_test() -> list[str]:
     sglang = find_spec("sglang")
     assert sglang is not None and sglang.submodule_search_locations is not None
     modules = Path(sglang.submodule_search_locations[0], "srt", "models").glob("*.py")
-    tested = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_causal", "glm4", "olmo2", "mixtral")
+    tested = (
+        "llama",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "mistral",
+        "gemma2",
+        "gemma3_causal",
+        "glm4",
+        "glm4_moe",
+        "olmo2",
+        "mixtral",
+    )
     return [module.stem for module in modules if module.stem not in tested]
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 
+from tasuki.models.shape import ROUTER_BIAS
 from tasuki.trainer.backends.fsdp.checkpoint_export import _export
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
@@ -53,7 +54,7 @@ def test_an_export_has_the_bits_and_the_dtype_that_rollout_serves(
     backend.close()
 
 
-@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe", "phi3"])
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe", "glm4_moe", "phi3"])
 @pytest.mark.parametrize("lora", [None, {"rank": 3, "alpha": 5, "target_modules": ["o_proj"]}])
 def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
     mesh: DeviceMesh, tmp_path: Path, kind: str, lora: dict[str, object] | None
@@ -80,6 +81,22 @@ def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
         else:
             assert (tmp_path / "again" / file).read_text() == (tmp_path / "model" / file).read_text(), file
     assert (tmp_path / "again" / "adapter").exists() is (lora is not None)
+
+
+def test_what_is_not_trained_is_exported_in_its_own_dtype(mesh: DeviceMesh, tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model("glm4_moe", seed=2), tmp_path / "start")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    start = load_file(folder / "model.safetensors")
+    kept = {"model.layers.2.eh_proj.weight": torch.randn(4, 8), "model.layers.2.mlp.gate.bias": torch.randn(5)}
+    save_file(start | kept, folder / "model.safetensors")
+    kept |= {name: tensor for name, tensor in start.items() if name.endswith(ROUTER_BIAS)}
+    assert len(kept) == 3
+    fsdp(moved(start_learner(folder, mesh=mesh, export_dtype="bfloat16"))).export_model(tmp_path / "model")
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert {tensor.dtype for name, tensor in exported.items() if name not in kept} == {torch.bfloat16}
+    for name, tensor in kept.items():
+        assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), name
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(mesh: DeviceMesh, model: Path, tmp_path: Path) -> None:

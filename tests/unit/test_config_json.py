@@ -26,6 +26,7 @@ SIZES = {
 NEEDED: dict[str, dict[str, Any]] = {
     "MixtralForCausalLM": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Qwen3MoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "Glm4MoeForCausalLM": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "MistralForCausalLM": {"sliding_window": None},
     "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma3ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},

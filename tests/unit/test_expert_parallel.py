@@ -27,7 +27,7 @@ from tests.planned import node_with
 from tests.saved_tensors import kept_bytes
 
 NUM_TOKENS, NUM_CHOSEN = 96, 2
-NUM_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+NUM_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts"}
 MOE = MODELS["qwen3-30b-a3b"]
 
 
@@ -49,7 +49,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def experts_of(kind: str, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float32) -> tuple[Any, ParallelExperts]:
     """Returns transformers' experts and ours, with the same values in float32."""
-    theirs: Any = make_model(kind, seed=3, **{NUM_EXPERTS[kind]: 6}).get_submodule("model.layers.0.mlp.experts")
+    theirs: Any = make_model(kind, seed=3, **{NUM_EXPERTS[kind]: 6}).get_submodule("model.layers.1.mlp.experts")
     ours = ParallelExperts(theirs, mesh)
     return theirs.to(dtype), ours
 

@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -53,6 +54,7 @@ TINY: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
 GEMMA: dict[str, Any] = {**TINY, "head_dim": 32, "sliding_window": 128, "hidden_act": "gelu_pytorch_tanh"}
 CONFIGS = {
     "llama": LlamaConfig(**TINY),
@@ -69,6 +71,8 @@ CONFIGS = {
     "phi3": Phi3Config(**TINY | {"pad_token_id": 0}),
     "glm4": Glm4Config(**TINY | {"pad_token_id": 0}, head_dim=32),
     "glm4 without biases": Glm4Config(**TINY | {"pad_token_id": 0}, head_dim=32, attention_bias=False),
+    "glm4-moe": Glm4MoeConfig(**TINY, **GLM_EXPERTS, first_k_dense_replace=0, use_qk_norm=True, attention_bias=True),
+    "glm4-moe, first dense": Glm4MoeConfig(**TINY, **GLM_EXPERTS),
     "olmo2": Olmo2Config(**TINY),
     "mixtral": MixtralConfig(**TINY, num_local_experts=8, num_experts_per_tok=2),
 }

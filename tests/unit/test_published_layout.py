@@ -17,6 +17,7 @@ def test_every_family_is_published_as_expected(kind: str, tmp_path: Path) -> Non
     model = make_model(kind, seed=0)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
-    shapes = {shard.name: shard.global_shape for rank in range(3) for shard in trainer_shards(model, rank=rank, num_ranks=3)}
+    shards = [shard for rank in range(3) for shard in trainer_shards(model, rank=rank, num_ranks=3)]
+    published = {shard.name: (shard.global_shape, torch.float32 if shard.keeps_dtype else torch.bfloat16) for shard in shards}
     config = NodeConfig(state_dir=tmp_path, model=ModelConfig(path=tmp_path))
-    assert published_layout(config) == {name: (shape, torch.bfloat16) for name, shape in shapes.items()}
+    assert published_layout(config) == published

@@ -12,6 +12,10 @@ NOTES = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "torch
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+GLM_EXPERTS = {
+    "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 HYBRID = {"cache_implementation": "hybrid", "attention_bias": False, "attention_dropout": 0.0, "query_pre_attn_scalar": 256}
 
 
@@ -37,9 +41,9 @@ def table(
     return sizes | NOTES | rest
 
 
-# As on huggingface.co: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B,
-# mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, microsoft/phi-4, THUDM/GLM-4-9B-0414, allenai/OLMo-2-1124-7B,
-# mistralai/Mixtral-8x7B-v0.1.
+# As on huggingface.co: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B, Qwen/Qwen3-4B-Instruct-2507,
+# Qwen/Qwen3-30B-A3B, mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, microsoft/phi-4, THUDM/GLM-4-9B-0414,
+# zai-org/GLM-4.5-Air, allenai/OLMo-2-1124-7B, mistralai/Mixtral-8x7B-v0.1.
 PUBLISHED = [
     (134_515_008, table("LlamaForCausalLM", 576, 1536, 30, (9, 3), 49152, 8192, tie_word_embeddings=True, is_llama_config=True,
                         rope_interleaved=False, pretraining_tp=1, **{"transformers.js_config": {"kv_cache_dtype": "float32"}})),
@@ -49,6 +53,9 @@ PUBLISHED = [
                           sliding_window=131072, max_window_layers=28, use_mrope=False, tie_word_embeddings=False)),
     (8_190_735_360, table("Qwen3ForCausalLM", 4096, 12288, 36, (32, 8), 151936, 40960, head_dim=128, use_sliding_window=False,
                           sliding_window=None, max_window_layers=36, attention_bias=False)),
+    (4_022_468_096, table("Qwen3ForCausalLM", 2560, 9728, 36, (32, 8), 151936, 262144, head_dim=128, use_sliding_window=False,
+                          sliding_window=None, max_window_layers=36, attention_bias=False, tie_word_embeddings=True,
+                          rope_theta=5000000)),
     (30_532_122_624, table("Qwen3MoeForCausalLM", 2048, 6144, 48, (32, 4), 151936, 40960, head_dim=128, num_experts=128,
                            num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
                            mlp_only_layers=[], router_aux_loss_coef=0.001, output_router_logits=False)),
@@ -61,6 +68,8 @@ PUBLISHED = [
                            sliding_window=None, embd_pdrop=0.0, resid_pdrop=0.0, auto_map={}, attention_bias=False)),
     (9_400_279_040, table("Glm4ForCausalLM", 4096, 13696, 40, (32, 2), 151552, 32768, head_dim=128, attention_bias=True,
                           partial_rotary_factor=0.5, tie_word_embeddings=False)),
+    (106_852_245_504, table("Glm4MoeForCausalLM", 4096, 10944, 46, (96, 8), 151552, 131072, head_dim=128, **GLM_EXPERTS,
+                            attention_bias=True, partial_rotary_factor=0.5, use_qk_norm=False, tie_word_embeddings=False)),
     (7_298_617_344, table("Olmo2ForCausalLM", 4096, 11008, 32, (32, 32), 100352, 4096, attention_bias=False)),
     (46_702_792_704, table("MixtralForCausalLM", 4096, 14336, 32, (32, 8), 32000, 32768, num_local_experts=8,
                            num_experts_per_tok=2, sliding_window=None, output_router_logits=False, router_aux_loss_coef=0.02)),

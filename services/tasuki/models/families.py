@@ -15,6 +15,7 @@ from tasuki.models.config_json import (
     elements,
     flag,
     num_layers,
+    number,
     read_json_object,
     size,
     unsupported,
@@ -31,13 +32,17 @@ from tasuki.models.family import (
 )
 from tasuki.models.shape import ModelShape, QkNorm, decoder_shape
 from tasuki.wire.denied_path import named_if_denied
-from tasuki.wire.errors import PathNotFound, UnsupportedModel
+from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # SGLang has no sliding window for Qwen2 and Qwen3. Without use_sliding_window the other two keys have no effect.
 _QWEN_KEYS = {"use_sliding_window": (False,), "sliding_window": None, "max_window_layers": None, "layer_types": None}
 _EXPERT_KEYS = (
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers",
+)  # fmt: skip
+_GLM_KEYS = (
+    "attention_bias", "use_qk_norm", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "first_k_dense_replace", "routed_scaling_factor", "num_nextn_predict_layers",
 )  # fmt: skip
 # Weights of norms are stored minus one, in transformers and in SGLang.
 _GEMMA_SHAPE: dict[str, Any] = {
@@ -87,6 +92,27 @@ def _qwen_experts(config: Config) -> dict[str, Any]:
         "experts_per_token": size(config, "num_experts_per_tok"),
         "expert_size": size(config, "moe_intermediate_size"),
         "dense_layers": frozenset(layer for layer in range(depth) if layer in listed or (layer + 1) % step),
+    }
+
+
+def _glm_experts(config: Config) -> dict[str, Any]:
+    """Experts in all layers but the first, beside an MLP that every token passes."""
+    inner = size(config, "moe_intermediate_size")
+    first = config.get("first_k_dense_replace", 1)
+    if type(first) is not int or first < 0:
+        raise InvalidArgument(
+            "first_k_dense_replace", f"must be a whole number from 0 in the model's config.json, not {first!r}"
+        )
+    number(config, "routed_scaling_factor", default=1.0)
+    has_drafts = config.get("num_nextn_predict_layers") not in (None, 0)
+    return {
+        "num_experts": size(config, "n_routed_experts"),
+        "experts_per_token": size(config, "num_experts_per_tok"),
+        "expert_size": inner,
+        "shared_expert_size": inner * size(config, "n_shared_experts", default=1),
+        "has_router_bias": True,
+        "dense_layers": frozenset(range(min(first, num_layers(config)))),
+        "num_draft_layers": size(config, "num_nextn_predict_layers") if has_drafts else 0,
     }
 
 
@@ -254,6 +280,26 @@ _FAMILIES = (
             "joins_rotated": True,
         },
         shape_of=lambda config: {"has_qkv_bias": flag(config, "attention_bias", default=True)},
+    ),
+    # GLM 4.5 and 4.6: rotates half of each head, by halves.
+    Family(
+        architecture="Glm4MoeForCausalLM",
+        model_type="glm4_moe",
+        keys={
+            **dict.fromkeys(_GLM_KEYS),
+            "norm_topk_prob": (True,),
+            "n_group": (1,),
+            "topk_group": (1,),
+            "tie_word_embeddings": (False,),
+        },
+        rope_types=rope.DEFAULT,
+        has_partial_rope=True,
+        shape={"joins_rotated": True},
+        shape_of=lambda config: {
+            **_glm_experts(config),
+            "has_qkv_bias": flag(config, "attention_bias"),
+            "qk_norm": QkNorm.HEAD if flag(config, "use_qk_norm") else None,
+        },
     ),
     Family(
         architecture="Olmo2ForCausalLM",

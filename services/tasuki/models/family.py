@@ -33,13 +33,17 @@ class Model:
     rotary_buffers: tuple[str, ...] = ("inv_freq", "original_inv_freq")
     """Buffers of the module `model.rotary_emb`, which computes them from the configuration."""
     constant_buffers: Mapping[str, float] = field(default_factory=dict)
-    """All other buffers by full name, with their values."""
+    """Other buffers by full name, with their values. The rest is in the checkpoint, see ModelShape.constants."""
     final_logit_softcap: float | None = None
     """c in c tanh(x / c) on the logits before the temperature; None if not capped."""
 
     def buffers(self) -> frozenset[str]:
         """Full names of all buffers."""
-        return frozenset(self.constant_buffers) | {f"{ROTARY}.{name}" for name in self.rotary_buffers}
+        return (
+            frozenset(self.constant_buffers)
+            | self.shape.constants().keys()
+            | {f"{ROTARY}.{name}" for name in self.rotary_buffers}
+        )
 
 
 _EXPERTS = ".mlp.experts."
@@ -149,7 +153,8 @@ _KINDS_OF_NOTES: Mapping[str, tuple[type, ...]] = {
 # By key, the model types whose class in transformers takes no null.
 _NEVER_NULL: Mapping[str, tuple[str, ...]] = {
     "head_dim": ("qwen3", "gemma2", "gemma3_text", "glm4"), "max_window_layers": ("qwen2", "qwen3"),
-    "num_key_value_heads": ("qwen3_moe", "mistral", "gemma2", "gemma3_text", "glm4", "mixtral"), "decoder_sparse_step": ("qwen3_moe",),
+    "num_key_value_heads": ("qwen3_moe", "mistral", "gemma2", "gemma3_text", "glm4", "glm4_moe", "mixtral"),
+    "decoder_sparse_step": ("qwen3_moe",), "routed_scaling_factor": ("glm4_moe",), "n_shared_experts": ("glm4_moe",),
     "query_pre_attn_scalar": ("gemma2", "gemma3_text"), "original_max_position_embeddings": ("phi3",),
 }  # fmt: skip
 _DTYPES = (None, "float32", "bfloat16", "float16", "float64")

@@ -66,8 +66,14 @@ class ModelShape:
     """0 if every layer is dense."""
     experts_per_token: int = 0
     expert_size: int = 0
+    shared_expert_size: int = 0
+    """Inner size of an MLP that every token passes beside its experts; 0 without one."""
+    has_router_bias: bool = False
+    """Whether a constant float32 bias affects the choice of experts, but not their weights."""
     dense_layers: frozenset[int] = frozenset()
     """Dense layers of a mixture of experts."""
+    num_draft_layers: int = 0
+    """Layers of the checkpoint after the last, for speculation: neither loaded nor trained."""
 
     @property
     def query_size(self) -> int:
@@ -108,6 +114,11 @@ class ModelShape:
         for index, layer in enumerate(layers):
             named |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
         return named
+
+    def constants(self) -> dict[str, tuple[int, ...]]:
+        """Float32 tensors of a checkpoint that are not trained, named as the module's buffers."""
+        sparse = filter(self.is_sparse, range(self.num_layers)) if self.has_router_bias else ()
+        return {f"model.layers.{index}.{ROUTER_BIAS}": (self.num_experts,) for index in sparse}
 
     def linear_layers(self, index: int) -> tuple[str, ...]:
         """Last names of the linear layers in decoder layer `index`, which may have adapters: q_proj, ..."""
@@ -150,14 +161,16 @@ class ModelShape:
         }
 
     def _experts(self) -> dict[str, tuple[int, ...]]:
-        hidden, inner = self.hidden_size, self.expert_size
+        hidden, inner, shared = self.hidden_size, self.expert_size, self.shared_expert_size
+        rows = {"gate_proj": (shared, hidden), "up_proj": (shared, hidden), "down_proj": (hidden, shared)} if shared else {}
         return {
+            **{f"mlp.shared_experts.{name}.weight": shape for name, shape in rows.items()},
             ROUTER: (self.num_experts, hidden),
             **dict(zip(EXPERTS, ((self.num_experts, 2 * inner, hidden), (self.num_experts, hidden, inner)), strict=True)),
         }
 
 
-ROUTER = "mlp.gate.weight"
+ROUTER, ROUTER_BIAS = "mlp.gate.weight", "mlp.gate.e_score_correction_bias"
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """Matrices of all experts of a layer, with the expert as first dimension."""
 SPLIT_BY_COLUMNS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")

@@ -87,6 +87,7 @@ def check_stored(
         wanted |= {VALUE_HEAD: (1, model.hidden_size)} if VALUE_HEAD in stored else {}
     missing = [name for name in wanted if name not in stored]
     ignored = {VALUE_HEAD, HEAD} if is_critic or model.is_tied else {VALUE_HEAD}
+    ignored |= set(draft_tensors(stored, model))
     unread = [name for name in stored if name not in wanted and name not in ignored and not is_computed(name)]
     if missing:
         there = f"; its {_several(unread)} has no place in the model" if unread else ""
@@ -128,7 +129,7 @@ def check_head(stored: Mapping[str, StoredTensor], *, first: int = 0, step: int 
 def stored_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a model's tensors in a checkpoint, where experts are separate."""
     names = find_family(model.architecture).checkpoint
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = {names.tensor(name): shape for name, shape in model.constants().items()}
     for name, shape in model.parameters().items():
         parts = names.fused(name)
         if not parts:
@@ -137,6 +138,13 @@ def stored_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
         rows = (shape[1] // len(parts), *shape[2:])
         shapes |= {names.expert(name, index, part): rows for index in range(shape[0]) for part in parts}
     return shapes
+
+
+def draft_tensors(stored: Mapping[str, StoredTensor], model: ModelShape) -> list[str]:
+    """Names of the stored tensors of layers for speculation, which an export copies unchanged."""
+    layers = range(model.num_layers, model.num_layers + model.num_draft_layers)
+    starts = tuple(f"model.layers.{layer}." for layer in layers)
+    return [name for name in stored if name.startswith(starts)]
 
 
 def is_computed(name: str) -> bool:

@@ -44,8 +44,15 @@ def kept_in_mlp(
     if model.is_sparse(layer):
         # Per chosen expert: the token, gate and up, their product, the result and its weight; four indices and a mask for sorting.
         width = 2 * model.hidden_size + 4 * model.expert_size + 1
-        return model.experts_per_token * (width * compute_bytes + 4 * 8 + 1) + 4 * model.num_experts
+        experts = model.experts_per_token * (width * compute_bytes + 4 * 8 + 1) + 4 * model.num_experts
+        if model.has_router_bias and compute_bytes < _FLOAT32:
+            experts += _FLOAT32 * model.hidden_size  # the router's input
+        return experts + _kept_in_shared_expert(model, compute_bytes, is_fused=is_fused, keeps_product=keeps_product)
     return (2 + keeps_product + (not is_fused)) * model.intermediate_size * compute_bytes
+
+
+def _kept_in_shared_expert(model: ModelShape, compute_bytes: int, *, is_fused: bool = False, keeps_product: bool = True) -> int:
+    return (2 + keeps_product + (not is_fused)) * model.shared_expert_size * compute_bytes
 
 
 def kept_in_parallel_experts(model: ModelShape, *, rows_per_token: int, compute_bytes: int = 2) -> int:
@@ -56,7 +63,8 @@ def kept_in_parallel_experts(model: ModelShape, *, rows_per_token: int, compute_
     """
     row = (model.hidden_size + 4 * model.expert_size) * compute_bytes + 2 * _INT64
     choice = (model.hidden_size + 1) * compute_bytes + 3 * _INT64
-    return rows_per_token * row + model.experts_per_token * choice + _FLOAT32 * model.num_experts
+    shared = _kept_in_shared_expert(model, compute_bytes)
+    return rows_per_token * row + model.experts_per_token * choice + _FLOAT32 * model.num_experts + shared
 
 
 def kept_of_routing(model: ModelShape, layer: int) -> int:

@@ -100,8 +100,12 @@ def _adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
 def _gpu_arguments(config: NodeConfig) -> dict[str, Any]:
     """Only the requests that the plan counts run at once. More would also run without CUDA graphs."""
     at_once, captured = running_requests(config), graph_requests(config)
-    return ({} if config.train is None else {"max_running_requests": at_once}) | (
-        {} if captured is None else {"cuda_graph_max_bs_decode": captured}
+    # As on a CPU, where SGLang is compared with transformers: fused, they would be experts with a drawn place.
+    unfused = {"disable_shared_experts_fusion": True}
+    return (
+        unfused
+        | ({} if config.train is None else {"max_running_requests": at_once})
+        | ({} if captured is None else {"cuda_graph_max_bs_decode": captured})
     )
 
 

@@ -340,7 +340,8 @@ def published_layout(config: NodeConfig) -> Layout:
     tensors: dict[str, tuple[int, ...]] = {}
     for name, sizes in shape.parameters().items():
         tensors |= _experts(name, sizes, names) or {names.tensor(name): sizes}
-    return {name: (sizes, dtype) for name, sizes in tensors.items()}
+    constants = {names.tensor(name): (sizes, torch.float32) for name, sizes in shape.constants().items()}
+    return {name: (sizes, dtype) for name, sizes in tensors.items()} | constants
 
 
 def _experts(name: str, sizes: tuple[int, ...], names: CheckpointNames) -> dict[str, tuple[int, ...]]:

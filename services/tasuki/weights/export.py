@@ -72,7 +72,7 @@ class WeightExport:
     """One trainer rank's published weights: memory, manifest, and the socket that shares both.
 
     shards: everything this rank holds, on one device, in any order; their tensors are read at every publish.
-    dtype: of the published tensors; the engine's dtype.
+    dtype: of the published tensors but those that keep theirs; the engine's dtype.
     """
 
     def __init__(
@@ -90,8 +90,9 @@ class WeightExport:
         self._device = shards[0].local.device if shards else torch.device("cpu")
         self._leaves = memory is not None and memory.leaves
         entries = [
-            Entry(shard.name, str(dtype).removeprefix("torch."), shard.global_shape, shard.offsets, tuple(shard.local.shape))
+            Entry(shard.name, str(each).removeprefix("torch."), shard.global_shape, shard.offsets, tuple(shard.local.shape))
             for shard in self._shards
+            for each in [shard.local.dtype if shard.keeps_dtype else dtype]
         ]
         self._layout = lay_out(entries, rank=rank, num_ranks=num_ranks)
         self._generation = 0

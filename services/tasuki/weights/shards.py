@@ -21,6 +21,8 @@ class Shard:
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     local: torch.Tensor
+    keeps_dtype: bool = False
+    """Whether it is published and exported in its own dtype."""
 
     @property
     def box(self) -> Box:

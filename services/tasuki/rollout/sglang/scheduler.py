@@ -25,6 +25,7 @@ from tasuki.config.engine_arguments import DRAFT_BLOCKS
 from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator, set_host_budget
+from tasuki.models.families import read_model_shape
 from tasuki.models.tokenizer import read_tokenizer
 from tasuki.rollout.rank_commands import EngineLock, EngineRank, rank_allocator, register_rank
 from tasuki.rollout.ranks import RankReport, reporting
@@ -36,6 +37,7 @@ from tasuki.rollout.sglang.dense_lora import install_dense_lora
 from tasuki.rollout.sglang.first_samples import FirstSamples
 from tasuki.rollout.sglang.float32_logits import install_float32_logits
 from tasuki.rollout.sglang.json_grammar import JsonGrammars
+from tasuki.rollout.sglang.live_router import install_live_routers
 from tasuki.rollout.sglang.memory_saver import install_saver
 from tasuki.rollout.sglang.rank_scheduler import RankScheduler
 from tasuki.rollout.sglang.shared_base import EngineBase
@@ -305,6 +307,8 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         setup.base.install()
     if setup.config is not None and device == "cuda":
         install_float32_logits()
+    if setup.config is not None and read_model_shape(setup.config.model.path).has_router_bias:
+        install_live_routers()
     if setup.config is not None and setup.config.served_adapter is not None:
         install_dense_lora(setup.config.served_adapter)
     if device == "cpu":

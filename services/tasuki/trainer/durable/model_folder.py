@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tasuki.models.config_json import read_json_object
+from tasuki.models.families import read_model_shape
 from tasuki.models.folder_files import INDEX_FILE, other_files
-from tasuki.models.stored_tensors import SINGLE_FILE, read_stored
+from tasuki.models.stored_tensors import SINGLE_FILE, draft_tensors, read_stored
 from tasuki.models.tokenizer import CHAT_TEMPLATES
 from tasuki.weights.shards import Shard
 from tasuki.wire.denied_path import named_if_denied
@@ -83,6 +84,14 @@ class SafetensorsWriter:
             self._pending[name] = tensor.to("cpu", self._dtype, copy=True).contiguous()
         if sum(tensor.nbytes for tensor in self._pending.values()) >= _MAX_FILE_BYTES:
             self._flush()
+
+    def add_untrained(self, constants: Sequence[Shard], *, source: Path) -> None:
+        """Adds the constants, whole, and layers for speculation as they are in `source`, all in their own dtypes."""
+        stored = read_stored(source)
+        self._pending |= {shard.name: shard.local.to("cpu", copy=True) for shard in constants}
+        for name in draft_tensors(stored, read_model_shape(source)):
+            with _opened(stored[name].file) as file:
+                self._pending[name] = file.get_tensor(name)
 
     def finish(self) -> None:
         """Writes the rest. Several files get Hugging Face's names and index."""

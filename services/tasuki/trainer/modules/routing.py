@@ -15,6 +15,8 @@ from torch.nn.functional import linear
 from tasuki.algorithms.batch import Metric
 
 _ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter")
+# Their layers choose experts themselves, from a router's logits.
+_CHOOSING = ("Glm4MoeMoE",)
 EXPERTS = "grouped_mm"
 """Name in transformers of the implementation that sorts tokens by expert and computes all experts in one grouped product."""
 
@@ -43,15 +45,42 @@ class Router(nn.Module):
         """Logits [T, E]; weights [T, K] and indices [T, K] of the chosen experts."""
         logits_TE = linear(hidden_TH, self.weight)
         probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-        # Without gradient, so that only the indices depend on what is kept.
-        chosen_TK = torch.topk(probs_TE.detach(), self._num_chosen, dim=-1).indices
-        weights_TK = probs_TE.gather(-1, chosen_TK)
+        weights_TK, chosen_TK = self._choose(probs_TE, probs_TE.detach())
         if self._is_normalized:
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        return logits_TE, weights_TK.to(logits_TE.dtype) if self._keeps_dtype else weights_TK, chosen_TK
+
+    def _choose(self, scores_TE: Tensor, ranking_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores and indices [T, K] of the experts that rank first, which are counted.
+
+        ranking_TE: without gradient, so that only the indices depend on what is kept.
+        """
+        chosen_TK = torch.topk(ranking_TE, self._num_chosen, dim=-1).indices
         if self.load_E is not None and torch.is_grad_enabled():
             chosen = chosen_TK.flatten()
             self.load_E.index_add_(0, chosen, torch.ones_like(chosen))
-        return logits_TE, weights_TK.to(logits_TE.dtype) if self._keeps_dtype else weights_TK, chosen_TK
+        return scores_TE.gather(-1, chosen_TK), chosen_TK
+
+
+class BiasedRouter(Router):
+    """The router of a layer that ranks sigmoids plus a bias, in float32. Weights are without the bias, sum to 1 and are scaled."""
+
+    e_score_correction_bias: Tensor
+
+    def __init__(self, layer: nn.Module) -> None:
+        given: Any = layer
+        super().__init__(given.gate)
+        self.register_buffer("e_score_correction_bias", given.gate.e_score_correction_bias)
+        self._scale: float = given.routed_scaling_factor
+        assert given.norm_topk_prob and given.n_group == 1, "the family refuses others"
+
+    def forward(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden_TH = hidden_TH.flatten(0, -2)
+        logits_TE = linear(hidden_TH.float(), self.weight.float())
+        scores_TE = logits_TE.sigmoid()
+        weights_TK, chosen_TK = self._choose(scores_TE, scores_TE.detach() + self.e_score_correction_bias)
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        return logits_TE, weights_TK * self._scale, chosen_TK
 
 
 def replace_routers(causal_lm: nn.Module) -> None:
@@ -60,6 +89,15 @@ def replace_routers(causal_lm: nn.Module) -> None:
         for name, module in list(parent.named_children()):
             if type(module).__name__ in _ROUTERS:
                 setattr(parent, name, Router(module))
+            elif type(module).__name__ in _CHOOSING and type(module.gate) is not BiasedRouter:
+                layer: Any = module
+                layer.gate = BiasedRouter(module)
+                layer.route_tokens_to_experts = _routes
+
+
+def _routes(routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Takes the place of a layer's own choice. routed: of a BiasedRouter."""
+    return routed[2], routed[1]
 
 
 class ExpertLoad:

@@ -57,7 +57,7 @@ from tasuki.trainer.backends.fsdp.model import (
 from tasuki.trainer.backends.fsdp.optimizer.adamw import QuantizedAdamW, ShardedAdamW
 from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
 from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice, ResidentTags, choose_handles
-from tasuki.trainer.backends.fsdp.shards import adapter_shards, export_model, local_shards
+from tasuki.trainer.backends.fsdp.shards import adapter_shards, constant_shards, export_model, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import map_base
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
 from tasuki.trainer.modules.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
@@ -364,8 +364,12 @@ class FsdpBackend:
         rank, causal_lm = self._mesh.get_local_rank(), self._policy.causal_lm
         if self._node.trainer.lora is not None and self._node.served_adapter is None:
             self._merged = MergedWeights(causal_lm)
+        if self._node.served_adapter is not None:
+            published = adapter_shards(causal_lm)
+        else:
+            published = local_shards(causal_lm) + (constant_shards(causal_lm) if rank == 0 else [])
         return WeightExport(
-            local_shards(causal_lm) if self._node.served_adapter is None else adapter_shards(causal_lm),
+            published,
             rank=rank,
             num_ranks=self._mesh.size(),
             dtype=getattr(torch, self._node.rollout.dtype),

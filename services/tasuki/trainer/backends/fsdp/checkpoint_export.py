@@ -19,7 +19,7 @@ from tasuki.trainer.durable.atomic_folder import cannot_write, delete_aside, fol
 from tasuki.trainer.durable.checkpoint_files import TensorReader
 from tasuki.trainer.durable.model_folder import SafetensorsWriter, copy_other_files, load_shards
 from tasuki.trainer.roles import Role
-from tasuki.weights.shards import checkpoint_shards
+from tasuki.weights.shards import Shard, checkpoint_shards
 from tasuki.wire.errors import InvalidArgument, TasukiError
 
 Told = Callable[[int, int], None]
@@ -82,6 +82,12 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
                 merge(tensor, base=base, factors=(b, a), scaling=lora.scaling)
             shards = checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=names)
             writer.add({shard.name: shard.local for shard in shards})
+        constants = [
+            Shard(names.tensor(name), shape, (0,) * len(shape), torch.empty(shape), keeps_dtype=True)
+            for name, shape in model.constants().items()
+        ]
+        load_shards(source, constants)
+        writer.add_untrained(constants, source=source)
         writer.finish()
         copy_other_files(source, aside, dtype=dtype)
         if adapter:

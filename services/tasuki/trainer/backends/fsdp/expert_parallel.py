@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import grouped_mm
 
-_EXPERTS = ("MixtralExperts", "Qwen3MoeExperts")
+_EXPERTS = ("MixtralExperts", "Qwen3MoeExperts", "Glm4MoeNaiveMoe")
 
 
 class _Routes(NamedTuple):

@@ -30,7 +30,7 @@ from tasuki.trainer.attention.trial import choose_kernel, fault_with_shared_prom
 from tasuki.trainer.backends.fsdp.expert_parallel import parallelize_experts, ungathered_parameters
 from tasuki.trainer.backends.fsdp.host_buffers import HostShards
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters, load_adapters
-from tasuki.trainer.backends.fsdp.shards import head_shards, local_shards
+from tasuki.trainer.backends.fsdp.shards import constant_shards, head_shards, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import engine_placement, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.durable.model_folder import load_shards
@@ -185,7 +185,7 @@ def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) 
     policy = Policy(_on_meta(source), attention=_attention(source), final_logit_softcap=softcap)
     _materialize(policy, source, region=region)
     if source.base is None:
-        load_shards(source.path, local_shards(policy.causal_lm))
+        load_shards(source.path, local_shards(policy.causal_lm) + constant_shards(policy.causal_lm))
     if source.model.shape.is_tied:
         check_head(read_stored(source.path), first=source.mesh.get_local_rank(), step=source.mesh.size())
     return policy
@@ -200,7 +200,7 @@ def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) 
     precision = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     fully_shard(critic.value_head, mesh=source.mesh, mp_policy=precision)
     _materialize(critic, source, region=region)
-    load_shards(source.path, local_shards(critic.causal_lm))
+    load_shards(source.path, local_shards(critic.causal_lm) + constant_shards(critic.causal_lm))
     head = head_shards(critic)
     if all(shard.name in read_stored(source.path) for shard in head):
         load_shards(source.path, head)
@@ -355,14 +355,15 @@ def check_module(causal_lm: PreTrainedModel, model: Model) -> None:
 
 
 def set_buffers(causal_lm: PreTrainedModel, model: Model, *, device: torch.device) -> None:
-    """Initializes every buffer. Values follow from the configuration and are in no checkpoint. Call it after `to_empty`."""
+    """Initializes every buffer: those in a checkpoint with zeros, others as the configuration says. Call it after `to_empty`."""
     decoder = cast(Any, causal_lm).model
     with torch.device(device):
         decoder.rotary_emb = type(decoder.rotary_emb)(config=causal_lm.config)
-    for name, value in model.constant_buffers.items():
+    constants = {name: torch.zeros(shape, device=device) for name, shape in model.shape.constants().items()}
+    computed = {name: torch.tensor(value, device=device) for name, value in model.constant_buffers.items()}
+    for name, value in (constants | computed).items():
         module_name, _, buffer_name = name.rpartition(".")
-        module = causal_lm.get_submodule(module_name)
-        module.register_buffer(buffer_name, torch.tensor(value, device=device), persistent=False)
+        causal_lm.get_submodule(module_name).register_buffer(buffer_name, value, persistent=False)
 
 
 def _unaccounted(causal_lm: nn.Module, what: str, found: str, described: str) -> UnsupportedModel:

@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import find_family
 from tasuki.models.family import CheckpointNames
+from tasuki.models.shape import ROUTER_BIAS
 from tasuki.trainer.backends.fsdp.lora.adapters import adapter_parameters, adapter_tensors, base_parameters, write_adapter
 from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
 from tasuki.trainer.durable.atomic_folder import delete_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
@@ -25,6 +26,16 @@ from tasuki.wire.errors import TasukiError
 def local_shards(causal_lm: nn.Module) -> list[Shard]:
     """This rank's part of every checkpoint tensor, without adapters, as live views of the parameters. Tied tensors come once."""
     return shards_of(causal_lm, base_parameters(causal_lm))
+
+
+def constant_shards(causal_lm: nn.Module) -> list[Shard]:
+    """Every checkpoint tensor that is not trained, whole on each rank."""
+    names = _checkpoint_names(causal_lm)
+    return [
+        Shard(names.tensor(name), tuple(buffer.shape), (0,) * buffer.dim(), buffer, keeps_dtype=True)
+        for name, buffer in causal_lm.named_buffers()
+        if name.endswith(ROUTER_BIAS)
+    ]
 
 
 def adapter_shards(causal_lm: nn.Module) -> list[Shard]:
@@ -80,6 +91,8 @@ def export_model(path: Path, *, causal_lm: nn.Module, source: Path, dtype: torch
             tensor = adapted[name].merged(dtype) if name in adapted else param
             tensors = {shard.name: shard.local for shard in whole_tensors(causal_lm, name, tensor)}
             on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
+        constants = constant_shards(causal_lm)
+        on_first_rank(lambda: writer.add_untrained(constants, source=source), path=path)
         on_first_rank(writer.finish, path=path)
         on_first_rank(lambda: copy_other_files(source, aside, dtype=dtype), path=path)
         if lora is not None:
