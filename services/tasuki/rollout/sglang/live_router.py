@@ -16,7 +16,8 @@ def install_live_routers() -> None:
     """Makes GLM's routers of this process read their weight in every pass, in CUDA graphs too."""
     from sglang.srt.models import glm4_moe
 
-    glm4_moe.Glm4MoeGate.forward = _logits
+    gate: Any = glm4_moe.Glm4MoeGate
+    gate.forward = _logits
 
 
 def _logits(gate: Any, hidden_TH: Tensor) -> Tensor:
