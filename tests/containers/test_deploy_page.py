@@ -37,7 +37,6 @@ SHOWN = {
     "GetState": '"phase"',
     "query=tasuki_phase": '"phase":"TRAIN"',
     "/api/node": '"phase"',
-    "/proc/self/maps": "libjemalloc.so.2",
 }
 PORTS = {
     "[trainer]": '[trainer]\nlisten = "0.0.0.0:50051"',
