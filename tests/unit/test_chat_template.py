@@ -217,6 +217,7 @@ RESULTS = [{"role": "tool", "content": "a", "tool_call_id": "1"}, {"role": "tool
         ({"content": ""}, [0, 1], ""),
         ({"content": ""}, [1, 0], "message 2 has `name`"),
         ({"content": "", "tool_calls": CALLS_OF[1:]}, [0], "message 2 has `tool_call_id`"),
+        ({"content": "", "tool_calls": []}, [0], ""),
         ({"content": "I add"}, [0, 1], "drops the text beside `tool_calls` in message 1"),
     ],
 )
@@ -246,7 +247,9 @@ def test_what_names_a_call_may_be_dropped_only_where_its_place_tells_the_same(
         ({"role": "user", "content": "a", "reasoning": "b"}, "message 1 has `reasoning`"),
         ({"role": "developer", "content": "a"}, "drops message 1, of role developer"),
         (CALLED, ""),
-        ({"role": "tool", "content": "a", "tool_call_id": "1"}, "message 1 has `tool_call_id`"),
+        ({"role": "tool", "content": "a", "tool_call_id": "1"}, ""),  # its call was trimmed
+        ({"role": "tool", "content": "a", "name": "add"}, "message 1 has `name`"),
+        ({"role": "user", "content": "a", "tool_call_id": "1"}, "message 1 has `tool_call_id`"),
         ({"role": "tool", "content": "a", "thinking": "b"}, ""),
     ],
 )

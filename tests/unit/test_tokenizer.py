@@ -267,6 +267,14 @@ def test_vocabularies_in_other_formats_may_lie_beside_their_own_tokenizer(tmp_pa
     folder = write_folder(tmp_path / "pieces", own, tokenizer_config=ends, config={})
     (folder / "tokenizer.model").write_bytes(pieces)
     assert check_tokenizer(folder) == []
+    tokenizer = ModelTokenizer(folder)
+    for text in ("how many apples", "zebra"):
+        assert tokenizer.encode_prompt(f"\u2581{text}".replace(" ", "\u2581")) == read.encode(text)
+    table = json.loads((folder / FILE).read_text())
+    table["model"]["vocab"][4:] = [[f"{piece}x", score] for piece, score in table["model"]["vocab"][4:]]
+    (folder / FILE).write_text(json.dumps(table))
+    with pytest.raises(InvalidArgument, match=f"tokenizer.model has {len(read)} tokens, which are not the {len(read) + 1}"):
+        check_tokenizer(folder)
 
 
 CONFIG, FILE, TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"

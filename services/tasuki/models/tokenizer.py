@@ -32,6 +32,7 @@ CHAT_TEMPLATES = "additional_chat_templates"
 _OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 _MAX_BYTES = 500_000_000
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_MOVED_SHARE = 0.01
 _MIN_SHARE, _PADDING = 0.5, 128
 """A vocabulary that fills less of the embedding is suspicious, unless only a multiple of 128 pads it; real ones fill 0.9."""
 
@@ -176,10 +177,10 @@ class FolderTokenizer:
             elif name == "vocab.txt":
                 other = {line: number for number, line in enumerate(_read(file).decode(errors="replace").split())}
             else:
-                num_pieces = _num_pieces(_read(file))
-                other = (
-                    whole if num_pieces is None or len(own) <= num_pieces <= len(whole) else dict.fromkeys(range(num_pieces))
-                )
+                other = {piece: number for number, piece in enumerate(_pieces(_read(file)))}
+                moved = sum(whole.get(piece) != number for piece, number in other.items())
+                if not other or (len(own) <= len(other) <= len(whole) and moved <= _MOVED_SHARE * len(other)):
+                    continue  # the conversion renames a few, such as Gemma's tabulator
             if wrong := [token for token in other.keys() | own if whole.get(token) != other.get(token)]:
                 what = f"has {len(other)} tokens, which are not the {len(whole)} of tokenizer.json ({wrong[0]!r:.40})"
                 raise InvalidArgument(_KEY, f"{file} {what}; take both from the model's page, or remove {name}")
@@ -270,24 +271,32 @@ def _read(file: Path) -> bytes:
     return content
 
 
-def _num_pieces(content: bytes) -> int | None:
-    """Pieces of a sentencepiece model, field 1 of its message; None for another format, such as tiktoken's."""
-    num_pieces = at = 0
-    while at < len(content):
-        key, size, shift = content[at], 0, 0
-        if key & 7 != 2:
-            return None
+def _pieces(content: bytes) -> list[str]:
+    """Pieces of a sentencepiece model: field 1 of its message, and of each its text. Empty for another format, such as tiktoken's."""
+
+    def sized(at: int) -> tuple[int, int]:
+        """Start and end of the field at `at`, of bytes."""
+        size = shift = 0
         while True:
             at += 1
-            if at == len(content):
-                return None
             size |= (content[at] & 127) << shift
             shift += 7
             if content[at] < 128:
-                break
-        num_pieces += key == 0x0A
-        at += 1 + size
-    return num_pieces if at == len(content) and num_pieces else None
+                return at + 1, at + 1 + size
+
+    pieces: list[str] = []
+    at = 0
+    try:
+        while at < len(content):
+            if content[at] & 7 != 2:
+                return []
+            start, end = sized(at)
+            if content[at] == 0x0A:
+                pieces.append(content[slice(*sized(start))].decode())
+            at = end
+    except (IndexError, UnicodeDecodeError):
+        return []
+    return pieces if at == len(content) else []
 
 
 def _table(file: Path) -> dict[str, Any]:
