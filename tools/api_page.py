@@ -24,7 +24,8 @@ HEAD = """# Python API
 
 `from tasuki.client import ...`: every public name with its signature, shapes, units and errors. [python.md](../guides/python.md) says how
 to use them, [errors.md](errors.md) what each error means. `TokenIds` is a sequence or array of integers, `[T]` an array with one entry
-for each completion token. Sizes are in bytes, times in seconds. This page is made by `tools/api_page.py` out of the docstrings.
+for each completion token. Sizes are in bytes, times in seconds. Fields of a loss are keys of [`[train.loss]`](config.md#trainloss) or
+[`[train.value_loss]`](config.md#trainvalue_loss), which explain them. `tools/api_page.py` makes this page out of the docstrings.
 
 The verbs in one program:
 
@@ -123,10 +124,10 @@ def _function(name: str, function: Any) -> str:
 
 def _class(cls: type) -> Iterator[str]:
     yield f"{_text(cls)}\n\n"
-    yield _function(cls.__name__, cls.__init__)
     if cls is tasuki.client.Client:
-        yield "\nThe verbs are those of `AsyncClient`, without `await`; streams are plain generators.\n"
+        yield "Signature and verbs are those of `AsyncClient`, without `await`; streams are plain generators.\n"
         return
+    yield _function(cls.__name__, cls.__init__)
     for name, method in _methods(cls):
         yield _function(name, method)
 
@@ -144,6 +145,8 @@ def _enum(cls: type[enum.Enum]) -> Iterator[str]:
 
 def _dataclass(cls: Any) -> Iterator[str]:
     about = _member_docstrings(cls)
+    if cls.__module__.startswith("tasuki.algorithms.losses."):
+        about = {}  # config.md has the meaning of their keys
     rows = (
         (f"`{one.name}`", f"`{_plain(str(one.type))}{_default(one)}`", about.get(one.name, ""))
         for one in dataclasses.fields(cls)
@@ -161,9 +164,9 @@ def _message(cls: type[Message]) -> Iterator[str]:
     text = ast.get_docstring(tree) or ""
     about = {target.id: text for target, text in _documented(tree)}
     about |= {one.name: ast.get_docstring(one) or "" for one in tree.body if isinstance(one, ast.FunctionDef)}
-    yield f"The message `{cls.__name__}` of the wire. {' '.join(text.split())}".rstrip()
+    yield f"{' '.join(text.split())}\n\n" if text else ""
     rows = ((f"`{field.name}`", f"`{_kind(field)}`", about.get(field.name, "")) for field in cls.DESCRIPTOR.fields)
-    yield f"\n\n{_table('field', 'type', rows)}"
+    yield _table("field", "type", rows)
 
 
 def _table(name: str, kind: str, rows: Iterable[tuple[str, str, str]]) -> str:
