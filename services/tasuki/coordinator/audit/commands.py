@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import grpc
 
-from tasuki.coordinator.audit.history import Broken, History, Invariant, StageRecord, Violation
+from tasuki.coordinator.audit.history import History, Invariant, StageRecord, Violation
 from tasuki.rpc.command_log import LoggedCommand, LoggedLife
 from tasuki.rpc.commands import PASSING
 from tasuki.wire.errors import from_reason
@@ -25,105 +25,89 @@ def audit_commands(history: History, lives: Mapping[Service, Sequence[LoggedLife
     try:
         for service, logged in lives.items():
             for life in logged:
-                _check_once(service, life.commands)
-                _check_order(service, life.commands)
-            comparison = _Comparison(history, service, logged)
-            comparison.check_results()
-            comparison.check_asked()
-            comparison.check_none_missing()
-    except Broken as broken:
-        return broken.violation
+                _check_life(service, life.commands)
+            _compare(history, service, logged)
+    except Violation as violation:
+        return violation
     return None
 
 
-def _check_once(service: Service, life: Sequence[LoggedCommand]) -> None:
+def _check_life(service: Service, life: Sequence[LoggedCommand]) -> None:
+    """Checks that one life ran no command twice, and its stages in order."""
     seen: set[str] = set()
     for command in life:
         if command.request_id in seen:
-            raise _of(command, Invariant.EXECUTED_ONCE, f"one execution of {command.request_id} in one life of {service}")
+            raise _broken_by(
+                command, Invariant.EXECUTED_ONCE, f"one execution of {command.request_id} in one life of {service}"
+            )
         if command.outcome not in _PASSING:  # it was not carried out, and may be asked for again
             seen.add(command.request_id)
-
-
-def _check_order(service: Service, life: Sequence[LoggedCommand]) -> None:
     last = (0, 0)
     for command in life:
         if command.is_stage and command.outcome == "OK":
-            if _number(command) <= last:
+            if (number := (command.epoch, command.sequence)) <= last:
                 expected = f"epoch and sequence above {last[0]} and {last[1]} at {service}"
-                raise _of(command, Invariant.EXECUTED_IN_ORDER, expected)
-            last = _number(command)
+                raise _broken_by(command, Invariant.EXECUTED_IN_ORDER, expected)
+            last = number
 
 
-class _Comparison:
-    """Compares one service's logs with the journal."""
+def _compare(history: History, service: Service, lives: Sequence[LoggedLife]) -> None:
+    """Checks that executed commands have their intent and answer in the journal, and that none is missing in the logs."""
+    intents = {ascii(intent.request_id): intent for intent in history.stages if RULES[intent.stage].service is service}
+    logged = {command.request_id: command for life in lives for command in life.commands}
+    pairs = [(intents[request_id], command) for request_id, command in logged.items() if request_id in intents]
+    for intent, command in pairs:
+        # An undo is also settled if there was nothing to undo.
+        is_done = intent.status not in (None, StageStatus.FAILED) and not (intent.is_undo and intent.is_settled)
+        if command.outcome != "OK" and is_done:
+            expected = f"FAILED in the journal, since the service answered {command.outcome}, found {intent.status}"
+            raise intent.breaks(Invariant.EXECUTED_ONCE, expected)
+    for command in logged.values():
+        may_have_changed = command.outcome == "OK" or from_reason(command.outcome, "", {}).code not in _CHANGED_NOTHING
+        if command.is_stage and command.request_id not in intents and may_have_changed:
+            expected = f"an intent in the journal for {command.request_id}, which {service} carried out"
+            raise _broken_by(command, Invariant.AS_ASKED, expected)
+    first_seen: dict[str, int] = {}
+    for intent in history.stages:
+        first_seen.setdefault(intent.boot_ids[service], intent.id)
+    for intent, command in pairs:
+        name = _name(intent)
+        if (command.name, command.epoch, command.sequence) != (name, intent.epoch, intent.sequence):
+            expected = f"{name} at epoch {intent.epoch} and sequence {intent.sequence} in the log of {service}"
+            raise intent.breaks(Invariant.AS_ASKED, expected)
+        if command.outcome == "OK" and intent.status is not None and not intent.is_settled:
+            _check_answer(service, intent, command, first_seen=first_seen)
+    for life in lives:
+        if not life.lacks_lines:
+            _check_none_missing(service, life, intents, logged)
 
-    def __init__(self, history: History, service: Service, lives: Sequence[LoggedLife]) -> None:
-        self._service, self._lives = service, lives
-        self._intents = {
-            ascii(intent.request_id): intent for intent in history.stages if RULES[intent.stage].service is service
-        }
-        self._logged = {command.request_id: command for life in lives for command in life.commands}
-        self._first_seen: dict[str, int] = {}
-        """Boot id to the first intent that mentions it."""
-        for intent in history.stages:
-            self._first_seen.setdefault(intent.boot_ids[service], intent.id)
 
-    def check_results(self) -> None:
-        for intent, command in self._pairs():
-            # An undo is also settled if there was nothing to undo.
-            is_done = intent.status not in (None, StageStatus.FAILED) and not (intent.is_undo and intent.is_settled)
-            if command.outcome != "OK" and is_done:
-                expected = f"FAILED in the journal, since the service answered {command.outcome}, found {intent.status}"
-                raise Broken.at_intent(intent, Invariant.EXECUTED_ONCE, expected)
+def _check_answer(service: Service, intent: StageRecord, command: LoggedCommand, *, first_seen: Mapping[str, int]) -> None:
+    """first_seen: boot id to the first intent that mentions it."""
+    known = intent.boot_ids[service]  # empty when it was silent then
+    # It may have restarted since it was observed; its new life is then unknown here.
+    if known and command.boot_id not in ("", known) and first_seen.get(command.boot_id, intent.id + 1) <= intent.id:
+        expected = f"{service} with boot id {command.boot_id}, which carried it out, found {known}"
+        raise intent.breaks(Invariant.AS_ASKED, expected)
+    if None not in (versions := {command.policy_version, intent.policy_version}) and len(versions) > 1:
+        expected = f"version {command.policy_version}, as {service} says, found {intent.policy_version}"
+        raise intent.breaks(Invariant.AS_ASKED, expected)
 
-    def check_asked(self) -> None:
-        """Checks that every executed stage command has a matching intent."""
-        for command in self._logged.values():
-            if command.is_stage and command.request_id not in self._intents and _may_have_changed(command):
-                expected = f"an intent in the journal for {command.request_id}, which {self._service} carried out"
-                raise _of(command, Invariant.AS_ASKED, expected)
-        for intent, command in self._pairs():
-            name = _name(intent)
-            if (command.name, *_number(command)) != (name, intent.epoch, intent.sequence):
-                expected = f"{name} at epoch {intent.epoch} and sequence {intent.sequence} in the log of {self._service}"
-                raise _of(command, Invariant.AS_ASKED, expected)
-            if command.outcome == "OK" and intent.status is not None and not intent.is_settled:
-                self._check_answer(intent, command)
 
-    def _check_answer(self, intent: StageRecord, command: LoggedCommand) -> None:
-        known = intent.boot_ids[self._service]  # empty when it was silent then
-        # It may have restarted since it was observed; its new life is then unknown here.
-        if known and command.boot_id not in ("", known) and self._first_seen.get(command.boot_id, intent.id + 1) <= intent.id:
-            expected = f"{self._service} with boot id {command.boot_id}, which carried it out, found {known}"
-            raise Broken.at_intent(intent, Invariant.AS_ASKED, expected)
-        if None not in (versions := {command.policy_version, intent.policy_version}) and len(versions) > 1:
-            expected = f"version {command.policy_version}, as {self._service} says, found {intent.policy_version}"
-            raise Broken.at_intent(intent, Invariant.AS_ASKED, expected)
-
-    def check_none_missing(self) -> None:
-        """Checks up to the last line of a life: later lines may be lost to a machine crash."""
-        for life in self._lives:
-            numbers = [_number(command) for command in life.commands if command.is_stage]
-            if life.lacks_lines or not numbers:
-                continue
-            boots = {command.boot_id for command in life.commands if command.boot_id and life.has_beginning}
-            for request_id, intent in self._intents.items():
-                number = (intent.epoch, intent.sequence)
-                is_inside = min(numbers) <= number <= max(numbers)
-                is_inside |= intent.boot_ids[self._service] in boots and number <= max(numbers)
-                if intent.status in (None, StageStatus.FAILED) or intent.is_settled or not _name(intent):
-                    continue
-                if is_inside and request_id not in self._logged:
-                    expected = (
-                        f"a line for {request_id} in the log of {self._service}, found {intent.status} in the journal alone"
-                    )
-                    raise Broken.at_intent(intent, Invariant.AS_ASKED, expected)
-
-    def _pairs(self) -> Iterator[tuple[StageRecord, LoggedCommand]]:
-        for request_id, command in self._logged.items():
-            if request_id in self._intents:
-                yield self._intents[request_id], command
+def _check_none_missing(service: Service, life: LoggedLife, intents: Mapping[str, StageRecord], logged: Iterable[str]) -> None:
+    """Checks up to the last line of a life: later lines may be lost to a machine crash."""
+    numbers = [(command.epoch, command.sequence) for command in life.commands if command.is_stage]
+    if not numbers:
+        return
+    boots = {command.boot_id for command in life.commands if command.boot_id and life.has_beginning}
+    for request_id, intent in intents.items():
+        if intent.status in (None, StageStatus.FAILED) or intent.is_settled or not _name(intent):
+            continue
+        number = (intent.epoch, intent.sequence)
+        is_of_life = min(numbers) <= number or intent.boot_ids[service] in boots
+        if is_of_life and number <= max(numbers) and request_id not in logged:
+            expected = f"a line for {request_id} in the log of {service}, found {intent.status} in the journal alone"
+            raise intent.breaks(Invariant.AS_ASKED, expected)
 
 
 def _name(intent: StageRecord) -> str:
@@ -131,13 +115,5 @@ def _name(intent: StageRecord) -> str:
     return RULES[intent.stage].undo_command if intent.is_undo else intent.stage
 
 
-def _may_have_changed(command: LoggedCommand) -> bool:
-    return command.outcome == "OK" or from_reason(command.outcome, "", {}).code not in _CHANGED_NOTHING
-
-
-def _number(command: LoggedCommand) -> tuple[int, int]:
-    return command.epoch, command.sequence
-
-
-def _of(command: LoggedCommand, invariant: Invariant, expected: str) -> Broken:
-    return Broken(Violation(invariant, f"{expected}, at {command.name}", epoch=command.epoch, sequence=command.sequence))
+def _broken_by(command: LoggedCommand, invariant: Invariant, expected: str) -> Violation:
+    return Violation(invariant, f"{expected}, at {command.name}", epoch=command.epoch, sequence=command.sequence)

@@ -19,6 +19,41 @@ from tasuki.wire.stages import Phase, Service, Stage, StageStatus
 _Row = TypeVar("_Row")
 
 
+class Invariant(StrEnum):
+    """Promise that every journal and log must keep. docs/reference/audit.md explains each."""
+
+    NUMBERS_GROW = "numbers-grow"
+    ONE_OPEN = "one-open-changeover"
+    ONE_RESULT = "one-result"
+    SETTLED = "intents-settled"
+    ORIGIN = "origin"
+    RING = "ring"
+    UNDO = "undo"
+    ONE_HOLDER = "one-holder"
+    SYNC = "sync-of-published"
+    SERVED = "served-after-sync"
+    VERSIONS_GROW = "versions-grow"
+    TARGET = "target"
+    EXECUTED_ONCE = "executed-once"
+    EXECUTED_IN_ORDER = "executed-in-order"
+    AS_ASKED = "executed-as-asked"
+    NONE_MISSING = "none-missing"
+    LIVES_IN_ORDER = "lives-in-order"
+    TRAINED_ONCE = "trained-once"
+
+
+@dataclass(slots=True)
+class Violation(Exception):
+    """First breach found; raised to end a replay. `stage`, `epoch` and `sequence` are None if it concerns no single command."""
+
+    invariant: StrEnum
+    expected: str
+    changeover_id: str = ""
+    stage: Stage | None = None
+    epoch: int | None = None
+    sequence: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ChangeoverRecord:
     """A row of `changeovers` with its outcome. status: None while it is open."""
@@ -30,6 +65,9 @@ class ChangeoverRecord:
     status: StageStatus | None
     policy_version: int | None
     error_reason: str
+
+    def breaks(self, invariant: Invariant, expected: str) -> Violation:
+        return Violation(invariant, expected, self.id, epoch=self.epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +89,9 @@ class StageRecord:
     policy_version: int | None
     error_reason: str
     is_settled: bool
+
+    def breaks(self, invariant: Invariant, expected: str) -> Violation:
+        return Violation(invariant, expected, self.changeover_id, self.stage, self.epoch, self.sequence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,131 +167,47 @@ def _outcome(row: sqlite3.Row) -> tuple[StageStatus | None, int | None, str]:
 
 def _number(row: sqlite3.Row, column: str) -> int:
     """Checks a numeric column, since SQLite stores values of any type. Raises ValueError."""
-    value = row[column]
-    if not isinstance(value, int):
+    if not isinstance(value := row[column], int):
         raise ValueError(f"{value!r} as {column}, where a number belongs")
     return value
 
 
 def _text(row: sqlite3.Row, column: str) -> str:
-    value = row[column]
-    if not isinstance(value, str):
+    if not isinstance(value := row[column], str):
         raise ValueError(f"{value!r} as {column}, where a text belongs")
     return value
 
 
-class Invariant(StrEnum):
-    """Promise that every journal and log must keep. docs/reference/audit.md lists them in the same words."""
-
-    NUMBERS_GROW = "numbers-grow"
-    """Epochs never go back, and the sequence numbers of an epoch grow."""
-    ONE_OPEN = "one-open-changeover"
-    """A changeover has ended before the next one begins."""
-    ONE_RESULT = "one-result"
-    """A result belongs to an intent and an ending to a changeover, at most one to each, with an outcome allowed there."""
-    SETTLED = "intents-settled"
-    """An intent has its result before the next one is written; only the last may wait for it."""
-    ORIGIN = "origin"
-    """A changeover begins where the journal left the node, or where a restarted service put it; a silent service counts as restarted."""
-    RING = "ring"
-    """A stage follows the one before it in the ring."""
-    UNDO = "undo"
-    """Stages are undone newest first, rollout's before the trainer's, and only those that began."""
-    ONE_HOLDER = "one-holder"
-    """Rollout takes its KV cache only while the trainer is offloaded; the trainer takes its memory only while rollout is asleep."""
-    SYNC = "sync-of-published"
-    """SYNC received what the same life of the trainer published last and has not withdrawn."""
-    SERVED = "served-after-sync"
-    """A version is served only after its SYNC into the same life of rollout."""
-    VERSIONS_GROW = "versions-grow"
-    """A life of rollout never serves an older version than before; a trainer publishes an older one only after a restart in another epoch.
-
-    A checkpoint older than the present version is refused.
-    """
-    TARGET = "target"
-    """A completed changeover reached its phase, and names the version served there."""
-    EXECUTED_ONCE = "executed-once"
-    """No life of a service executed a command twice, and the journal has the service's answer."""
-    EXECUTED_IN_ORDER = "executed-in-order"
-    """A service executed stage commands in the order of their epochs and sequence numbers."""
-    AS_ASKED = "executed-as-asked"
-    """An executed stage has a matching intent, in the same life and version; a completed one has its line in the log."""
-    NONE_MISSING = "none-missing"
-    """Epochs, changeovers and intents are numbered without a gap, up to the last number given."""
-    LIVES_IN_ORDER = "lives-in-order"
-    """A life of a service does not come back once another followed it."""
-    TRAINED_ONCE = "trained-once"
-    """No command is twice in the trainer's log, and every step in it has gradients before it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Violation:
-    """First breach found. `stage`, `epoch` and `sequence` are None if it concerns no single command."""
-
-    invariant: StrEnum
-    expected: str
-    changeover_id: str = ""
-    stage: Stage | None = None
-    epoch: int | None = None
-    sequence: int | None = None
-
-
-class Broken(Exception):
-    """Raised at the first violation, to end a replay."""
-
-    def __init__(self, violation: Violation) -> None:
-        super().__init__(violation.expected)
-        self.violation = violation
-
-    @classmethod
-    def at_changeover(cls, invariant: Invariant, expected: str, changeover_id: str = "", *, epoch: int | None = None) -> Broken:
-        return cls(Violation(invariant, expected, changeover_id, epoch=epoch))
-
-    @classmethod
-    def at_intent(cls, intent: StageRecord, invariant: Invariant, expected: str) -> Broken:
-        return cls(Violation(invariant, expected, intent.changeover_id, intent.stage, intent.epoch, intent.sequence))
-
-
 def check_gaps(history: History) -> None:
-    """Raises Broken at the first missing number, or where a life of a service comes back after another."""
+    """Raises Violation at the first missing number, or where a life of a service comes back after another."""
     _check_none_missing("epochs", history.epochs, history, name=lambda number: f"epoch {number}")
     changeovers = [id_number(changeover.id) for changeover in history.changeovers]
     _check_none_missing("changeovers", changeovers, history, name=id_text)
     _check_none_missing("stages", [intent.id for intent in history.stages], history, name=lambda number: f"intent {number}")
-    _check_sequences(history)
-    for service in Service:
-        _check_lives(service, history.stages)
-
-
-def _check_none_missing(table: str, numbers: Sequence[int], history: History, *, name: Callable[[int], str]) -> None:
-    """Checks that rows are numbered from 1 without a gap; the number of a row that failed to write is reused."""
-    for expected, number in enumerate(numbers, start=1):
-        if number != expected:
-            raise Broken.at_changeover(Invariant.NONE_MISSING, f"{name(expected)}, found {name(number)} in its place")
-    highest = history.highest.get(table, 0)
-    if highest > len(numbers):
-        text = f"{name(len(numbers) + 1)}, since the journal has numbered {table} up to {highest}"
-        raise Broken.at_changeover(Invariant.NONE_MISSING, text)
-
-
-def _check_sequences(history: History) -> None:
     passed_over = {stage.id for stage in history.stages if stage.error_reason == StaleSequence.reason}
     epoch, sequence = 0, 0
     for intent in history.stages:
         sequence = sequence + 1 if intent.epoch == epoch else 1
         # Another caller used numbers in a service: the coordinator continues after those.
         if intent.sequence != sequence and not (sequence > 1 and intent.id - 1 in passed_over):
-            raise Broken.at_intent(intent, Invariant.NONE_MISSING, f"sequence {sequence}, found {intent.sequence}")
+            raise intent.breaks(Invariant.NONE_MISSING, f"sequence {sequence}, found {intent.sequence}")
         epoch, sequence = intent.epoch, intent.sequence
+    for service in Service:
+        now, over = "", set[str]()
+        for intent in history.stages:
+            boot_id = intent.boot_ids[service]
+            if boot_id in over:
+                raise intent.breaks(Invariant.LIVES_IN_ORDER, f"{service} with boot id {now}, which came after {boot_id}")
+            if boot_id and boot_id != now:
+                over |= {now} - {""}
+                now = boot_id
 
 
-def _check_lives(service: Service, intents: Sequence[StageRecord]) -> None:
-    now, over = "", set[str]()
-    for intent in intents:
-        boot_id = intent.boot_ids[service]
-        if boot_id in over:
-            text = f"{service} with boot id {now}, which came after {boot_id}"
-            raise Broken.at_intent(intent, Invariant.LIVES_IN_ORDER, text)
-        if boot_id and boot_id != now:
-            over |= {now} - {""}
-            now = boot_id
+def _check_none_missing(table: str, numbers: Sequence[int], history: History, *, name: Callable[[int], str]) -> None:
+    """Checks that rows are numbered from 1 without a gap; the number of a row that failed to write is reused."""
+    for expected, number in enumerate(numbers, start=1):
+        if number != expected:
+            raise Violation(Invariant.NONE_MISSING, f"{name(expected)}, found {name(number)} in its place")
+    if (highest := history.highest.get(table, 0)) > len(numbers):
+        text = f"{name(len(numbers) + 1)}, since the journal has numbered {table} up to {highest}"
+        raise Violation(Invariant.NONE_MISSING, text)

@@ -9,16 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tasuki.coordinator.audit.history import (
-    Broken,
-    ChangeoverRecord,
-    History,
-    Invariant,
-    StageRecord,
-    Violation,
-    check_gaps,
-)
-from tasuki.coordinator.audit.services import PossibleStages, WeightsTrace
+from tasuki.coordinator.audit.history import ChangeoverRecord, History, Invariant, StageRecord, Violation, check_gaps
+from tasuki.coordinator.audit.services import PossibleStages, WeightsTrace, moves_of
 from tasuki.coordinator.journal_file import id_number, id_text
 from tasuki.coordinator.phases import next_stage, ring_position, since_phase, undo_path
 from tasuki.wire.errors import DeadlineExceeded, InternalError, Interrupted, PeerUnavailable, StageOrder
@@ -52,33 +44,33 @@ def audit(history: History) -> Audit:
         _check_results(history)
         replay = _Replay(history, found)
         replay.run()
-        found.num_versions_served, found.num_rewinds = replay.weights.num_served, replay.weights.num_rewinds
+        found.num_versions_served, found.num_rewinds = len(replay.weights.versions), replay.weights.num_rewinds
         check_gaps(history)
-    except Broken as broken:
-        found.violation = broken.violation
+    except Violation as violation:
+        found.violation = violation
     return found
 
 
 def _check_results(history: History) -> None:
     for lost in history.lost_results:
-        raise Broken.at_changeover(Invariant.ONE_RESULT, f"an intent for result {lost}")
+        raise Violation(Invariant.ONE_RESULT, f"an intent for result {lost}")
     for number, stage in enumerate(history.stages):
         if number and history.stages[number - 1].id == stage.id:
-            raise Broken.at_intent(stage, Invariant.ONE_RESULT, "one result, found two")
+            raise stage.breaks(Invariant.ONE_RESULT, "one result, found two")
         possible = (StageStatus.UNDONE if stage.is_undo else StageStatus.DONE, StageStatus.FAILED)
         is_failed = stage.status is StageStatus.FAILED
         if stage.status is not None and (stage.status not in possible or is_failed is not bool(stage.error_reason)):
             expected = f"{possible[0]}, or FAILED with a reason, found {stage.status} with reason {stage.error_reason!r}"
-            raise Broken.at_intent(stage, Invariant.ONE_RESULT, expected)
+            raise stage.breaks(Invariant.ONE_RESULT, expected)
     for lost in history.lost_endings:
-        raise Broken.at_changeover(Invariant.ONE_RESULT, "a changeover for this ending", lost)
+        raise Violation(Invariant.ONE_RESULT, "a changeover for this ending", lost)
     for number, changeover in enumerate(history.changeovers):
         if number and history.changeovers[number - 1].id == changeover.id:
-            raise Broken.at_changeover(Invariant.ONE_RESULT, "one ending, found two", changeover.id)
+            raise Violation(Invariant.ONE_RESULT, "one ending, found two", changeover.id)
         status, reason = changeover.status, changeover.error_reason
         if status not in (None, StageStatus.FAILED if reason else StageStatus.DONE):
             expected = f"DONE, or FAILED with a reason, found {status} with reason {reason!r}"
-            raise Broken.at_changeover(Invariant.ONE_RESULT, expected, changeover.id)
+            raise Violation(Invariant.ONE_RESULT, expected, changeover.id)
 
 
 _UNKNOWN = {error.reason for error in (DeadlineExceeded, InternalError, PeerUnavailable, Interrupted)}
@@ -101,8 +93,7 @@ class _Replay:
 
     def run(self) -> None:
         self._check_numbers()
-        self._check_one_open()
-        self._check_settled()
+        self._check_order()
         for changeover, intents in self._changeovers():
             self._begin(changeover, intents)
             for intent in intents:
@@ -114,33 +105,30 @@ class _Replay:
         epoch, sequence = 0, 0
         for intent in self.history.stages:
             if intent.epoch not in self.history.epochs or intent.epoch < epoch:
-                raise Broken.at_intent(intent, Invariant.NUMBERS_GROW, f"an epoch that was begun, and none below {epoch}")
+                raise intent.breaks(Invariant.NUMBERS_GROW, f"an epoch that was begun, and none below {epoch}")
             if intent.epoch == epoch and intent.sequence <= sequence:
-                raise Broken.at_intent(intent, Invariant.NUMBERS_GROW, f"a sequence above {sequence}")
+                raise intent.breaks(Invariant.NUMBERS_GROW, f"a sequence above {sequence}")
             epoch, sequence = intent.epoch, intent.sequence
         epoch = 0
         for changeover in self.history.changeovers:
             if changeover.epoch not in self.history.epochs or changeover.epoch < epoch:
                 expected = f"an epoch that was begun, and none below {epoch}, found {changeover.epoch}"
-                raise Broken.at_changeover(Invariant.NUMBERS_GROW, expected, changeover.id, epoch=changeover.epoch)
+                raise changeover.breaks(Invariant.NUMBERS_GROW, expected)
             epoch = changeover.epoch
 
-    def _check_one_open(self) -> None:
-        last = 0
-        begun = {changeover.id for changeover in self.history.changeovers}
+    def _check_order(self) -> None:
+        last, begun = 0, {changeover.id for changeover in self.history.changeovers}
         for intent in self.history.stages:
             number = id_number(intent.changeover_id)
             if intent.changeover_id not in begun or number < last:
-                raise Broken.at_intent(intent, Invariant.ONE_OPEN, f"a changeover that was begun, none before {id_text(last)}")
+                raise intent.breaks(Invariant.ONE_OPEN, f"a changeover that was begun, none before {id_text(last)}")
             last = number
-
-    def _check_settled(self) -> None:
         for intent in self.history.stages[:-1]:
             if intent.status is None:
-                raise Broken.at_intent(intent, Invariant.SETTLED, "a result, since another intent follows")
+                raise intent.breaks(Invariant.SETTLED, "a result, since another intent follows")
 
     def _changeovers(self) -> Iterator[tuple[ChangeoverRecord, list[StageRecord]]]:
-        """Yields each changeover with its intents; it is over when the next one begins. Raises Broken."""
+        """Yields each changeover with its intents; it is over when the next one begins. Raises Violation."""
         intents = list(self.history.stages)
         for number, changeover in enumerate(self.history.changeovers, start=1):
             own: list[StageRecord] = []
@@ -149,11 +137,11 @@ class _Replay:
             for intent in own:
                 if intent.epoch != changeover.epoch:
                     expected = f"epoch {changeover.epoch}, in which the changeover began"
-                    raise Broken.at_intent(intent, Invariant.ONE_OPEN, expected)
+                    raise intent.breaks(Invariant.ONE_OPEN, expected)
             yield changeover, own
             if number < len(self.history.changeovers) and changeover.status is None:
                 expected = f"an ending, since {self.history.changeovers[number].id} began after it"
-                raise Broken.at_changeover(Invariant.ONE_OPEN, expected, changeover.id, epoch=changeover.epoch)
+                raise changeover.breaks(Invariant.ONE_OPEN, expected)
 
     def _begin(self, changeover: ChangeoverRecord, intents: Sequence[StageRecord]) -> None:
         self.found.num_changeovers += 1
@@ -164,11 +152,11 @@ class _Replay:
         self.goal = HOLDS[changeover.target]
         if not self._narrow(changeover.origin, or_new=not intents):
             expected = f"origin {_names(self._places(or_new=not intents))}, found {changeover.origin}"
-            raise Broken.at_changeover(Invariant.ORIGIN, expected, changeover.id, epoch=changeover.epoch)
+            raise changeover.breaks(Invariant.ORIGIN, expected)
         self.believed = changeover.origin
         if intents:
             for possible in self.services.values():
-                possible.seen_again()
+                possible.at_if_new = {None}  # the same boot id was observed later: it had not restarted
 
     def _intend(self, intent: StageRecord) -> None:
         self.found.num_stages += 1
@@ -183,17 +171,15 @@ class _Replay:
         after = RULES[intent.stage].after
         if not self._narrow(after) and after is not self.believed:
             allowed = sorted({next_stage(at) for at in self._places()})
-            raise Broken.at_intent(intent, Invariant.RING, f"{_names(allowed)}, since the node is at {_names(self._places())}")
+            raise intent.breaks(Invariant.RING, f"{_names(allowed)}, since the node is at {_names(self._places())}")
 
     def _check_holder(self, intent: StageRecord) -> None:
-        trainer, rollout = self.services[Service.TRAINER], self.services[Service.ROLLOUT]
-        takes_kv = intent.stage is Stage.RESUME_KV and not intent.is_undo
-        if takes_kv and Stage.OFFLOAD not in trainer.may_be():
-            raise Broken.at_intent(intent, Invariant.ONE_HOLDER, f"the trainer at OFFLOAD, it is at {_names(trainer.may_be())}")
+        trainer, rollout = (possible.may_be() for possible in self.services.values())
+        if intent.stage is Stage.RESUME_KV and not intent.is_undo and Stage.OFFLOAD not in trainer:
+            raise intent.breaks(Invariant.ONE_HOLDER, f"the trainer at OFFLOAD, it is at {_names(trainer)}")
         takes_back = intent.stage is (Stage.OFFLOAD if intent.is_undo else Stage.LOAD_TRAINER)
-        asleep = {None, Stage.PAUSE_WEIGHTS}
-        if takes_back and not asleep & rollout.may_be():
-            raise Broken.at_intent(intent, Invariant.ONE_HOLDER, f"rollout asleep, it is at {_names(rollout.may_be())}")
+        if takes_back and not {None, Stage.PAUSE_WEIGHTS} & rollout:
+            raise intent.breaks(Invariant.ONE_HOLDER, f"rollout asleep, it is at {_names(rollout)}")
 
     def _check_undo(self, intent: StageRecord) -> None:
         if not self.ways_back:
@@ -206,32 +192,29 @@ class _Replay:
         expected = sorted({way[0] for way in self.ways_back if way})
         self.ways_back = [way[1:] for way in self.ways_back if way and way[0] is intent.stage]
         if not self.ways_back:
-            raise Broken.at_intent(intent, Invariant.UNDO, f"the undo of {_names(expected)}")
+            raise intent.breaks(Invariant.UNDO, f"the undo of {_names(expected)}")
 
     def _conclude(self, intent: StageRecord) -> None:
-        possible = self.services[RULES[intent.stage].service]
+        possible, moves = self.services[RULES[intent.stage].service], moves_of(intent)
         if intent.status is None:
             self.found.num_unanswered += 1
-            possible.not_heard(intent.stage, is_undo=intent.is_undo)
+            possible.not_heard(moves)
         elif intent.status is StageStatus.FAILED:
             self.found.num_stages_failed += 1
-            if intent.error_reason == StageOrder.reason:
-                possible.out_of_order(intent.stage, is_undo=intent.is_undo)
-                return
-            if intent.error_reason not in _UNKNOWN:
-                possible.refused(intent.stage, is_undo=intent.is_undo)
-                return
-            possible.not_heard(intent.stage, is_undo=intent.is_undo)
-            self.weights.not_heard(intent)
+            if intent.error_reason in _UNKNOWN:
+                possible.not_heard(moves)
+                self.weights.not_heard(intent)
+            else:
+                possible.refused(moves, is_out_of_order=intent.error_reason == StageOrder.reason)
         else:
             self.found.num_stages_undone += intent.is_undo
             self.found.num_stages_done += not intent.is_undo
             at = possible.may_be()
             if intent.is_settled and intent.is_undo:
                 # The stage has left nothing behind: its undo ran, or there was nothing to undo.
-                possible.not_heard(intent.stage, is_undo=True)
-            elif not possible.carried_out(intent.stage, is_undo=intent.is_undo) and not possible.at_if_new - {None}:
-                raise Broken.at_intent(intent, Invariant.RING, f"a refusal, since the service is at {_names(at)}")
+                possible.not_heard(moves)
+            elif not possible.carried_out(moves) and not possible.at_if_new - {None}:
+                raise intent.breaks(Invariant.RING, f"a refusal, since the service is at {_names(at)}")
             self.believed = None if intent.is_undo else intent.stage
             self.weights.carried_out(intent)
 
@@ -244,11 +227,12 @@ class _Replay:
         places = self._places(or_new=True)
         if HOLDS[changeover.target] not in places:
             expected = f"the node at {HOLDS[changeover.target]}, it is at {_names(places)}"
-            raise Broken.at_changeover(Invariant.TARGET, expected, changeover.id, epoch=changeover.epoch)
-        served = self.weights.held_version
+            raise changeover.breaks(Invariant.TARGET, expected)
+        held = self.weights.held
+        served = None if held is None else held.version
         if changeover.target is Phase.ROLLOUT and served is not None and changeover.policy_version != served:
             expected = f"version {served} as the one that is served, found {changeover.policy_version}"
-            raise Broken.at_changeover(Invariant.TARGET, expected, changeover.id, epoch=changeover.epoch)
+            raise changeover.breaks(Invariant.TARGET, expected)
 
     def _places(self, *, or_new: bool = False) -> set[Stage]:
         """Stages that the node may be at. or_new: includes a restart that the journal does not show yet."""
