@@ -42,7 +42,9 @@ def write_for_ever(journal_path: Path, acknowledge: int) -> NoReturn:
             intent = journal.intend(stage, changeover_id, is_undo=False, trainer_boot_id="t", rollout_boot_id="r")
             say(acknowledge, f"intent {intent.id}")
             answer = b"published" if stage is Stage.LOAD_WEIGHTS else b""
-            version = {Stage.LOAD_WEIGHTS: 0, Stage.SYNC: (journal.published() or Outcome()).policy_version}.get(stage)
+            version = {Stage.LOAD_WEIGHTS: 0, Stage.SYNC: (journal.last(Stage.LOAD_WEIGHTS) or Outcome()).policy_version}.get(
+                stage
+            )
             journal.done(intent, Outcome(answer=answer, policy_version=version), seconds=0.001)
             say(acknowledge, f"result {intent.id}")
         journal.end_changeover(changeover_id, seconds=0.01, policy_version=0 if target is Phase.ROLLOUT else None)

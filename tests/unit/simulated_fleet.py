@@ -77,7 +77,7 @@ class MemberNode(SimulatedNode):
 
     def ran(self, stage: Stage) -> RunStageResponse:
         response = RunStageResponse(event=StageEvent(bytes=1000), state=self.state())
-        received = self._journal.received()
+        received = self._journal.last(Stage.SYNC)
         if stage is Stage.SYNC and received is not None:
             response.sums.ParseFromString(received.answer)
         return response

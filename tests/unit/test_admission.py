@@ -12,9 +12,9 @@ import pytest
 from tasuki.config.paths import socket_dir
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig
 from tasuki.coordinator.admission import Admission
-from tasuki.coordinator.headroom import TAKES
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
+from tasuki.coordinator.observe.memory_record import TAKES
 from tasuki.v1.coordinator_pb2 import StageEvent
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory
 from tasuki.wire.stages import HOLDS, MemoryTag, Phase, Service, Stage

@@ -82,18 +82,18 @@ def test_stage_without_a_result_is_unresolved_and_remains_started(journal: Journ
         (Stage.LOAD_WEIGHTS, StageStatus.DONE, 7),
         (Stage.RESUME_WEIGHTS, StageStatus.STARTED, 0),
     ]
-    assert journal.published() == Outcome(num_bytes=7, answer=b"handles", policy_version=3)
+    assert journal.last(Stage.LOAD_WEIGHTS) == Outcome(num_bytes=7, answer=b"handles", policy_version=3)
 
 
 def test_publication_whose_answer_nobody_learned_hides_the_one_before(journal: Journal) -> None:
     changeover_id = journal.begin_changeover("r1", origin=TRAIN, target=Phase.ROLLOUT)
-    assert journal.published() is None
+    assert journal.last(Stage.LOAD_WEIGHTS) is None
     known = intend(journal, changeover_id, Stage.LOAD_WEIGHTS)
     journal.done(known, Outcome(answer=b"handles", policy_version=3), seconds=0.5)
     lost = intend(journal, changeover_id, Stage.LOAD_WEIGHTS)
-    assert journal.published() is None
+    assert journal.last(Stage.LOAD_WEIGHTS) is None
     journal.done(lost, Outcome(), seconds=0.0)
-    assert journal.published() is None
+    assert journal.last(Stage.LOAD_WEIGHTS) is None
 
 
 def test_changeover_keeps_errors_and_undone_stages(journal: Journal) -> None:

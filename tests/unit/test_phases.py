@@ -11,7 +11,6 @@ from tasuki.coordinator.phases import (
     advance,
     leads_to,
     lost_weights,
-    next_stage,
     path,
     phase_of,
     ring_position,
@@ -20,7 +19,7 @@ from tasuki.coordinator.phases import (
     undo_path,
 )
 from tasuki.wire.errors import StageOrder
-from tasuki.wire.stages import HOLDS, RING, RULES, Phase, Service, Stage
+from tasuki.wire.stages import HOLDS, NEXT, RING, RULES, Phase, Service, Stage
 
 TO_ROLLOUT = (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Stage.SYNC, Stage.OFFLOAD, Stage.RESUME_KV)
 TO_TRAIN = (Stage.DRAIN, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER)
@@ -49,12 +48,12 @@ def test_trainer_carries_out_three_stages_and_rollout_six() -> None:
 
 @given(at=stages, stage=stages)
 def test_only_the_next_stage_is_let_through(at: Stage, stage: Stage) -> None:
-    if stage is next_stage(at):
+    if stage is NEXT[at]:
         assert advance(at, stage) is stage
     else:
         with pytest.raises(StageOrder) as refused:
             advance(at, stage)
-        assert refused.value.metadata == {"stage": stage, "after": at, "allowed": next_stage(at)}
+        assert refused.value.metadata == {"stage": stage, "after": at, "allowed": NEXT[at]}
 
 
 @given(at=stages, to=st.sampled_from(Phase))
@@ -166,7 +165,7 @@ class AnySequenceOfStages(RuleBasedStateMachine):
         try:
             at = advance(self.at, stage)
         except StageOrder:
-            assert stage is not next_stage(self.at)
+            assert stage is not NEXT[self.at]
             assert (self.services.trainer, self.services.rollout) == before
             return
         self.services.run(stage)
@@ -181,7 +180,7 @@ class AnySequenceOfStages(RuleBasedStateMachine):
 
     @rule()
     def go_on_to_the_next_stage(self) -> None:
-        self.ask_for_a_stage(next_stage(self.at))
+        self.ask_for_a_stage(NEXT[self.at])
 
     @precondition(lambda self: phase_of(self.at) is Phase.TRAIN)
     @rule()

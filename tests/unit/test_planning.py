@@ -110,12 +110,12 @@ async def test_size_of_a_gpu_is_measured_once_and_the_answer_kept(tmp_path: Path
     (tmp_path / "config.json").write_text(CONFIG)
     memory = Memory(24 * 10**9)
     made = planning(memory, tmp_path)
-    first = await made.plan(gpu_bytes=None, host_bytes=10**12)
+    first = await made.plan(pb.PlanRequest(host_bytes=10**12))
     assert (first.gpu_bytes, first.host_bytes) == (24 * 10**9, 10**12)
     memory.answer = DeadlineExceeded("busy")
-    assert await made.plan(gpu_bytes=None, host_bytes=10**12) is first
+    assert await made.plan(pb.PlanRequest(host_bytes=10**12)) is first
     assert memory.num_asked == 1
-    assert (await made.plan(gpu_bytes=80 * 10**9, host_bytes=10**12)).gpu_bytes == 80 * 10**9
+    assert (await made.plan(pb.PlanRequest(gpu_bytes=80 * 10**9, host_bytes=10**12))).gpu_bytes == 80 * 10**9
 
 
 async def test_a_budget_is_for_tags_and_bounds_no_process_of_the_host(tmp_path: Path) -> None:
@@ -124,13 +124,13 @@ async def test_a_budget_is_for_tags_and_bounds_no_process_of_the_host(tmp_path: 
         state_dir=Path("/s"), device="cpu", model=ModelConfig(path=tmp_path), memory=MemoryConfig(host_budget_bytes=600_000_000)
     )
     made = Planning(Admission(Memory(1), config, published_bytes=lambda _: None), config, choices_for(config))
-    answer = await made.plan(gpu_bytes=None, host_bytes=None)
+    answer = await made.plan(pb.PlanRequest())
     assert answer.host_bytes == host_memory().total_bytes
-    assert not (await made.plan(gpu_bytes=None, host_bytes=600_000_000)).fits
+    assert not (await made.plan(pb.PlanRequest(host_bytes=600_000_000))).fits
 
 
 async def test_size_that_nobody_tells_and_a_model_that_is_not_there_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DeadlineExceeded, match="busy"):
-        await planning(Memory(DeadlineExceeded("busy")), tmp_path).plan(gpu_bytes=None, host_bytes=None)
+        await planning(Memory(DeadlineExceeded("busy")), tmp_path).plan(pb.PlanRequest())
     with pytest.raises(PathNotFound):
-        await planning(Memory(10**9), tmp_path / "nowhere").plan(gpu_bytes=None, host_bytes=None)
+        await planning(Memory(10**9), tmp_path / "nowhere").plan(pb.PlanRequest())

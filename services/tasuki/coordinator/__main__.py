@@ -7,13 +7,14 @@ import asyncio
 import logging
 import sys
 import uuid
+from functools import partial
 from pathlib import Path
 
 import uvloop
 
 from tasuki.config.choices import read_choices
 from tasuki.config.load import load_config
-from tasuki.config.lock import Instance, StateLock, read_instance
+from tasuki.config.lock import StateLock, read_instance
 from tasuki.config.paths import journal_path, memory_record_path, node_targets, restart_request_path, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
@@ -64,81 +65,57 @@ async def _serve(config: NodeConfig) -> None:
     heartbeat.beat_in_loop()
     tracer = open_service_tracer(config, service="coordinator")
     try:
-        made = _make_node(config, uuid.uuid4().hex, tracer)
-        await _serve_node(config, *made, instance=read_instance(config.state_dir), tracer=tracer)
+        await _serve_node(config, tracer=tracer)
     finally:
         await asyncio.to_thread(tracer.close)
         heartbeat.close()
 
 
-def _make_node(config: NodeConfig, boot_id: str, tracer: Tracer) -> tuple[Node, Journal, Peers, Admission]:
-    """Creates the node, with a new epoch in its journal. Raises DiskFull if that cannot be written."""
-    targets = node_targets(config)
+async def _serve_node(config: NodeConfig, *, tracer: Tracer) -> None:
+    boot_id, targets = uuid.uuid4().hex, node_targets(config)
     journal = Journal(journal_path(config.state_dir), failpoints=Failpoints.of(config, "coordinator"))
     epoch = journal.begin_epoch(boot_id)
     _log.info("event=epoch epoch=%d boot_id=%s", epoch, boot_id)
     peers = Peers(targets, config.coordinator, epoch=epoch, tracer=tracer)
     record = MemoryRecord(memory_record_path(config.state_dir))
     admission = Admission(peers, config, published_bytes=journal.published_bytes, record=record)
-
-    def restart(service: Service, cause: str) -> None:
-        _ask_for_restart(restart_request_path(config.state_dir, service), cause)
-
     node = Node(
         journal,
         peers,
         boot_id=boot_id,
         trainer_target=targets["trainer"],
         rollout_target=targets["rollout"],
-        restart=restart,
+        restart=partial(_ask_for_restart, config.state_dir),
         recovery_timeout_s=config.coordinator.recovery_timeout_s,
         admission=admission,
         tracer=tracer,
     )
-    return node, journal, peers, admission
-
-
-async def _serve_node(
-    config: NodeConfig,
-    node: Node,
-    journal: Journal,
-    peers: Peers,
-    admission: Admission,
-    *,
-    instance: Instance,
-    tracer: Tracer,
-) -> None:
     planning = Planning(admission, config, read_choices(config.state_dir))
-    servicer = CoordinatorServicer(node, journal, planning, instance=instance, port_targets=config.port_targets)
-    server = RpcServer(
-        service="coordinator",
-        target=node_targets(config)["coordinator"],
-        port=port_of(config, "coordinator"),
-        fleet=config.fleet,
-        tracer=tracer,
-    )
+    instance = read_instance(config.state_dir)
+    servicer = CoordinatorServicer(node, journal, planning.plan, instance=instance, port_targets=config.port_targets)
+    target, port = targets["coordinator"], port_of(config, "coordinator")
+    server = RpcServer(service="coordinator", target=target, port=port, fleet=config.fleet, tracer=tracer)
     server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
     metrics = NodeMetrics(server.registry, config=config, node=node, journal=journal, peers=peers, planning=planning)
     await server.start()
     stop = asyncio.Event()
-    counting = asyncio.create_task(metrics.follow())
-    recovery = asyncio.create_task(node.recover())
-    ending = asyncio.create_task(_end_watches(stop, node))
-    serving = None if config.metrics.listen is None else asyncio.create_task(serve_metrics(config, metrics.text))
+    work = [asyncio.create_task(each) for each in (metrics.follow(), node.recover(), _end_watches(stop, node))]
+    if config.metrics.listen is not None:
+        work.append(asyncio.create_task(serve_metrics(config, metrics.text)))
     try:
         await server.run(stop, grace_s=_GRACE_S)
     finally:
-        for task in (ending, recovery, counting, *(() if serving is None else (serving,))):
+        for task in work:
             task.cancel()
-        if serving is not None:
-            await asyncio.wait([serving])
+        await asyncio.wait(work)
         await node.stop()
         await peers.close()
         journal.close()
 
 
-def _ask_for_restart(request: Path, cause: str) -> None:
+def _ask_for_restart(state_dir: Path, service: Service, cause: str) -> None:
     """Requests a restart. The file alone is the request: on a full disk it lacks the cause."""
+    request = restart_request_path(state_dir, service)
     try:
         request.write_text(cause)
     except OSError as error:

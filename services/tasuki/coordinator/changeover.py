@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,8 +14,8 @@ import grpc
 import grpc.aio
 
 from tasuki.config.schema import CoordinatorConfig
-from tasuki.coordinator.headroom import TAKES
 from tasuki.coordinator.journal import Intent, Journal, Outcome, timestamp
+from tasuki.coordinator.observe.memory_record import TAKES
 from tasuki.coordinator.phases import Observed, advance, path, since_phase, turns_back, undo_path
 from tasuki.v1 import memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
 from tasuki.v1.coordinator_pb2 import StageEvent
@@ -119,48 +118,38 @@ class Peers:
             case Stage() as stage:
                 pass
             case Undo.WITHDRAW_WEIGHTS:
-                request = trainer_pb2.WithdrawWeightsRequest(command=command)
-                await _answer(Service.TRAINER, self._trainer.WithdrawWeights(request, timeout=self._timeout_s))
+                withdraw = trainer_pb2.WithdrawWeightsRequest(command=command)
+                await _answer(Service.TRAINER, self._trainer.WithdrawWeights(withdraw, timeout=self._timeout_s))
                 return Outcome()
             case Undo.WITH_EARLIER:
                 return Outcome()
             case Undo.NEVER:
                 raise AssertionError(f"{intent.stage} cannot be taken back")
         service, number, tags = RULES[stage].service, stage.number, [tag.number for tag in RULES[stage].named_tags]
-        memory = self._memory[service]
+        memory, timeout_s = self._memory[service], self._timeout_s
         match RULES[stage].rpc:
             case Rpc.PUBLISH_WEIGHTS:
-                return await self._publish(command)
+                publish = trainer_pb2.PublishWeightsRequest(command=command)
+                published_now = await _answer(service, self._trainer.PublishWeights(publish, timeout=timeout_s))
+                weights = published_now.weights
+                return Outcome(published_now.published_bytes, weights.SerializeToString(), weights.policy_version)
             case Rpc.RECEIVE_WEIGHTS:
-                return await self._receive(command, published)
+                weights = weights_pb2.PublishedWeights.FromString(published)
+                receive = rollout_pb2.ReceiveWeightsRequest(command=command, weights=weights)
+                received = await _answer(service, self._rollout.ReceiveWeights(receive, timeout=timeout_s))
+                return Outcome(received.copied_bytes, received.sums.SerializeToString(), received.policy_version)
             case Rpc.DRAIN:
-                return await self._drain(command)
+                drain = rollout_pb2.DrainRequest(command=command, grace_ms=round(1000 * self._drain_grace_s))
+                await _answer(service, self._rollout.Drain(drain, timeout=timeout_s + self._drain_grace_s))
+                return Outcome()
             case Rpc.PAUSE:
                 # LOAD_TRAINER is undone by OFFLOAD only to let an engine start on the trainer's GPUs.
                 makes_room = intent.is_undo and stage is Stage.OFFLOAD
                 pause = memory_pb2.PauseRequest(command=command, stage=number, tags=tags, makes_room=makes_room)
-                answer = await _answer(service, memory.Pause(pause, timeout=self._timeout_s))
-                return Outcome(answer.released_bytes)
+                return Outcome((await _answer(service, memory.Pause(pause, timeout=timeout_s))).released_bytes)
             case Rpc.RESUME:
                 resume = memory_pb2.ResumeRequest(command=command, stage=number, tags=tags)
-                answer = await _answer(service, memory.Resume(resume, timeout=self._timeout_s))
-                return Outcome(answer.mapped_bytes)
-
-    async def _publish(self, command: types_pb2.CommandId) -> Outcome:
-        request = trainer_pb2.PublishWeightsRequest(command=command)
-        answer = await _answer(Service.TRAINER, self._trainer.PublishWeights(request, timeout=self._timeout_s))
-        weights = answer.weights
-        return Outcome(answer.published_bytes, answer=weights.SerializeToString(), policy_version=weights.policy_version)
-
-    async def _receive(self, command: types_pb2.CommandId, published: bytes) -> Outcome:
-        request = rollout_pb2.ReceiveWeightsRequest(command=command, weights=weights_pb2.PublishedWeights.FromString(published))
-        answer = await _answer(Service.ROLLOUT, self._rollout.ReceiveWeights(request, timeout=self._timeout_s))
-        return Outcome(answer.copied_bytes, answer=answer.sums.SerializeToString(), policy_version=answer.policy_version)
-
-    async def _drain(self, command: types_pb2.CommandId) -> Outcome:
-        request = rollout_pb2.DrainRequest(command=command, grace_ms=round(1000 * self._drain_grace_s))
-        await _answer(Service.ROLLOUT, self._rollout.Drain(request, timeout=self._timeout_s + self._drain_grace_s))
-        return Outcome()
+                return Outcome((await _answer(service, memory.Resume(resume, timeout=timeout_s))).mapped_bytes)
 
 
 async def _answer(service: Service, call: Awaitable[_Answer]) -> _Answer:
@@ -213,11 +202,6 @@ class ChangeoverTrace:
 NO_TRACE = ChangeoverTrace(NO_TRACER, changeover_id="", target=Phase.TRAIN, request_id="")
 
 
-@dataclass(slots=True)
-class _Attempt:
-    outcome: Outcome = field(default_factory=Outcome)
-
-
 class Changeover:
     """Runs the stages of one changeover. `at` is the stage that the node is at."""
 
@@ -246,16 +230,18 @@ class Changeover:
         """Adopts the state that the services report. Raises StageOrder if they contradict each other."""
         self.at = seen.place()
         self._is_on_the_way_back = seen.is_on_the_way_back
-        self._boots = _boots(seen)
+        self._boots = {"trainer_boot_id": seen.trainer_boot_id, "rollout_boot_id": seen.rollout_boot_id}
 
     def knows(self, seen: Observed) -> bool:
         """Whether both services are still in the lives that were last observed."""
-        return self._boots == _boots(seen)
+        return (*self._boots.values(),) == (seen.trainer_boot_id, seen.rollout_boot_id)
 
     async def bring_to_target(self) -> None:
         """Brings the node to `target`. If a stage fails, the finished ones are undone and its error is raised."""
         # SYNC may be still to come while no coordinator learned the answer of LOAD_WEIGHTS.
-        lacks_publication = self.at in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS) and self._journal.published() is None
+        lacks_publication = (
+            self.at in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS) and self._journal.last(Stage.LOAD_WEIGHTS) is None
+        )
         if self._is_on_the_way_back or lacks_publication or turns_back(self.at, self.target):
             await self._take_back(since_phase(self.at))
         stages = path(self.at, self.target)
@@ -264,12 +250,15 @@ class Changeover:
             # Otherwise the next intent, or the changeover's outcome, is recorded without a wait for the services' memory.
             waits = following in TAKES
             try:
-                await self._run(stage, done=self._journal.done if waits else self._journal.done_before_next)
+                await self.run(stage, done=self._journal.done if waits else self._journal.done_before_next)
             except TasukiError as error:
                 if isinstance(error, DeadlineExceeded):
                     self._restart(RULES[stage].service, f"{stage} did not end in time: {error.message}")
                 suspect = (stage,) if isinstance(error, _OUTCOME_UNKNOWN) else ()
-                await self._take_back_after(error, (*finished, *suspect))
+                try:
+                    await self._take_back((*finished, *suspect))
+                except TasukiError as failed:
+                    _log.error("event=undo_failed changeover=%s cause=%s reason=%s", self.id, error.reason, failed.reason)
                 raise
 
     async def make_room(self) -> None:
@@ -280,16 +269,13 @@ class Changeover:
         await self._take_back((Stage.LOAD_TRAINER, *since_phase(self.at)))
         raise Interrupted(f"rollout was lost; it comes back before phase {self.target} is reached")
 
-    async def run(self, stage: Stage) -> None:
+    async def run(self, stage: Stage, *, done: Done) -> None:
         """Runs one stage. Raises its error, and StageOrder if another stage must come first.
 
         Raises OutOfGpuMemory, with nothing recorded or sent, if the stage has no room.
         """
-        await self._run(stage, done=self._journal.done)
-
-    async def _run(self, stage: Stage, *, done: Done) -> None:
         after = advance(self.at, stage)
-        published = self._journal.published() if stage is Stage.SYNC else Outcome()
+        published = self._journal.last(Stage.LOAD_WEIGHTS) if stage is Stage.SYNC else Outcome()
         if published is None:
             text = "the answer of LOAD_WEIGHTS was lost with an earlier coordinator; acquire phase TRAIN, which takes it back"
             raise StageOrder(text, stage=stage, after=self.at)
@@ -297,16 +283,14 @@ class Changeover:
             await self._admission.admit(stage, trainer_boot_id=self._boots["trainer_boot_id"])
         intent = self._intend(stage, is_undo=False)
         self._tell(started_event(intent), self.at)
-        with self._recorded(intent, leads_to=after, done=done) as attempt:
-            attempt.outcome = await self._peers.carry_out(intent, published=published.answer)
+        await self._carry_out(intent, published=published.answer, leads_to=after, done=done)
 
     async def _take_back(self, stages: Sequence[Stage]) -> None:
         """Undoes `stages`, given in the order they ran, and observes the services afterwards."""
         for stage in undo_path(stages):
             intent = self._intend(stage, is_undo=True)
             try:
-                with self._recorded(intent, leads_to=self.at, done=self._journal.done) as attempt:
-                    attempt.outcome = await self._peers.carry_out(intent, published=b"")
+                await self._carry_out(intent, published=b"", leads_to=self.at, done=self._journal.done)
             except StageOrder:
                 # The stage never ran; or rollout went on after it was observed, and the trainer must not return beside it.
                 if stage is Stage.RESUME_WEIGHTS and not (await self._peers.observe()).is_asleep:
@@ -317,27 +301,19 @@ class Changeover:
                 raise PeerUnavailable(f"{service} does not say where it is after the undo", peer=service)
         self.observe(seen)
 
-    async def _take_back_after(self, cause: TasukiError, stages: Sequence[Stage]) -> None:
-        """Undoes as `_take_back`, for a caller that raises `cause`: an error of the undo is journalled and logged."""
-        try:
-            await self._take_back(stages)
-        except TasukiError as error:
-            _log.error("event=undo_failed changeover=%s cause=%s reason=%s", self.id, cause.reason, error.reason)
-
     def _intend(self, stage: Stage, *, is_undo: bool) -> Intent:
         """Records an intent, with which the result before it is on disk."""
         intent = self._journal.intend(stage, self.id, is_undo=is_undo, **self._boots)
         self.report()
         return intent
 
-    @contextmanager
-    def _recorded(self, intent: Intent, *, leads_to: Stage, done: Done) -> Iterator[_Attempt]:
-        """Records the result of the command that the block sends, after its intent."""
-        started, attempt = time.perf_counter(), _Attempt()
+    async def _carry_out(self, intent: Intent, *, published: bytes, leads_to: Stage, done: Done) -> None:
+        """Sends the command of an intent, and records its result."""
+        started = time.perf_counter()
         try:
             with self.trace.stage(intent) as span:
-                yield attempt
-                span.set("tasuki.bytes", attempt.outcome.num_bytes)
+                outcome = await self._peers.carry_out(intent, published=published)
+                span.set("tasuki.bytes", outcome.num_bytes)
         except TasukiError as error:
             self._unreported.append(self._journal.failed(intent, error, seconds=time.perf_counter() - started))
             self.report()
@@ -345,10 +321,12 @@ class Changeover:
                 self._journal.pass_over(int(error.metadata["current_sequence"]))
             if isinstance(error, StaleEpoch) and not self._journal.has_epoch(int(error.metadata["current_epoch"])):
                 # No coordinator ever had this epoch, so none can continue from it; only a restart of the service clears it.
-                self._restart(_service_of(intent), f"it takes stages of an epoch that no coordinator had: {error.message}")
+                self._restart(
+                    RULES[intent.stage].service, f"it takes stages of an epoch that no coordinator had: {error.message}"
+                )
             raise
         self.at = leads_to
-        self._unreported.append(done(intent, attempt.outcome, seconds=time.perf_counter() - started))
+        self._unreported.append(done(intent, outcome, seconds=time.perf_counter() - started))
         if self._journal.is_on_disk:
             self.report()
 
@@ -371,14 +349,3 @@ class Changeover:
 def started_event(intent: Intent) -> StageEvent:
     status = StageStatus.STARTED.number
     return StageEvent(changeover_id=intent.changeover_id, stage=intent.stage.number, status=status, time=timestamp(intent.time))
-
-
-def _service_of(intent: Intent) -> Service:
-    """Service that runs the stage, or its undo."""
-    undo = RULES[intent.stage].undo if intent.is_undo else intent.stage
-    return RULES[undo if isinstance(undo, Stage) else intent.stage].service
-
-
-def _boots(seen: Observed) -> dict[str, str]:
-    """Boot ids under the names that an intent uses."""
-    return {"trainer_boot_id": seen.trainer_boot_id, "rollout_boot_id": seen.rollout_boot_id}

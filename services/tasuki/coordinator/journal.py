@@ -87,8 +87,7 @@ class Journal:
 
     def begin_epoch(self, boot_id: str) -> int:
         """Begins an epoch higher than all before; its commands are numbered from 1."""
-        row = self._write("INSERT INTO epochs (boot_id, start_time) VALUES (?, ?)", (boot_id, time.time()))
-        self.epoch, self._sequence = int(row.lastrowid or 0), 0
+        self.epoch, self._sequence = self._insert("epochs", boot_id=boot_id, start_time=time.time()), 0
         return self.epoch
 
     def has_epoch(self, epoch: int) -> bool:
@@ -98,26 +97,25 @@ class Journal:
     def begin_changeover(self, request_id: str, *, origin: Stage, target: Phase) -> str:
         """Records the start of a changeover from `origin` to `target`. Returns its id. On disk with its first intent, or its outcome."""
         with self._until_next_commit():
-            row = self._write(
-                "INSERT INTO changeovers (epoch, request_id, origin, target, start_time) VALUES (?, ?, ?, ?, ?)",
-                (self.epoch, request_id, origin, target, time.time()),
+            now = time.time()
+            return id_text(
+                self._insert(
+                    "changeovers", epoch=self.epoch, request_id=request_id, origin=origin, target=target, start_time=now
+                )
             )
-        return id_text(int(row.lastrowid or 0))
 
     def end_changeover(
         self, changeover_id: str, *, seconds: float, policy_version: int | None = None, error: TasukiError | None = None
     ) -> pb.Changeover:
         """Records the outcome of a changeover. Returns the completed record."""
-        self._write(
-            "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?)",
-            (
-                id_number(changeover_id),
-                StageStatus.FAILED if error else StageStatus.DONE,
-                policy_version,
-                seconds,
-                error.reason if error else "",
-                error.message if error else "",
-            ),
+        self._insert(
+            "outcomes",
+            number=id_number(changeover_id),
+            status=StageStatus.FAILED if error else StageStatus.DONE,
+            policy_version=policy_version,
+            seconds=seconds,
+            error_reason=error.reason if error else "",
+            error_message=error.message if error else "",
         )
         return self.changeovers(limit=1, before=id_number(changeover_id) + 1)[0]
 
@@ -127,27 +125,24 @@ class Journal:
         sequence = self._sequence + 1  # used only once it is on disk, so an audit finds no gap
         request_id = f"{changeover_id}-{self.epoch}-{sequence}"
         now = time.time()
-        row = self._write(
-            "INSERT INTO stages (number, stage, is_undo, epoch, sequence, request_id, trainer_boot_id, rollout_boot_id, time)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                id_number(changeover_id),
-                stage,
-                is_undo,
-                self.epoch,
-                sequence,
-                request_id,
-                trainer_boot_id,
-                rollout_boot_id,
-                now,
-            ),
+        row = self._insert(
+            "stages",
+            number=id_number(changeover_id),
+            stage=stage,
+            is_undo=is_undo,
+            epoch=self.epoch,
+            sequence=sequence,
+            request_id=request_id,
+            trainer_boot_id=trainer_boot_id,
+            rollout_boot_id=rollout_boot_id,
+            time=now,
         )
         self._sequence = sequence
-        intent = Intent(int(row.lastrowid or 0), changeover_id, stage, is_undo, self.epoch, sequence, request_id, now)
+        intent = Intent(row, changeover_id, stage, is_undo, self.epoch, sequence, request_id, now)
         try:
             self._hit(f"{stage}.intended")
         except DiskFull as error:
-            self._unwritten.append(_result_row(intent, StageStatus.FAILED, Outcome(), time=now, seconds=0.0, error=error))
+            self._unwritten.append((row, StageStatus.FAILED, now, 0.0, 0, b"", None, error.reason, error.message))
             raise
         return intent
 
@@ -212,12 +207,11 @@ class Journal:
         ).fetchone()
         return row["policy_version"] if row else None
 
-    def published(self) -> Outcome | None:
-        """Outcome of the last LOAD_WEIGHTS: the version, and the answer that SYNC passes on. None if no coordinator learned it."""
-        return self._last(Stage.LOAD_WEIGHTS)
+    def last(self, stage: Stage) -> Outcome | None:
+        """Outcome of the last run of a stage; None if it failed, or no coordinator learned an answer.
 
-    def _last(self, stage: Stage) -> Outcome | None:
-        """Outcome of the last run of a stage; None if it failed, or gave no answer."""
+        Of LOAD_WEIGHTS the version, and the answer that SYNC passes on; of SYNC the version, and checksums of what rollout received.
+        """
         row = self._db.execute(
             "SELECT status, bytes, answer, policy_version FROM stages LEFT JOIN results USING (id)"
             " WHERE stage = ? AND NOT is_undo ORDER BY id DESC LIMIT 1",
@@ -227,10 +221,6 @@ class Journal:
             return None
         return Outcome(row["bytes"], answer=row["answer"], policy_version=row["policy_version"])
 
-    def received(self) -> Outcome | None:
-        """Outcome of the last SYNC: the version, and checksums of what rollout received. None if no coordinator learned it."""
-        return self._last(Stage.SYNC)
-
     def fleet_epoch(self, name: str) -> tuple[int, int]:
         """Highest attempt of a fleet that commanded the node, and its highest epoch in that attempt; (0, 0) if none did."""
         query = "SELECT attempt, epoch FROM fleets WHERE name = ? ORDER BY attempt DESC, epoch DESC LIMIT 1"
@@ -239,8 +229,7 @@ class Journal:
 
     def take_fleet_epoch(self, name: str, *, attempt: int, epoch: int) -> None:
         """Records that a later life of a fleet commands the node."""
-        values = (name, attempt, epoch, time.time())
-        self._write("INSERT INTO fleets (name, attempt, epoch, time) VALUES (?, ?, ?, ?)", values)
+        self._insert("fleets", name=name, attempt=attempt, epoch=epoch, time=time.time())
 
     def published_bytes(self, trainer_boot_id: str) -> int | None:
         """Bytes of the last LOAD_WEIGHTS of this life of the trainer; None if it has published nothing yet."""
@@ -322,7 +311,9 @@ class Journal:
         error: TasukiError | None = None,
     ) -> pb.StageEvent:
         now = time.time()
-        self._unwritten.append(_result_row(intent, status, outcome, time=now, seconds=seconds, error=error))
+        reason, message = (error.reason, error.message) if error else ("", "")
+        of_outcome = (outcome.num_bytes, outcome.answer, outcome.policy_version)
+        self._unwritten.append((intent.id, status, now, seconds, *of_outcome, reason, message))
         self._hit(f"{intent.stage}.note")
         self._write_results()
         self._hit(f"{intent.stage}.noted")
@@ -333,9 +324,15 @@ class Journal:
             time=timestamp(now),
             seconds=seconds,
             bytes=outcome.num_bytes,
-            error_reason=error.reason if error else "",
-            error_message=error.message if error else "",
+            error_reason=reason,
+            error_message=message,
         )
+
+    def _insert(self, table: str, **columns: object) -> int:
+        """Adds a row. Returns its id."""
+        names, marks = ", ".join(columns), ", ".join("?" * len(columns))
+        row = self._write(f"INSERT INTO {table} ({names}) VALUES ({marks})", (*columns.values(),))  # noqa: S608 - our own names
+        return int(row.lastrowid or 0)
 
     def _write(self, statement: str, values: Sequence[object]) -> sqlite3.Cursor:
         self._write_results()
@@ -397,10 +394,3 @@ def ending(changeover: pb.Changeover) -> pb.StageEvent:
         error_reason=changeover.error_reason,
         error_message=changeover.error_message,
     )
-
-
-def _result_row(
-    intent: Intent, status: StageStatus, outcome: Outcome, *, time: float, seconds: float, error: TasukiError | None
-) -> tuple[object, ...]:
-    of_outcome = (outcome.num_bytes, outcome.answer, outcome.policy_version)
-    return (intent.id, status, time, seconds, *of_outcome, error.reason if error else "", error.message if error else "")

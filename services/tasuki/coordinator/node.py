@@ -12,8 +12,8 @@ from typing import Any
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.changeover import Changeover, ChangeoverTrace, Peers, Restart
 from tasuki.coordinator.journal import Journal, Outcome, ending, timestamp
-from tasuki.coordinator.operations import LOSSES, Operation, Operations, next_attempt_id
-from tasuki.coordinator.phases import Observed, advance, leads_to, next_stage, phase_of, since_phase
+from tasuki.coordinator.operations import LOSSES, Operation, Operations, attempt_ids
+from tasuki.coordinator.phases import Observed, advance, leads_to, phase_of, since_phase
 from tasuki.v1.coordinator_pb2 import NodeState, StageEvent
 from tasuki.wire.errors import (
     DiskFull,
@@ -24,7 +24,7 @@ from tasuki.wire.errors import (
     StaleEpoch,
     TasukiError,
 )
-from tasuki.wire.stages import HOLDS, Phase, Stage, StageStatus
+from tasuki.wire.stages import HOLDS, NEXT, Phase, Stage, StageStatus
 from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.coordinator")
@@ -69,6 +69,7 @@ class Node:
         self._last_error, self._missed = journal.close_interrupted(), ""
 
     def state(self) -> NodeState:
+        received = self._journal.last(Stage.SYNC) if self._at in _HOLDS_WEIGHTS else None
         poison = f"rollout is unusable until it is restarted: {self._poison}" if self._poison else ""
         return NodeState(
             **place_fields(self._at),
@@ -80,7 +81,7 @@ class Node:
             rollout_target=self._rollout_target,
             num_changeovers=self._num_done,
             last_error="; ".join(part for part in (self._missed or self._last_error, poison, self._waiting) if part),
-            weights_digest=self._weights_digest() if self._at in _HOLDS_WEIGHTS else b"",
+            weights_digest=b"" if received is None else hashlib.sha256(received.answer).digest(),
         )
 
     async def look(self) -> NodeState:
@@ -92,10 +93,6 @@ class Node:
                 self._at, self._missed = None, f"{error.reason}: {error.message}"
             return self.state()
 
-    def _weights_digest(self) -> bytes:
-        received = self._journal.received()
-        return b"" if received is None else hashlib.sha256(received.answer).digest()
-
     def acquire(self, phase: Phase, request_id: str) -> Operation:
         """Operation that brings the node to `phase`: the one this request id began, the running one, or a new one.
 
@@ -103,18 +100,11 @@ class Node:
         """
         subject = f"phase {phase}"
         self._operations.join(subject, request_id)
-        known = self._operations.find(subject, request_id)
-        if known is not None:
-            return known
-        return self._operations.add(request_id, Operation(subject, asyncio.create_task(self._bring_to(phase, request_id))))
+        return self._operations.begin(subject, request_id, lambda: self._bring_to(phase, request_id))
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """Operation that runs one stage. Raises ChangeoverRunning while another one runs."""
-        subject = f"stage {stage}"
-        known = self._operations.find(subject, request_id)
-        if known is not None:
-            return known
-        return self._operations.add(request_id, Operation(subject, asyncio.create_task(self._run_single(stage, request_id))))
+        return self._operations.begin(f"stage {stage}", request_id, lambda: self._run_single(stage, request_id))
 
     async def recover(self) -> None:
         """Observes the services once they answer, and brings a node in the middle of the ring to TRAIN."""
@@ -143,7 +133,7 @@ class Node:
                     self._tell(held_event(), at)
                     return
                 self._close_left(at, phase)
-                changeover = self._begin(next_attempt_id(self._journal, request_id), seen, target=phase)
+                changeover = self._begin(request_id, seen, target=phase)
                 # An engine that is being restarted takes what memory is free, and waits for the trainer to leave.
                 makes_room = phase is Phase.ROLLOUT and seen.trainer_is_in_the_way
                 try:
@@ -218,9 +208,9 @@ class Node:
             target = leads_to(at)
             if self._open is not None and (self._open.target is not target or not self._open.knows(seen)):
                 self._close_left(at, target)  # what was restarted may have moved the node
-            changeover = self._open or self._begin(next_attempt_id(self._journal, request_id), seen, target=target)
+            changeover = self._open or self._begin(request_id, seen, target=target)
             changeover.observe(seen)
-            await changeover.run(stage)
+            await changeover.run(stage, done=self._journal.done)
             if phase_of(stage) is not None:
                 self._close(changeover)
 
@@ -247,6 +237,7 @@ class Node:
         return at
 
     def _begin(self, request_id: str, seen: Observed, *, target: Phase) -> Changeover:
+        request_id = attempt_ids(self._journal, request_id)[-1]
         changeover_id = self._journal.begin_changeover(request_id, origin=seen.place(), target=target)
         self._open = Changeover(
             changeover_id,
@@ -264,7 +255,7 @@ class Node:
     def _close(self, changeover: Changeover, error: TasukiError | None = None) -> None:
         seconds = time.perf_counter() - changeover.started
         serves = error is None and self._at is HOLDS[Phase.ROLLOUT]
-        published = self._journal.published() if serves else None
+        published = self._journal.last(Stage.LOAD_WEIGHTS) if serves else None
         version = published.policy_version if published else None
         ended = self._journal.end_changeover(changeover.id, seconds=seconds, policy_version=version, error=error)
         changeover.report()
@@ -287,7 +278,7 @@ def place_fields(at: Stage | None) -> dict[str, Any]:
     if at is None:
         return {}
     phase = phase_of(at)
-    return {"phase": phase.number if phase else None, "stage": at.number, "next_stage": next_stage(at).number}
+    return {"phase": phase.number if phase else None, "stage": at.number, "next_stage": NEXT[at].number}
 
 
 def held_event() -> StageEvent:

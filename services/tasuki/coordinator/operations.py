@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -46,12 +46,12 @@ Update = pb.AcquireResponse
 class Operation:
     """One piece of work and its events. `subject` is the request, so a request id reused for another one is noticed."""
 
-    def __init__(self, subject: str, task: asyncio.Task[None]) -> None:
+    def __init__(self, subject: str, work: Coroutine[Any, Any, None]) -> None:
         self.subject = subject
         self._updates: list[Update] = []
         self._news = asyncio.Event()
-        self._task = task
-        task.add_done_callback(self._end)
+        self._task = asyncio.create_task(work)
+        self._task.add_done_callback(self._end)
 
     def tell(self, update: Update) -> None:
         self._updates.append(update)
@@ -82,9 +82,7 @@ class Operation:
     @property
     def reason(self) -> str:
         """Reason of the error that ended it; empty while it runs or if it succeeded."""
-        if not self.is_over or self._task.cancelled():
-            return ""
-        error = self._task.exception()
+        error = self._task.exception() if self.is_over and not self._task.cancelled() else None
         return error.reason if isinstance(error, TasukiError) else ""
 
     def _end(self, task: asyncio.Task[None]) -> None:
@@ -157,18 +155,14 @@ class Operations:
         if self._running is not None and self._running.subject == subject and request_id not in self._known:
             self._remember(request_id, self._running)
 
-    def find(self, subject: str, request_id: str) -> Operation | None:
-        """Operation that this request id began, to be followed; None for a new request, which `add` takes.
+    def begin(self, subject: str, request_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> Operation:
+        """Operation that this request id began, to be followed; a new one that does `work`, in its turn, for a new request.
 
-        Raises ChangeoverRunning while another operation runs.
+        Raises ChangeoverRunning for a new request while another operation runs.
         """
         known = self._known.get(request_id)
-        if known is not None and known.subject == subject and known.reason in _TO_REPEAT:
-            known = None
-        written = None if known is not None else last_attempt(self._journal, request_id)
-        # A changeover that an earlier coordinator left interrupted is run now; its interruption is not its answer.
-        if written is not None and written.error_reason not in (*_UNANSWERED, *_TO_REPEAT):
-            known = self._replayed(written)
+        if known is None or (known.subject == subject and known.reason in _TO_REPEAT):
+            known = self._replayed(request_id)
         if known is not None:
             if known.subject != subject:
                 raise InvalidArgument("request_id", f"{request_id!r} was used for {known.subject} before; choose another one")
@@ -178,12 +172,9 @@ class Operations:
                 f"{self._running.subject} is under way; ask for {subject} when it has ended",
                 changeover_id=self._state().changeover_id,
             )
-        return None
-
-    def add(self, request_id: str, operation: Operation) -> Operation:
-        """Adds a new operation; its task waits for its turn."""
-        self._last = operation
-        return self._remember(request_id, operation)
+        self._last = Operation(subject, work())
+        self._remember(request_id, self._last)
+        return self._last
 
     def tell(self, event: pb.StageEvent) -> None:
         """Sends an event, with the state after it, to the running operation and the watchers."""
@@ -197,39 +188,32 @@ class Operations:
         if self._running is not None:
             await self._running.stop()
 
-    def _replayed(self, changeover: pb.Changeover) -> Operation:
-        """Ended operation rebuilt from a changeover of an earlier life of the coordinator."""
-        operation = Operation(f"phase {Phase.of(changeover.target)}", asyncio.create_task(_ended(changeover)))
-        for event in (*self._journal.events(changeover.changeover_id), ending(changeover)):
+    def _replayed(self, request_id: str) -> Operation | None:
+        """Ended operation rebuilt from the request's last try in the journal; None if there is none, or it has no answer.
+
+        A changeover that an earlier coordinator left interrupted is run now; its interruption is not its answer.
+        """
+        *tried, _ = attempt_ids(self._journal, request_id)
+        written = self._journal.find(tried[-1]) if tried else None
+        if written is None or written.error_reason in (*_UNANSWERED, *_TO_REPEAT):
+            return None
+        operation = Operation(f"phase {Phase.of(written.target)}", _ended(written))
+        for event in (*self._journal.events(written.changeover_id), ending(written)):
             operation.tell(Update(event=event, state=self._state()))
         return operation
 
-    def _remember(self, request_id: str, operation: Operation) -> Operation:
+    def _remember(self, request_id: str, operation: Operation) -> None:
         self._known[request_id] = operation
         if len(self._known) > _KEPT:
             self._known.popitem(last=False)
-        return operation
 
 
-def next_attempt_id(journal: Journal, request_id: str) -> str:
-    """Returns `request_id`, with a number appended if the journal has it from an earlier try."""
-    return list(_names(journal, request_id))[-1]
-
-
-def last_attempt(journal: Journal, request_id: str) -> pb.Changeover | None:
-    """Last try of a request; None if it was never tried."""
-    tried = list(_names(journal, request_id))[:-1]
-    return journal.find(tried[-1]) if tried else None
-
-
-def _names(journal: Journal, request_id: str) -> Iterator[str]:
-    """Yields the names that the journal has, then the next one."""
-    number, name = 1, request_id
-    while journal.find(name) is not None:
-        yield name
-        number += 1
-        name = f"{request_id}~{number}"
-    yield name
+def attempt_ids(journal: Journal, request_id: str) -> list[str]:
+    """Ids under which the journal has the tries of a request, and one for the next try."""
+    ids = [request_id]
+    while journal.find(ids[-1]) is not None:
+        ids.append(f"{request_id}~{len(ids) + 1}")
+    return ids
 
 
 async def _ended(changeover: pb.Changeover) -> None:

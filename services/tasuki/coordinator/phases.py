@@ -13,11 +13,6 @@ from tasuki.wire.errors import PeerUnavailable, StageOrder
 from tasuki.wire.stages import NEXT, RULES, Phase, Service, Stage, last_of
 
 
-def next_stage(at: Stage) -> Stage:
-    """Only stage that may come next."""
-    return NEXT[at]
-
-
 def phase_of(at: Stage) -> Phase | None:
     """Phase that holds at `at`; None in the middle of a changeover."""
     return RULES[at].completes
@@ -36,17 +31,16 @@ def path(at: Stage, to: Phase) -> tuple[Stage, ...]:
     """Stages that lead forwards from `at` to phase `to`; none if it already holds."""
     stages: list[Stage] = []
     while phase_of(at) is not to:
-        at = next_stage(at)
+        at = NEXT[at]
         stages.append(at)
     return tuple(stages)
 
 
 def leads_to(at: Stage) -> Phase:
     """Next phase, going forwards."""
-    phase = None
-    while phase is None:
-        at = next_stage(at)
-        phase = phase_of(at)
+    at = NEXT[at]
+    while (phase := phase_of(at)) is None:
+        at = NEXT[at]
     return phase
 
 
@@ -68,9 +62,7 @@ def undo_path(finished: Sequence[Stage]) -> tuple[Stage, ...]:
     if not all(RULES[stage].has_undo for stage in finished):
         return ()
     newest_first = finished[::-1]
-    of_rollout = (stage for stage in newest_first if RULES[stage].service is Service.ROLLOUT)
-    of_trainer = (stage for stage in newest_first if RULES[stage].service is Service.TRAINER)
-    return (*of_rollout, *of_trainer)
+    return tuple(sorted(newest_first, key=lambda stage: RULES[stage].service is Service.TRAINER))
 
 
 def turns_back(at: Stage, to: Phase) -> bool:
@@ -85,12 +77,10 @@ def ring_position(*, trainer: Stage | None, rollout: Stage | None) -> Stage | No
     A restarted rollout is asleep, which is compatible with any position of the trainer. A restarted trainer is loaded, so the node is
     where rollout is: it goes on to LOAD_TRAINER, or back (`lost_weights`). None if the two contradict each other.
     """
-    if trainer is None and rollout is not None and rollout is not Stage.PAUSE_WEIGHTS:
+    is_alone = trainer is None and rollout not in (None, Stage.PAUSE_WEIGHTS)
+    if is_alone or lost_weights(trainer=trainer, rollout=rollout):
         return rollout
-    if lost_weights(trainer=trainer, rollout=rollout):
-        return rollout
-    seen = {Service.TRAINER: trainer or Stage.LOAD_TRAINER, Service.ROLLOUT: rollout or Stage.PAUSE_WEIGHTS}
-    return _RING_POSITIONS.get((seen[Service.TRAINER], seen[Service.ROLLOUT]))
+    return _RING_POSITIONS.get((trainer or Stage.LOAD_TRAINER, rollout or Stage.PAUSE_WEIGHTS))
 
 
 def lost_weights(*, trainer: Stage | None, rollout: Stage | None) -> bool:
@@ -170,8 +160,7 @@ class Observed:
     def place(self) -> Stage:
         """Stage that the node is at. Raises StageOrder if the two services contradict each other."""
         trainer, rollout = self.trainer_stage, self.rollout_stage
-        at = ring_position(trainer=trainer, rollout=rollout)
-        if at is None:
+        if (at := ring_position(trainer=trainer, rollout=rollout)) is None:
             text = f"trainer is at {trainer} and rollout at {rollout}, where no changeover leads; restart the node"
             raise StageOrder(text, trainer=trainer, rollout=rollout)
         return at

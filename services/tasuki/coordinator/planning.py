@@ -12,7 +12,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.phases import phase_of
 from tasuki.memory.host import host_memory
-from tasuki.planner.advice import Advice, Rung, advise
+from tasuki.planner.advice import Advice, advise
 from tasuki.planner.choose import plan_node
 from tasuki.planner.node import MARGIN, Part
 from tasuki.planner.plan import Plan, StagePlan
@@ -43,18 +43,17 @@ class Planning:
         self._made: dict[tuple[int, int], pb.PlanResponse] = {}
         self._turn = asyncio.Lock()
 
-    async def plan(self, *, gpu_bytes: int | None, host_bytes: int | None) -> pb.PlanResponse:
-        """Plans for these sizes; None is the node's. Raises as plan_node, and if a GPU's size cannot be read."""
-        sizes = (await self._gpu_bytes(gpu_bytes), host_memory().total_bytes if host_bytes is None else host_bytes)
+    async def plan(self, request: pb.PlanRequest) -> pb.PlanResponse:
+        """Plans for the request's sizes; those missing are the node's. Raises as plan_node, and if a GPU's size cannot be read."""
+        if self._config.device == "cpu":
+            gpu_bytes = _NO_GPU
+        else:
+            gpu_bytes = request.gpu_bytes if request.HasField("gpu_bytes") else await self._admission.gpu_bytes()
+        sizes = (gpu_bytes, request.host_bytes if request.HasField("host_bytes") else host_memory().total_bytes)
         async with self._turn:
             if sizes not in self._made:
                 self._made = {sizes: await asyncio.to_thread(self._plan, *sizes)}
             return self._made[sizes]
-
-    async def _gpu_bytes(self, given: int | None) -> int:
-        if self._config.device == "cpu":
-            return _NO_GPU
-        return await self._admission.gpu_bytes() if given is None else given
 
     def _plan(self, gpu_bytes: int, host_bytes: int) -> pb.PlanResponse:
         planned = plan_node(self._config, gpu_bytes=gpu_bytes, host_bytes=host_bytes, choices=self._choices)
@@ -85,7 +84,16 @@ def plan_to_proto(planned: Plan, advice: Advice) -> pb.PlanResponse:
         kv_cache_tokens=planned.kv_pool.num_tokens,
         kv_cache_bytes=planned.kv_pool.num_bytes,
         max_kv_ratio=advice.max_kv_ratio,
-        advice=[_change(rung) for rung in advice.ladder],
+        advice=[
+            pb.PlannedChange(
+                setting=rung.setting,
+                old=rung.old,
+                new=rung.new,
+                gpu_peak_bytes=rung.plan.gpu_peak.gpu_bytes,
+                fits=rung.plan.fits,
+            )
+            for rung in advice.ladder
+        ],
         parameters=node.model.count_by_kind(),
         host_bytes=node.host_bytes,
         residency=[pb.PlannedResidency(gpus=name, stays=stays, leaves=leaves) for name, stays, leaves in stay_and_leave(node)],
@@ -99,29 +107,18 @@ def plan_to_proto(planned: Plan, advice: Advice) -> pb.PlanResponse:
 
 def _stage(planned: Plan, stage: StagePlan) -> pb.PlannedStage:
     node = planned.node
-    devices = [_device("host", stage.host, node.host_bytes, margin=MARGIN)]
+    devices = [_device("host", stage.host, node.host_bytes)]
     if node.device == "cuda":
-        gpus = enumerate(stage.gpus)
-        devices += [_device(f"cuda:{i}", parts, node.gpu_bytes, margin=MARGIN) for i, parts in gpus]
+        devices += [_device(f"cuda:{i}", parts, node.gpu_bytes) for i, parts in enumerate(stage.gpus)]
     return pb.PlannedStage(stage=stage.stage, devices=devices)
 
 
-def _device(name: str, parts: Mapping[Part, int], capacity_bytes: int, *, margin: int) -> pb.PlannedDevice:
+def _device(name: str, parts: Mapping[Part, int], capacity_bytes: int) -> pb.PlannedDevice:
     needed = sum(parts.values())
     return pb.PlannedDevice(
         device=name,
         needed_bytes=needed,
         capacity_bytes=capacity_bytes,
-        fits=needed + margin <= capacity_bytes,
+        fits=needed + MARGIN <= capacity_bytes,
         parts=[pb.PlannedPart(part=part, bytes=size) for part, size in sorted(parts.items(), key=lambda item: -item[1])],
-    )
-
-
-def _change(rung: Rung) -> pb.PlannedChange:
-    return pb.PlannedChange(
-        setting=rung.setting,
-        old=rung.old,
-        new=rung.new,
-        gpu_peak_bytes=rung.plan.gpu_peak.gpu_bytes,
-        fits=rung.plan.fits,
     )

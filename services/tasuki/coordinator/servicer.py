@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 import grpc
@@ -38,12 +38,6 @@ class Operated(Protocol):
     def acquire(self, phase: Phase, request_id: str) -> Operation: ...
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation: ...
-
-
-class Plans(Protocol):
-    """Makes the plan of a node."""
-
-    async def plan(self, *, gpu_bytes: int | None, host_bytes: int | None) -> pb.PlanResponse: ...
 
 
 class FleetHold:
@@ -89,7 +83,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self,
         node: Operated,
         journal: Journal,
-        planning: Plans,
+        plan: Callable[[pb.PlanRequest], Awaitable[pb.PlanResponse]],
         *,
         instance: Instance,
         port_targets: Mapping[str, str],
@@ -99,7 +93,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         port_targets: addresses of services by name, for callers at the coordinator's port."""
         self._hold = FleetHold(journal)
         self._port_targets = port_targets
-        self._node, self._journal, self._planning, self._instance = node, journal, planning, instance
+        self._node, self._journal, self._plan, self._instance = node, journal, plan, instance
 
     async def Acquire(self, request: pb.AcquireRequest, context: _Context) -> AsyncIterator[pb.AcquireResponse]:
         if request.HasField("fleet"):
@@ -121,7 +115,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             if update.event.stage == request.stage:
                 response.event.CopyFrom(update.event)
             response.state.CopyFrom(self._state(update.state, context))
-        received = self._journal.received() if stage is Stage.SYNC else None
+        received = self._journal.last(Stage.SYNC) if stage is Stage.SYNC else None
         if received is not None:
             response.sums.ParseFromString(received.answer)
         return response
@@ -142,8 +136,12 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         size = request.page_size or _DEFAULT_PAGE_SIZE
         if size > _MAX_PAGE_SIZE:
             raise InvalidArgument("page_size", f"must be at most {_MAX_PAGE_SIZE}, is {size}")
+        # No token given out here is longer; a number above SQLite's 64 bits would be our error, not the caller's.
+        token = request.page_token
+        if token and not (token.isascii() and token.isdigit() and len(token) <= 18):
+            raise InvalidArgument("page_token", "is not one that ListChangeovers gave out")
         # One more than asked for tells whether there is another page.
-        found = self._journal.changeovers(limit=size + 1, before=_page_start(request.page_token))
+        found = self._journal.changeovers(limit=size + 1, before=int(token) if token else None)
         page = found[:size]
         return pb.ListChangeoversResponse(
             changeovers=page,
@@ -151,10 +149,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         )
 
     async def Plan(self, request: pb.PlanRequest, context: _Context) -> pb.PlanResponse:
-        return await self._planning.plan(
-            gpu_bytes=request.gpu_bytes if request.HasField("gpu_bytes") else None,
-            host_bytes=request.host_bytes if request.HasField("host_bytes") else None,
-        )
+        return await self._plan(request)
 
     def _state(self, state: pb.NodeState, context: _Context) -> pb.NodeState:
         """State for one caller: at a port it has the services' ports, "" for a service without one."""
@@ -169,12 +164,3 @@ def _request_id(given: str) -> str:
     if len(given) > _MAX_REQUEST_ID:
         raise InvalidArgument("request_id", f"must have at most {_MAX_REQUEST_ID} characters, has {len(given)}")
     return given or uuid.uuid4().hex
-
-
-def _page_start(token: str) -> int | None:
-    if not token:
-        return None
-    # Of the tokens given out here none is longer; a number above SQLite's 64 bits would be our error, not the caller's.
-    if not (token.isascii() and token.isdigit() and len(token) <= 18):
-        raise InvalidArgument("page_token", "is not one that ListChangeovers gave out")
-    return int(token)

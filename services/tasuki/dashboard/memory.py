@@ -15,8 +15,7 @@ from google.protobuf.json_format import MessageToDict
 
 from tasuki.config.choices import read_choices
 from tasuki.config.load import load_config
-from tasuki.coordinator.headroom import after
-from tasuki.coordinator.observe.memory_record import read_usages
+from tasuki.coordinator.observe.memory_record import after, read_usages
 from tasuki.coordinator.phases import phase_of
 from tasuki.coordinator.planning import PART_TAGS, plan_to_proto
 from tasuki.dashboard.followed import MALFORMED, Followed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from tasuki.coordinator.changeover import ChangeoverTrace
 from tasuki.coordinator.journal import ending
 from tasuki.coordinator.node import held_event, place_fields
-from tasuki.coordinator.operations import LOSSES, Operation, Operations, next_attempt_id
+from tasuki.coordinator.operations import LOSSES, Operation, Operations, attempt_ids
 from tasuki.coordinator.phases import phase_of
 from tasuki.fleet.changeover import FleetChangeover
 from tasuki.fleet.journal import FleetJournal
@@ -93,10 +93,7 @@ class Fleet:
         """
         subject = f"phase {phase}"
         self._operations.join(subject, request_id)
-        known = self._operations.find(subject, request_id)
-        if known is not None:
-            return known
-        return self._operations.add(request_id, Operation(subject, asyncio.create_task(self._bring_to(phase, request_id))))
+        return self._operations.begin(subject, request_id, lambda: self._bring_to(phase, request_id))
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """Raises PermissionDenied: a fleet moves through whole phases."""
@@ -158,7 +155,7 @@ class Fleet:
                     return
 
     async def _try(self, phase: Phase, request_id: str) -> None:
-        name, started = next_attempt_id(self._journal, request_id), time.perf_counter()
+        name, started = attempt_ids(self._journal, request_id)[-1], time.perf_counter()
         origin = common_place(self._states) or next(filter(None, map(place, self._states)), TRAIN)
         self._changeover_id = changeover_id = self._journal.begin_changeover(name, origin=origin, target=phase)
         self._journal.note_states(changeover_id, self._states)

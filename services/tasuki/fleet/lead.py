@@ -32,7 +32,8 @@ from tasuki.rpc.port import fleet_port
 from tasuki.rpc.server import RpcServer
 from tasuki.trainer.data.cost import sample_cost
 from tasuki.trainer.data.plan import split_samples
-from tasuki.v1 import coordinator_pb2, fleet_pb2, fleet_pb2_grpc
+from tasuki.v1 import fleet_pb2, fleet_pb2_grpc
+from tasuki.v1.coordinator_pb2 import PlanRequest, PlanResponse
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub, add_CoordinatorServiceServicer_to_server
 from tasuki.v1.fleet_pb2 import FleetNode
 from tasuki.v1.fleet_pb2_grpc import add_FleetServiceServicer_to_server
@@ -82,10 +83,16 @@ def make_server(
     assert config.fleet is not None
     address, instance = config.fleet.leader, read_instance(config.state_dir)
     server = RpcServer(service="fleet", target=fleet_target(config), port=fleet_port(config), tracer=tracer)
+
+    async def plan(request: PlanRequest) -> PlanResponse:
+        # A plan covers one node and is the same on all: node 0 computes it.
+        stub: Any = CoordinatorServiceStub(nodes[0].coordinator)
+        return await answered(stub.Plan(request, timeout=_PLAN_TIMEOUT_S))
+
     coordinator = CoordinatorServicer(
         fleet,
         journal,
-        PlanOfNodes(nodes),
+        plan,
         instance=instance,
         port_targets={"trainer": address, "rollout": address},
     )
@@ -200,15 +207,3 @@ def addresses_of(host: str) -> set[str]:
         return {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
         return set()
-
-
-class PlanOfNodes:
-    """A plan covers one node and is the same on all: node 0 computes it."""
-
-    def __init__(self, nodes: FleetNodes) -> None:
-        self._nodes = nodes
-
-    async def plan(self, *, gpu_bytes: int | None, host_bytes: int | None) -> coordinator_pb2.PlanResponse:
-        request = coordinator_pb2.PlanRequest(gpu_bytes=gpu_bytes, host_bytes=host_bytes)
-        stub: Any = CoordinatorServiceStub(self._nodes[0].coordinator)
-        return await answered(stub.Plan(request, timeout=_PLAN_TIMEOUT_S))

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from tasuki.coordinator.audit.history import ChangeoverRecord, History, Invariant, StageRecord, Violation, check_gaps
 from tasuki.coordinator.audit.services import PossibleStages, WeightsTrace, moves_of
 from tasuki.coordinator.journal_file import id_number, id_text
-from tasuki.coordinator.phases import next_stage, ring_position, since_phase, undo_path
+from tasuki.coordinator.phases import ring_position, since_phase, undo_path
 from tasuki.wire.errors import DeadlineExceeded, InternalError, Interrupted, PeerUnavailable, StageOrder
-from tasuki.wire.stages import HOLDS, RULES, Phase, Service, Stage, StageStatus
+from tasuki.wire.stages import HOLDS, NEXT, RULES, Phase, Service, Stage, StageStatus
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ class _Replay:
         self.ways_back = []
         after = RULES[intent.stage].after
         if not self._narrow(after) and after is not self.believed:
-            allowed = sorted({next_stage(at) for at in self._places()})
+            allowed = sorted({NEXT[at] for at in self._places()})
             raise intent.breaks(Invariant.RING, f"{_names(allowed)}, since the node is at {_names(self._places())}")
 
     def _check_holder(self, intent: StageRecord) -> None:
@@ -185,7 +185,7 @@ class _Replay:
         if not self.ways_back:
             for at in {*self._places(), *((self.believed,) if self.believed else ())}:
                 done = since_phase(at)
-                begun = [(*done, next_stage(at)), done, (Stage.LOAD_TRAINER, *done)]
+                begun = [(*done, NEXT[at]), done, (Stage.LOAD_TRAINER, *done)]
                 if at is self.goal:
                     begun.append((*since_phase(RULES[at].after), at))
                 self.ways_back += [undo_path(stages) for stages in begun]

@@ -9,19 +9,21 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tasuki.coordinator.headroom import after
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
-from tasuki.wire.stages import RING, MemoryTag, Service
+from tasuki.wire.stages import RING, MemoryTag, Service, Stage
 
 _log = logging.getLogger("tasuki.coordinator")
 _MAX_BYTES = 16_000_000
 """Size limit of a file; a line has about 200 bytes for each tag of a GPU."""
 
+TAKES = {rule.stage: rule.resumes for rule in RING if rule.resumes}
+"""Tags that a stage wakes."""
+_GIVES = {rule.stage: rule.pauses for rule in RING if rule.pauses}
 Usages = Mapping[Service, GetUsageResponse]
 
 
@@ -37,19 +39,40 @@ class MemoryRecord:
         tags = _listed(usages)
         if json.dumps(tags) in self._known:
             return
-        self._known = _reached_by_stages(usages)
-        totals = {one.device: one.total_bytes for usage in usages.values() for one in usage.devices}
+        # All states of the tags over the positions in the ring, if only stages move them.
+        self._known, now = {json.dumps(tags)}, dict(usages)
+        for rule in (*RING, *RING):
+            now[rule.service] = after(rule.stage, now[rule.service])
+            self._known.add(json.dumps(_listed(now)))
+        devices = [one for usage in usages.values() for one in usage.devices]
         processes = Counter[str]()
-        for one in (one for usage in usages.values() for one in usage.devices):
+        for one in devices:
             processes[one.device] += one.process_bytes
-        record = {"time": time.time(), "tags": tags, "device_bytes": totals, "process_bytes": processes}
-        line = json.dumps(record) + "\n"
+        totals = {one.device: one.total_bytes for one in devices}
+        line = json.dumps({"time": time.time(), "tags": tags, "device_bytes": totals, "process_bytes": processes}) + "\n"
         try:
             with self._path.open("a") as lines:
                 if lines.tell() + len(line) <= _MAX_BYTES:
                     lines.write(line)
         except OSError as error:
             _log.warning("event=memory_not_recorded path=%s error=%s", self._path, error)
+
+
+def after(stage: Stage, usage: GetUsageResponse) -> GetUsageResponse:
+    """The same usage once `stage` is done."""
+    then = GetUsageResponse()
+    then.CopyFrom(usage)
+    for one in tags_of(stage, then, TAKES):
+        one.mapped_bytes, one.kept_bytes, one.is_paused = one.total_bytes, 0, False
+    for one in tags_of(stage, then, _GIVES):
+        if not one.stays:
+            one.mapped_bytes, one.is_paused = 0, True
+    return then
+
+
+def tags_of(stage: Stage, usage: GetUsageResponse, moved: Mapping[Stage, Sequence[MemoryTag]]) -> list[TagUsage]:
+    """The service's tags that `stage` moves. moved: tags by stage."""
+    return [one for one in usage.tags if MemoryTag.of(one.tag) in moved.get(stage, ())]
 
 
 def read_usages(line: Mapping[str, Any]) -> dict[Service, GetUsageResponse]:
@@ -61,29 +84,19 @@ def read_usages(line: Mapping[str, Any]) -> dict[Service, GetUsageResponse]:
     }
 
 
-def _reached_by_stages(usages: Usages) -> set[str]:
-    """Possible states of the tags over all positions in the ring, if only stages move them."""
-    reached: set[str] = set()
-    now = dict(usages)
-    for rule in (*RING, *RING):
-        now[rule.service] = after(rule.stage, now[rule.service])
-        reached.add(json.dumps(_listed(now)))
-    return reached | {json.dumps(_listed(usages))}
-
-
 def _listed(usages: Usages) -> list[dict[str, Any]]:
-    return [_tag_fields(service, tag) for service in Service for tag in usages[service].tags]
-
-
-def _tag_fields(service: Service, tag: TagUsage) -> dict[str, Any]:
-    return {
-        "service": service,
-        "tag": MemoryTag.of(tag.tag),
-        "device": tag.device,
-        "mapped_bytes": tag.mapped_bytes,
-        "total_bytes": tag.total_bytes,
-        "stays": tag.stays,
-    }
+    return [
+        {
+            "service": service,
+            "tag": MemoryTag.of(tag.tag),
+            "device": tag.device,
+            "mapped_bytes": tag.mapped_bytes,
+            "total_bytes": tag.total_bytes,
+            "stays": tag.stays,
+        }
+        for service in Service
+        for tag in usages[service].tags
+    ]
 
 
 def _tag(fields: Mapping[str, Any]) -> TagUsage:

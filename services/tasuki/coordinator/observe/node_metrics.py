@@ -32,7 +32,7 @@ from tasuki.rpc.metric_names import (
     STAGE_SECONDS,
 )
 from tasuki.rpc.metrics import joined, of_service
-from tasuki.v1.coordinator_pb2 import PlanResponse, StageEvent
+from tasuki.v1.coordinator_pb2 import PlanRequest, PlanResponse, StageEvent
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.stages import MemoryTag, Phase, Service, Stage, StageStatus
@@ -120,7 +120,7 @@ class NodeMetrics:
 
     async def _plan(self) -> None:
         with suppress(TasukiError):
-            self._planned = self._planned or await self._planning.plan(gpu_bytes=None, host_bytes=None)
+            self._planned = self._planned or await self._planning.plan(PlanRequest())
 
     async def _read_run(self) -> None:
         """Reads the run's figures; keeps the old ones if the disk does not answer."""
