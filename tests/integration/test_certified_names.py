@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from tasuki.client import Credentials
-from tasuki.rpc.access import CertifiedCallers
+from tasuki.rpc.access import certified_callers
 from tasuki.rpc.http_port import _names_of
 from tasuki.wire.channel import open_channel
 from tests.integration.port_node import PortNode, make_certs, mtls, port_config, port_node
@@ -80,4 +80,4 @@ async def test_only_the_one_whole_id_gives_a_role(node: PortNode, uris: tuple[st
         def auth_context(self) -> dict[str, list[bytes]]:
             return _names_of(decoded)
 
-    assert (CertifiedCallers(None).of(Connection()).role is not None) is is_let_in
+    assert (certified_callers(None)(Connection()).role is not None) is is_let_in

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.schema import CallerRole
-from tasuki.rpc.access import CertifiedCallers
+from tasuki.rpc.access import certified_callers
 
 
 class Context:
@@ -34,7 +34,7 @@ class Context:
     ],
 )
 def test_role_is_in_the_id_by_default(shown: dict[str, str], role: CallerRole | None) -> None:
-    assert CertifiedCallers(None).of(Context(**shown)).role is role
+    assert certified_callers(None)(Context(**shown)).role is role
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_role_is_in_the_id_by_default(shown: dict[str, str], role: CallerRole | 
 def test_the_table_alone_counts_where_there_is_one(tmp_path: Path, shown: dict[str, str], role: CallerRole | None) -> None:
     lines = ['"spiffe://lab/alice" = "operator"\n', '"SPIFFE://lab/alice" = "peer"\n', 'ci = "viewer"\n']
     (tmp_path / "roles.toml").write_text("".join(["[certificates]\n", *lines]))
-    assert CertifiedCallers(tmp_path / "roles.toml").of(Context(**shown)).role is role
+    assert certified_callers(tmp_path / "roles.toml")(Context(**shown)).role is role
 
 
 def test_name_of_a_caller_is_told_in_ascii() -> None:
-    assert CertifiedCallers(None).of(Context(x509_common_name="a\nb\u202e")).name == "'a\\nb\\u202e'"
+    assert certified_callers(None)(Context(x509_common_name="a\nb\u202e")).name == "'a\\nb\\u202e'"

@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from tasuki.rpc.start_order import wait_for_rollout_to_leave
+from tasuki.rpc.start_order import wait_to_leave
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2
-from tasuki.wire.stages import MemoryTag
+from tasuki.wire.stages import MemoryTag, Service
 
 KV_CACHE, WEIGHTS = types_pb2.MEMORY_TAG_KV_CACHE, types_pb2.MEMORY_TAG_WEIGHTS
 
@@ -52,13 +52,13 @@ def target(tmp_path: Path) -> str:
 
 
 def test_a_rollout_that_does_not_answer_is_not_waited_for(target: str) -> None:
-    waiting = started(partial(wait_for_rollout_to_leave, target))
+    waiting = started(partial(wait_to_leave, Service.ROLLOUT, target))
     waiting.join(30)
     assert not waiting.is_alive()
 
 
 def test_one_that_must_serve_is_waited_for_until_it_sleeps_even_if_it_is_restarted_meanwhile(target: str) -> None:
-    waiting = started(partial(wait_for_rollout_to_leave, target, staying={MemoryTag.WEIGHTS}, must_serve=True))
+    waiting = started(partial(wait_to_leave, Service.ROLLOUT, target, staying={MemoryTag.WEIGHTS}, must_serve=True))
     assert still_waits(waiting)
     for _ in range(2):
         server = serve(target, FakeRollout(KV_CACHE, WEIGHTS))

@@ -18,22 +18,15 @@ _STAGES = frozenset(Stage)
 class FleetInvariant(StrEnum):
     """Invariants of a fleet's journal."""
 
-    LOOKED = "looked"
-    """A node is asked for a stage only if its place is known: nothing is resent blindly."""
-    RING = "ring"
-    """A stage follows its predecessor in the ring."""
+    LOOKED = "looked"  # A node is asked for a stage only if its place is known: nothing is resent blindly.
+    RING = "ring"  # A stage follows its predecessor in the ring.
+    # Before the decision, and towards TRAIN, a node starts a stage only once every node has finished the previous one.
     BARRIER = "barrier"
-    """Before the decision, and towards TRAIN, a node starts a stage only once every node has finished the previous one."""
-    COMPARED = "compared"
-    """A decision is made only once every node has received the decided weights."""
-    DECIDED = "decided"
-    """OFFLOAD and RESUME_KV follow the decision, on nodes that hold the decided weights."""
-    ONE_VERSION = "one-version"
-    """All serving nodes serve the last decided weights."""
-    FORWARD = "forward"
-    """After a decision, no node moves to TRAIN before every node has served."""
-    VERSIONS_GROW = "versions-grow"
-    """Within one attempt of the job, decided versions never decrease."""
+    COMPARED = "compared"  # A decision is made only once every node has received the decided weights.
+    DECIDED = "decided"  # OFFLOAD and RESUME_KV follow the decision, on nodes that hold the decided weights.
+    ONE_VERSION = "one-version"  # All serving nodes serve the last decided weights.
+    FORWARD = "forward"  # After a decision, no node moves to TRAIN before every node has served.
+    VERSIONS_GROW = "versions-grow"  # Within one attempt of the job, decided versions never decrease.
 
 
 @dataclass(slots=True)
@@ -62,8 +55,8 @@ def audit_fleet_journal(path: Path) -> FleetAudit:
     try:
         _check_decisions(history)
         _Replay(history).run()
-    except _Broken as broken:
-        found.violation = broken.violation
+    except Violation as violation:
+        found.violation = violation
     return found
 
 
@@ -95,12 +88,10 @@ def _read(db: sqlite3.Connection) -> _History:
     )
 
 
-class _Broken(Exception):
-    def __init__(self, invariant: FleetInvariant, expected: str, number: int, rank: int | None = None, stage: str = "") -> None:
-        super().__init__(expected)
-        where = "" if rank is None else f"on node {rank} "
-        named = Stage(stage) if stage in _STAGES else None
-        self.violation = Violation(invariant, f"{where}{expected}, according to the fleet", id_text(number), named)
+def _broken(invariant: FleetInvariant, expected: str, number: int, rank: int | None = None, stage: str = "") -> Violation:
+    where = "" if rank is None else f"on node {rank} "
+    named = Stage(stage) if stage in _STAGES else None
+    return Violation(invariant, f"{where}{expected}, according to the fleet", id_text(number), named)
 
 
 def _check_decisions(history: _History) -> None:
@@ -110,14 +101,14 @@ def _check_decisions(history: _History) -> None:
         attempt = history.changeovers[number]["attempt"]
         if version < highest.get(attempt, 0):
             expected = f"version {highest[attempt]} or later, found {version}"
-            raise _Broken(FleetInvariant.VERSIONS_GROW, expected, number)
+            raise _broken(FleetInvariant.VERSIONS_GROW, expected, number)
         highest[attempt] = version
         for later in sorted(each for each in history.changeovers if each >= number):
             changeover = history.changeovers[later]
             if changeover["attempt"] != attempt or (changeover["target"] == Phase.ROLLOUT and changeover["is_done"]):
                 break
             if changeover["target"] == Phase.TRAIN:
-                raise _Broken(FleetInvariant.FORWARD, f"every node to serve version {version} first", later)
+                raise _broken(FleetInvariant.FORWARD, f"every node to serve version {version} first", later)
 
 
 @dataclass(slots=True)
@@ -142,20 +133,16 @@ class _Replay:
         for step in self.history.steps:
             while decisions and decisions[0]["last_step"] < step["id"]:
                 self._decide(decisions.pop(0))
-            self._take_over(step)
+            changeover = self.history.changeovers[step["number"]]
+            if self.decision is not None:  # which ends with a move towards TRAIN, or another attempt
+                decided = self.history.changeovers[self.decision["number"]]
+                if changeover["target"] == Phase.TRAIN or changeover["attempt"] != decided["attempt"]:
+                    self.decision = None
             if step["step"] in _STAGES:
                 self._check_stage(step, Stage(step["step"]))
             self._apply(step)
         for decision in decisions:
             self._decide(decision)
-
-    def _take_over(self, step: sqlite3.Row) -> None:
-        """Ends a decision when the nodes move towards TRAIN or another attempt begins."""
-        changeover = self.history.changeovers[step["number"]]
-        if self.decision is not None:
-            decided = self.history.changeovers[self.decision["number"]]
-            if changeover["target"] == Phase.TRAIN or changeover["attempt"] != decided["attempt"]:
-                self.decision = None
 
     def _decide(self, decision: sqlite3.Row) -> None:
         number, version = decision["number"], decision["policy_version"]
@@ -163,12 +150,12 @@ class _Replay:
             node = self.nodes.get(rank, _Node())
             if node.place != Stage.SYNC or node.weights_digest != decision["weights_digest"]:
                 expected = f"node {rank} to have received the weights of version {version}, it is at {node.place}"
-                raise _Broken(FleetInvariant.COMPARED, expected, number, rank)
+                raise _broken(FleetInvariant.COMPARED, expected, number, rank)
         self.decision = decision
 
     def _check_stage(self, step: sqlite3.Row, stage: Stage) -> None:
-        def broken(invariant: FleetInvariant, expected: str) -> _Broken:
-            return _Broken(invariant, expected, step["number"], step["rank"], step["step"])
+        def broken(invariant: FleetInvariant, expected: str) -> Violation:
+            return _broken(invariant, expected, step["number"], step["rank"], step["step"])
 
         node, before = self.nodes.setdefault(step["rank"], _Node()), RULES[stage].after
         if node.epoch != step["epoch"] or not node.place:
@@ -191,4 +178,4 @@ class _Replay:
         self.nodes[step["rank"]] = _Node(step["place"], step["weights_digest"], step["epoch"], begun)
         if step["place"] == ROLLOUT and self.decision is not None and step["weights_digest"] != self.decision["weights_digest"]:
             expected = f"version {self.decision['policy_version']} as the one that is served"
-            raise _Broken(FleetInvariant.ONE_VERSION, expected, step["number"], step["rank"], step["step"])
+            raise _broken(FleetInvariant.ONE_VERSION, expected, step["number"], step["rank"], step["step"])

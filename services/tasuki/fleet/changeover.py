@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 from tasuki.coordinator.changeover import ChangeoverTrace, started_event
@@ -82,8 +81,15 @@ class FleetChangeover:
                 finished.append(stage)
             received = agreed([answer.sums if answer.HasField("sums") else None for answer in answers])
             decision = self._journal.decide(self._id, received)
-        except TasukiError as error:
-            await self._take_back(finished, cause=error)
+        except TasukiError as cause:
+            try:
+                await self._lead_all(TRAIN)
+            except TasukiError as error:
+                _log.error("event=undo_failed changeover=%s cause=%s reason=%s", self._id, cause.reason, error.reason)
+            else:
+                for stage in reversed(finished):
+                    intent = self._journal.intend(stage, self._id, is_undo=True, trainer_boot_id="", rollout_boot_id="")
+                    self._tell(self._journal.done(intent, Outcome(), seconds=0.0))
             raise
         _log.info("event=decided changeover=%s version=%d nodes=%d", self._id, received.policy_version, len(self._peers))
         return decision
@@ -103,17 +109,6 @@ class FleetChangeover:
                 rank = error.metadata.get("node_rank", "")
                 text = f"version {decision.policy_version} was decided, and not every node serves it: {error.message}"
                 raise FleetEnded(text, node_rank=rank, cause=error.reason) from error
-
-    async def _take_back(self, finished: Sequence[Stage], *, cause: TasukiError) -> None:
-        """Returns all nodes to TRAIN, for a caller that raises `cause`: errors on the way are journalled and logged."""
-        try:
-            await self._lead_all(TRAIN)
-        except TasukiError as error:
-            _log.error("event=undo_failed changeover=%s cause=%s reason=%s", self._id, cause.reason, error.reason)
-            return
-        for stage in reversed(finished):
-            intent = self._journal.intend(stage, self._id, is_undo=True, trainer_boot_id="", rollout_boot_id="")
-            self._tell(self._journal.done(intent, Outcome(), seconds=0.0))
 
     async def _run_everywhere(self, stage: Stage) -> list[RunStageResponse]:
         """The barrier: runs a stage on all nodes at once and waits for all. Then raises the worst error."""
@@ -160,14 +155,11 @@ class FleetChangeover:
         ends = clock() + self._patience_s
         while True:
             try:
-                state = await self._step(peer, Step.LOOK, lambda node, _: node.look())
+                state = await self._step(peer, Step.LOOK)
                 following = next_step(state, until=until, decision=decision)
                 if following is None:
                     return
-                if isinstance(following, Stage):
-                    await self._step(peer, following, partial(_run_stage, following))
-                else:
-                    await self._step(peer, following, lambda node, name: node.acquire_train(name))
+                await self._step(peer, following)
                 if clock() > ends:
                     raise DeadlineExceeded(f"the node has not arrived after {self._patience_s:g} s")
             except TasukiError as error:
@@ -176,9 +168,12 @@ class FleetChangeover:
                 _log.warning("event=miss changeover=%s node_rank=%d reason=%s", self._id, peer.rank, error.reason)
                 await asyncio.sleep(_PAUSE_S)
 
-    async def _step(
-        self, peer: NodePeer, step: Stage | Step, call: Callable[[NodePeer, str], Awaitable[NodeState]]
-    ) -> NodeState:
+    async def _step(self, peer: NodePeer, step: Stage | Step) -> NodeState:
+        async def call(peer: NodePeer, name: str) -> NodeState:
+            if isinstance(step, Stage):
+                return (await peer.run_stage(step, name)).state
+            return await (peer.look() if step is Step.LOOK else peer.acquire_train(name))
+
         with self._trace.around():
             (outcome,) = await self._ask(step, [peer], call)
         if isinstance(outcome, TasukiError):
@@ -199,7 +194,3 @@ class FleetChangeover:
         for peer, outcome in zip(peers, after, strict=True):
             self._states[peer.rank] = NodeState() if isinstance(outcome, TasukiError) else outcome
         return known
-
-
-async def _run_stage(stage: Stage, peer: NodePeer, request_id: str) -> NodeState:
-    return (await peer.run_stage(stage, request_id)).state

@@ -114,15 +114,11 @@ class Fleet:
                         await self._bring_to(Phase.TRAIN, request_id)
                 self._missed = ""
             except TasukiError as error:  # also of a journalled changeover
-                self._tell_miss(error)
+                told = f"{error.reason}: {error.message}"
+                if told != self._missed and not isinstance(error, NotJoined):
+                    _log.warning("event=recover_waits reason=%s message=%a", error.reason, error.message)
+                    self._missed = told
             await asyncio.sleep(0 if self._is_known else _POLL_S)
-
-    def _tell_miss(self, error: TasukiError) -> None:
-        """Logs once, and keeps the error in the state until all nodes have answered."""
-        told = f"{error.reason}: {error.message}"
-        if told != self._missed and not isinstance(error, NotJoined):
-            _log.warning("event=recover_waits reason=%s message=%a", error.reason, error.message)
-            self._missed = told
 
     async def stop(self) -> None:
         """Cancels the running operation; its steps stay in the journal without results."""
@@ -141,7 +137,9 @@ class Fleet:
                 await self._try(Phase.ROLLOUT, f"{request_id}.forward")
             for number in range(1, _MAX_TRIES + 1):
                 await self._wait_ready()
-                if self._holds(phase):
+                decision = self._journal.decision()
+                serve = all(serves(state, decision) for state in self._states)
+                if serve if phase is Phase.ROLLOUT else common_place(self._states) is TRAIN:
                     self._operations.tell(held_event())
                     return
                 try:
@@ -210,12 +208,6 @@ class Fleet:
         self._states[:] = [state if isinstance(state, pb.NodeState) else pb.NodeState() for state in seen]
         if errors:
             raise worst(errors)
-
-    def _holds(self, phase: Phase) -> bool:
-        if phase is Phase.TRAIN:
-            return common_place(self._states) is TRAIN
-        decision = self._journal.decision()
-        return all(serves(state, decision) for state in self._states)
 
     def _decided_version(self) -> int | None:
         decision = self._journal.decision()

@@ -63,7 +63,7 @@ class FleetJournal(Journal):
     def begin_life(self, boot_id: str, *, attempt: int, num_nodes: int) -> int:
         """Starts a new epoch of the fleet in an attempt of the job."""
         epoch = self.begin_epoch(boot_id)
-        self._write("INSERT INTO attempts VALUES (?, ?, ?)", (epoch, attempt, num_nodes))
+        self._insert("attempts", epoch=epoch, attempt=attempt, num_nodes=num_nodes)
         return epoch
 
     def begin_steps(self, step: Stage | Step, changeover_id: str, *, ranks: Sequence[int]) -> list[int]:

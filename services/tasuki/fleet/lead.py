@@ -189,16 +189,16 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             attempt=nodes.config.attempt,
             epoch=nodes.command.epoch,
             num_nodes=nodes.num_nodes,
-            members=[self._member(joined) for joined in nodes.joined],
+            members=[_member(joined, silent_s=nodes.silent_s(joined)) for joined in nodes.joined],
             ended_by="" if nodes.error is None else f"{nodes.error.reason}: {nodes.error.message}",
         )
 
-    def _member(self, joined: Joined) -> fleet_pb2.FleetMember:
-        silent_s = round(self._nodes.silent_s(joined), 3)
-        member = fleet_pb2.FleetMember(node=joined.node, silent_s=silent_s, clock_skew_s=joined.skew_s)
-        member.join_time.FromNanoseconds(int(joined.join_time * 1e9))
-        member.node.ClearField("config_keys")
-        return member
+
+def _member(joined: Joined, *, silent_s: float) -> fleet_pb2.FleetMember:
+    member = fleet_pb2.FleetMember(node=joined.node, silent_s=round(silent_s, 3), clock_skew_s=joined.skew_s)
+    member.join_time.FromNanoseconds(int(joined.join_time * 1e9))
+    member.node.ClearField("config_keys")
+    return member
 
 
 def addresses_of(host: str) -> set[str]:

@@ -9,7 +9,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -61,7 +61,11 @@ _KEY_DIGITS = 16
 def this_member(config: NodeConfig, *, boot_id: str) -> FleetNode:
     """Describes the node of `config` for joining its fleet. Raises PathNotFound for an unreadable model folder."""
     assert config.fleet is not None
-    gpus = gpus_of(config)
+    folder, gpus = config.model.path, gpus_of(config)
+    with named_if_denied(folder, key="model.path"):
+        if not (folder / "config.json").is_file():
+            raise PathNotFound(f"there is no config.json in {folder}", path=folder)
+        of_model = model_digest(config)  # of the tensors' names and shapes: SYNC compares their values
     targets = {**node_targets(config), **config.port_targets}
     keys = config_keys(config)
     return FleetNode(
@@ -74,7 +78,7 @@ def this_member(config: NodeConfig, *, boot_id: str) -> FleetNode:
         config_digest=config_digest(keys),
         num_ranks=config.trainer.num_ranks,
         num_gpus=len({*gpus.trainer, *gpus.rollout}) if config.device == "cuda" else 0,
-        model_digest=_model_digest(config),
+        model_digest=of_model,
         config_keys=keys,
         host=socket.gethostname(),
         packages={name: found for name in _PACKAGES if (found := _version(name)) is not None},
@@ -97,26 +101,16 @@ def config_digest(keys: Mapping[str, str]) -> str:
     return _digest(json.dumps(keys, sort_keys=True))
 
 
-def _model_digest(config: NodeConfig) -> str:
-    """Weights count by their tensors' names and shapes: SYNC compares their values."""
-    folder = config.model.path
-    with named_if_denied(folder, key="model.path"):
-        if not (folder / "config.json").is_file():
-            raise PathNotFound(f"there is no config.json in {folder}", path=folder)
-        return model_digest(config)
-
-
 def _flat(table: Mapping[str, Any], *, above: str = "") -> Iterator[tuple[str, Any]]:
     """Flattened keys of all tables, as in `--set`, without paths."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _flat(value, above=f"{above}{key}.")
+        elif isinstance(value, list | tuple):
+            parts = [dict(_flat(part)) if isinstance(part, Mapping) else part for part in value if not isinstance(part, Path)]
+            yield f"{above}{key}", parts
         elif not isinstance(value, Path):
-            yield f"{above}{key}", _without_paths(value) if isinstance(value, list | tuple) else value
-
-
-def _without_paths(values: Sequence[Any]) -> list[Any]:
-    return [dict(_flat(value)) if isinstance(value, Mapping) else value for value in values if not isinstance(value, Path)]
+            yield f"{above}{key}", value
 
 
 def _digest(text: str) -> str:

@@ -18,6 +18,7 @@ _MAX_KEY_BYTES = 1 << 10
 _MAX_KEYS = 1 << 16
 _MAX_STORE_BYTES = 1 << 28
 _MAX_WAIT_S = 3600.0
+_NOBODY = pb.JoinRanksRequest()
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +66,11 @@ class RankStoreServicer(RankStoreServiceServicer):
         rank, launch_id = request.node_rank, request.launch_id
         async with self._news:
             if self._joined.get(rank) != launch_id:
-                await self._end_store(f"the trainer of node {rank} was started again")
+                ended, self._store, self._joined = self._store, None, {}
+                if ended is not None:
+                    async with ended.changed:
+                        ended.ended_by = f"the trainer of node {rank} was started again"
+                        ended.changed.notify_all()
                 self._joining[rank] = request
                 if len(self._joining) == self._num_nodes:
                     self._store = _Store(uuid.uuid4().hex)
@@ -75,7 +80,7 @@ class RankStoreServicer(RankStoreServiceServicer):
             left = context.time_remaining()
             try:
                 async with asyncio.timeout(_MAX_WAIT_S if left is None else max(0.0, left - 0.5)):
-                    await self._news.wait_for(lambda: not self._waits(rank, launch_id))
+                    await self._news.wait_for(lambda: self._joining.get(rank, _NOBODY).launch_id != launch_id)
             except TimeoutError as error:
                 missing = sorted(set(range(self._num_nodes)) - self._joining.keys())
                 raise DeadlineExceeded(
@@ -110,8 +115,13 @@ class RankStoreServicer(RankStoreServiceServicer):
         return pb.CompareAndSetKeyResponse(value=await self._change(request.store, exchange))
 
     async def WaitForKeys(self, request: pb.WaitForKeysRequest, context: Any) -> pb.WaitForKeysResponse:
-        if list(request.keys) == [END_KEY]:
-            await self._wait_for_start(request.store, timeout_s=request.timeout_s)
+        # The end of a store is heard of once a trainer waits for the others, or another store is there, also after a restart.
+        if list(request.keys) == [END_KEY] and (self._store is None or self._store.name != request.store):
+            try:
+                async with _timeout(request.timeout_s), self._news:
+                    await self._news.wait_for(lambda: bool(self._joining) or self._store is not None)
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"no trainer was started again within {request.timeout_s:g} s") from error
         await self._wait(request.store, request.keys, timeout_s=request.timeout_s)
         return pb.WaitForKeysResponse()
 
@@ -121,10 +131,6 @@ class RankStoreServicer(RankStoreServiceServicer):
 
     async def DeleteKey(self, request: pb.DeleteKeyRequest, context: Any) -> pb.DeleteKeyResponse:
         return pb.DeleteKeyResponse(was_there=await self._change(request.store, lambda store: store.pop(request.key)))
-
-    def _waits(self, rank: int, launch_id: str) -> bool:
-        waiting = self._joining.get(rank)
-        return waiting is not None and waiting.launch_id == launch_id
 
     def _check(self, request: pb.JoinRanksRequest) -> None:
         """Raises InvalidArgument, or StaleEpoch for another attempt."""
@@ -145,13 +151,6 @@ class RankStoreServicer(RankStoreServiceServicer):
                     text = f"is {here} on node {request.node_rank} and {there} on node {other.node_rank}; nodes train alike"
                     raise InvalidArgument(name, text)
 
-    async def _end_store(self, cause: str) -> None:
-        store, self._store, self._joined = self._store, None, {}
-        if store is not None:
-            async with store.changed:
-                store.ended_by = cause
-                store.changed.notify_all()
-
     def _living(self, name: str) -> _Store:
         """Raises StaleEpoch for a store that has ended."""
         if self._store is None or self._store.name != name:
@@ -169,7 +168,7 @@ class RankStoreServicer(RankStoreServiceServicer):
         """Returns once all keys are there. Raises DeadlineExceeded, or StaleEpoch when the store ends."""
         store = self._living(name)
         try:
-            async with asyncio.timeout(min(max(timeout_s, 0.0), _MAX_WAIT_S)), store.changed:
+            async with _timeout(timeout_s), store.changed:
                 await store.changed.wait_for(lambda: bool(store.ended_by) or all(key in store.values for key in keys))
         except TimeoutError as error:
             missing = [key for key in keys if key not in store.values]
@@ -178,15 +177,9 @@ class RankStoreServicer(RankStoreServiceServicer):
             raise StaleEpoch(store.ended_by)
         return store
 
-    async def _wait_for_start(self, name: str, *, timeout_s: float) -> None:
-        """Returns when the store is current, or a trainer waits for the others. Raises DeadlineExceeded."""
-        if self._store is not None and self._store.name == name:
-            return
-        try:
-            async with asyncio.timeout(min(max(timeout_s, 0.0), _MAX_WAIT_S)), self._news:
-                await self._news.wait_for(lambda: bool(self._joining) or self._store is not None)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no trainer was started again within {timeout_s:g} s") from error
+
+def _timeout(timeout_s: float) -> asyncio.Timeout:
+    return asyncio.timeout(min(max(timeout_s, 0.0), _MAX_WAIT_S))
 
 
 def _number(value: bytes) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import uuid
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -98,7 +98,12 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
                 yield response
         lost = [part for part in parts if part.error is not None]
         if lost:
-            raise _samples_lost(lost)
+            lacking = runs(sorted(position for part in lost for position, missing in part.missing.items() if missing))
+            named = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in lacking)
+            causes = "; ".join(sorted({part.error.message for part in lost if part.error is not None}))
+            on = ",".join(map(str, sorted({part.node for part in lost})))
+            text = f"node {on} was lost while it generated, and prompts {named} lack samples: {causes}"
+            raise SamplesLost(text, nodes=on, prompts=named)
 
     async def GetRolloutState(
         self, request: rollout_pb2.GetRolloutStateRequest, context: Any
@@ -196,19 +201,6 @@ async def _states(nodes: Sequence[NodeChannels]) -> list[rollout_pb2.GetRolloutS
     )
 
 
-def _samples_lost(lost: Sequence[_Part]) -> SamplesLost:
-    prompts = as_ranges(position for part in lost for position, missing in part.missing.items() if missing)
-    causes = "; ".join(sorted({part.error.message for part in lost if part.error is not None}))
-    nodes = ",".join(map(str, sorted({part.node for part in lost})))
-    text = f"node {nodes} was lost while it generated, and prompts {prompts} lack samples: {causes}"
-    return SamplesLost(text, nodes=nodes, prompts=prompts)
-
-
-def as_ranges(positions: Iterable[int]) -> str:
-    """E.g. "0-3,8"."""
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs(sorted(positions)))
-
-
 TokenIds = Sequence[int]
 
 
@@ -236,7 +228,7 @@ def prompt_families(prompts: Sequence[TokenIds]) -> list[list[int]]:
         if root < 0 or list(prompts[position][: len(prompts[root])]) != list(prompts[root]):
             root = position
         families.setdefault(root, []).append(position)
-    return sorted((sorted(family) for family in families.values()), key=lambda family: family[0])
+    return sorted(map(sorted, families.values()))
 
 
 def deal_families(sizes: Sequence[int], *, loads: Sequence[int]) -> list[list[int]]:

@@ -27,8 +27,9 @@ from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.process_start import StartSeconds
-from tasuki.rpc.start_order import wait_for_trainer_to_leave
+from tasuki.rpc.start_order import wait_to_leave
 from tasuki.wire.errors import TasukiError
+from tasuki.wire.stages import Service
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def _serve(config: NodeConfig, deadline: StartupDeadline, start: StartSeconds) -
         cleanup.callback(deadline.finish)
         # At the node's start a trainer that serves already has left the engine its room.
         if config.device == "cuda" and paths.FIRST_START_VARIABLE not in os.environ:
-            wait_for_trainer_to_leave(paths.node_targets(config)["trainer"])
+            wait_to_leave(Service.TRAINER, paths.node_targets(config)["trainer"])
             start.end("room")
         ranks.start(config, held=[lock])
         from tasuki.rollout.serve import serve

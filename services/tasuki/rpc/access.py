@@ -7,7 +7,7 @@ import hmac
 import re
 import ssl
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,9 @@ def access_of(config: NodeConfig) -> Access:
     security = config.security
     paths = ClientPaths.of(config)
     if security.client_ca is not None:
-        return Access(CertifiedCallers(security.callers).of, paths)
+        return Access(certified_callers(security.callers), paths)
     if security.callers is not None:
-        return Access(TokenCallers(security.callers).of, paths)
+        return Access(token_callers(security.callers), paths)
     return Access(local_caller, paths)
 
 
@@ -83,61 +83,59 @@ LOCAL_ACCESS = Access(local_caller, None)
 """At the unix socket."""
 
 
-class TokenCallers:
-    """Identifies callers by the bearer token in the header `authorization`."""
+def token_callers(path: Path) -> Callers:
+    """Identifies callers by the bearer token in the header `authorization`.
 
-    def __init__(self, path: Path) -> None:
-        """path: `security.callers`. Raises InvalidArgument if it cannot be used."""
-        # Deleting the file revokes its tokens.
-        self._roles = Reloaded([path], lambda: {_digest(token): role for token, role in read_tokens(path).items()}, broken={})
+    path: `security.callers`, whose deletion revokes its tokens. Raises InvalidArgument if it cannot be used.
+    """
+    known = Reloaded([path], lambda: {_digest(token): role for token, role in read_tokens(path).items()}, broken={})
 
-    def of(self, context: Any) -> Caller:
+    def caller(context: Any) -> Caller:
         given = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
         if len(given) != 1 or not isinstance(given[0], str) or not given[0].lower().startswith(_BEARER):
             raise Unauthenticated('this port asks for one header "authorization: Bearer TOKEN"')
         # Compares digests, and all of them: the time taken reveals nothing about a token.
         digest = _digest(given[0][len(_BEARER) :].strip())
-        roles = [role for known, role in self._roles.value.items() if hmac.compare_digest(known, digest)]
+        roles = [role for one, role in known.value.items() if hmac.compare_digest(one, digest)]
         if not roles:
             raise Unauthenticated("this node does not know the token")
         return Caller("the token", roles[0])
 
+    return caller
 
-class CertifiedCallers:
-    """Identifies callers by the certificate that TLS verified: its SPIFFE id, else its common name."""
 
-    def __init__(self, path: Path | None) -> None:
-        """path: `security.callers`. Raises InvalidArgument if it cannot be used."""
-        self._roles = None if path is None else Reloaded([path], lambda: read_certificates(path), broken={})
+def certified_callers(path: Path | None) -> Callers:
+    """Identifies callers by the certificate that TLS verified: its SPIFFE id, else its common name.
 
-    def of(self, context: Any) -> Caller:
+    path: `security.callers`. Raises InvalidArgument if it cannot be used.
+    """
+    roles = None if path is None else Reloaded([path], lambda: read_certificates(path), broken={})
+
+    def caller(context: Any) -> Caller:
         name = _certified_name(context.auth_context())
-        if self._roles is not None:
-            return Caller(ascii(name), self._roles.value.get(name))
+        if roles is not None:
+            return Caller(ascii(name), roles.value.get(name))
         found = _SPIFFE_ROLE.fullmatch(name)
         return Caller(ascii(name), None if found is None else CallerRole.named(found[1]))
 
+    return caller
+
 
 def _certified_name(shown: Mapping[str, Sequence[bytes]]) -> str:
-    """SPIFFE id, else common name; "" for a common name that looks like an id, since its requester may choose it freely."""
-    for field in ("peer_spiffe_id", "x509_common_name"):
-        given = next(iter(shown.get(field, ())), b"")
-        name = given.decode(errors="replace")
-        if name:
-            if not _is_whole(given, shown):
-                return ""
-            return "" if field == "x509_common_name" and name.lower().startswith(_SPIFFE) else name
-    return ""
+    """SPIFFE id, else common name; "" for a common name that looks like an id, since its requester may choose it freely.
 
-
-def _is_whole(name: bytes, shown: Mapping[str, Sequence[bytes]]) -> bool:
-    """Whether the certificate has exactly this name: grpc cuts names at a NUL. True where the certificate itself is not shown."""
-    pem = next(iter(shown.get("x509_pem_cert", ())), b"")
-    if not pem:
-        return True
-    num = len(name)
-    length = bytes([num]) if num < 0x80 else bytes([0x81, num]) if num < 0x100 else bytes([0x82, *num.to_bytes(2)])
-    return length + name in ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))
+    Also "" for a part of a name, since grpc cuts names at a NUL: the certificate, where it is shown, must have exactly this one.
+    """
+    given = {field: next(iter(shown.get(field, ())), b"") for field in ("peer_spiffe_id", "x509_common_name", "x509_pem_cert")}
+    raw = given["peer_spiffe_id"] or given["x509_common_name"]
+    name, num = raw.decode(errors="replace"), len(raw)
+    if not given["peer_spiffe_id"] and name.lower().startswith(_SPIFFE):
+        return ""
+    if given["x509_pem_cert"]:
+        length = bytes([num]) if num < 0x80 else bytes([0x81, num]) if num < 0x100 else bytes([0x82, *num.to_bytes(2)])
+        if length + raw not in ssl.PEM_cert_to_DER_cert(given["x509_pem_cert"].decode("ascii")):
+            return ""
+    return name
 
 
 def read_certificates(path: Path) -> dict[str, CallerRole]:
@@ -212,39 +210,34 @@ class ClientPaths:
         path = Path(text)
         if not path.is_absolute() or ".." in path.parts or "\0" in text:
             raise InvalidArgument("path", f"{text!r} must be absolute and without `..`")
-        folder = self._innermost(path, use)
-        try:
-            link = None if folder is None else next(_links(path, folder), None)
-        except OSError as error:
-            raise InvalidArgument("path", f"{text!r} cannot be looked at: {error.strerror}") from error
-        if folder is None or link is not None:
-            why = (
-                f"{text!r} is below no folder of {_KEYS[use]}"
-                if link is None
-                else f"{text!r} leads through a link, {str(link)!r}"
-            )
-            raise PermissionDenied(
-                f"{why}; a caller at a port may name paths below {', '.join(map(str, self._folders[use])) or 'no folder'}",
-                path=text,
-                key=_KEYS[use],
-            )
-
-    def _innermost(self, path: Path, use: PathUse) -> Path | None:
-        """Nearest folder above `path`, as spelled in the path; None if there is none, or it is the state folder."""
+        # The nearest folder above `path`, as spelled in the path.
         allowed = {name: True for folder in self._folders[use] for name in (folder, folder.resolve())}
         names = {self._state_dir: False, self._state_dir.resolve(): False, **allowed}
-        above = [name for name in names if name in path.parents]
-        nearest = max(above, key=lambda name: len(name.parts), default=None)
-        return nearest if nearest is not None and names[nearest] else None
+        nearest = max((name for name in names if name in path.parents), key=lambda name: len(name.parts), default=None)
+        if nearest is None or not names[nearest]:
+            why = f"{text!r} is below no folder of {_KEYS[use]}"
+        elif link := _link(path, nearest):
+            why = f"{text!r} leads through a link, {str(link)!r}"
+        else:
+            return
+        raise PermissionDenied(
+            f"{why}; a caller at a port may name paths below {', '.join(map(str, self._folders[use])) or 'no folder'}",
+            path=text,
+            key=_KEYS[use],
+        )
 
 
 _KEYS = {PathUse.WRITE: "paths.write", PathUse.READ: "paths.read"}
 
 
-def _links(path: Path, folder: Path) -> Iterator[Path]:
-    """Links between `folder` and `path`, excluding both."""
+def _link(path: Path, folder: Path) -> Path | None:
+    """The first link below `folder` in `path`. Raises InvalidArgument if one cannot be looked at."""
     at = folder
-    for part in path.relative_to(folder).parts:
-        at /= part
-        if at.is_symlink():
-            yield at
+    try:
+        for part in path.relative_to(folder).parts:
+            at /= part
+            if at.is_symlink():
+                return at
+    except OSError as error:
+        raise InvalidArgument("path", f"{str(path)!r} cannot be looked at: {error.strerror}") from error
+    return None

@@ -64,7 +64,17 @@ def read_command_log(path: Path) -> list[LoggedLife]:
         elif found["lost"]:
             lives[-1].lacks_lines = True
         else:
-            lives[-1].commands.append(_command(found))
+            version = found["version"] or "-"
+            command = LoggedCommand(
+                name=found["name"],
+                epoch=int(found["epoch"]),
+                sequence=int(found["sequence"]),
+                outcome=found["outcome"],
+                request_id=found["request_id"],
+                boot_id=found["boot_id"] or "",
+                policy_version=None if version == "-" else int(version),
+            )
+            lives[-1].commands.append(command)
     return [life for life in lives if life.commands or life.has_beginning or life.lacks_lines]
 
 
@@ -78,15 +88,3 @@ def _lines(path: Path) -> Iterator[str]:
             yield from file.read(MAX_LINE_BYTES).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return
-
-
-def _command(found: re.Match[str]) -> LoggedCommand:
-    return LoggedCommand(
-        name=found["name"],
-        epoch=int(found["epoch"]),
-        sequence=int(found["sequence"]),
-        outcome=found["outcome"],
-        request_id=found["request_id"],
-        boot_id=found["boot_id"] or "",
-        policy_version=int(found["version"]) if (found["version"] or "-") != "-" else None,
-    )

@@ -108,7 +108,8 @@ class CommandGate:
         if answer is None:
             before = (self.epoch, self.sequence)
             self._fence(request.command)
-            answer = self._keep(request, content, asyncio.create_task(self._run_in_turn(request, action, before)))
+            answer = asyncio.create_task(self._run_in_turn(request, action, before))
+            self._keep(request.command.request_id, content, answer)
             self._stages.add(answer)
             answer.add_done_callback(self._stages.discard)
         return cast(_Answer, await asyncio.shield(answer))
@@ -122,10 +123,12 @@ class CommandGate:
         """
         content = digest(request) if content is None else content
         answer = self._first_answer(request, content)
-        if answer is None or self._may_try_again(answer):
+        is_over = answer is not None and answer.done() and not answer.cancelled()
+        if answer is None or (is_over and isinstance(answer.exception(), self._passing)):
             if request.command.epoch:
                 _refuse_old(request.command.epoch, current=self.epoch)
-            answer = self._keep(request, content, asyncio.create_task(self._run_in_turn(request, action)))
+            answer = asyncio.create_task(self._run_in_turn(request, action))
+            self._keep(request.command.request_id, content, answer)
         return cast(_Answer, await asyncio.shield(answer))
 
     def has_begun(self, request: Commanded) -> bool:
@@ -140,8 +143,7 @@ class CommandGate:
             future.exception()  # read here, so asyncio does not report it as lost
         else:
             future.set_result(answer)
-        self._answers[request_id] = content, future
-        self._forget_old()
+        self._keep(request_id, content, future)
 
     async def idle(self) -> None:
         """Returns when no command runs."""
@@ -161,10 +163,6 @@ class CommandGate:
             raise InvalidArgument("command.request_id", f"{request_id} was used for another request; choose a new one")
         return answer
 
-    def _may_try_again(self, answer: asyncio.Future[Any]) -> bool:
-        """Whether it ended in a passing error, such as a full disk."""
-        return answer.done() and not answer.cancelled() and isinstance(answer.exception(), self._passing)
-
     def _fence(self, command: CommandId) -> None:
         """Adopts the epoch and sequence of a stage command. Raises as `stage`."""
         current = max(self.epoch, self._looked)
@@ -176,13 +174,21 @@ class CommandGate:
                 current_epoch=current,
             )
         seen = ((self.epoch, self.sequence), self._refused, (command.epoch, 0))
-        _refuse_sequence(command.sequence, taken=max(sequence for epoch, sequence in seen if epoch == command.epoch))
+        # 0 if the other service, or an earlier life of this one, received the epoch's earlier numbers.
+        taken, sequence = max(number for epoch, number in seen if epoch == command.epoch), command.sequence
+        if sequence <= taken:
+            raise StaleSequence(f"stage command {sequence} comes after {taken}", sequence=sequence, current_sequence=taken)
+        if sequence - taken > (_MAX_STEP if taken else _MAX_FIRST):
+            text = f"{sequence} is further from {taken} than any coordinator comes; ask the coordinator for the stage"
+            raise InvalidArgument("command.sequence", text, current_sequence=taken)
         self.epoch, self.sequence = command.epoch, command.sequence
 
-    def _keep(self, request: Commanded, content: bytes, answer: asyncio.Future[Any]) -> asyncio.Future[Any]:
-        self._answers[request.command.request_id] = content, answer
-        self._forget_old()
-        return answer
+    def _keep(self, request_id: str, content: bytes, answer: asyncio.Future[Any]) -> None:
+        self._answers[request_id] = content, answer
+        for old in list(islice(self._answers, max(0, len(self._answers) - _KEPT_ANSWERS))):
+            if self._answers[old][1].done():
+                # There may be no waiter left; reading the error keeps asyncio from reporting it as lost.
+                self._answers.pop(old)[1].exception()
 
     async def _run_in_turn(
         self, request: Commanded, action: Callable[[], Awaitable[_Answer]], before: tuple[int, int] | None = None
@@ -217,12 +223,6 @@ class CommandGate:
                     command.request_id,
                 )
 
-    def _forget_old(self) -> None:
-        for request_id in list(islice(self._answers, max(0, len(self._answers) - _KEPT_ANSWERS))):
-            if self._answers[request_id][1].done():
-                # There may be no waiter left; reading the error keeps asyncio from reporting it as lost.
-                self._answers.pop(request_id)[1].exception()
-
 
 def _refuse_old(epoch: int, *, current: int) -> None:
     if epoch < current:
@@ -231,18 +231,6 @@ def _refuse_old(epoch: int, *, current: int) -> None:
             epoch=epoch,
             current_epoch=current,
         )
-
-
-def _refuse_sequence(sequence: int, *, taken: int) -> None:
-    """Refuses a sequence number. taken: highest number of its epoch received here.
-
-    It is 0 if none was: the other service, or an earlier life of this one, received the earlier numbers.
-    """
-    if sequence <= taken:
-        raise StaleSequence(f"stage command {sequence} comes after {taken}", sequence=sequence, current_sequence=taken)
-    if sequence - taken > (_MAX_STEP if taken else _MAX_FIRST):
-        text = f"{sequence} is further from {taken} than any coordinator comes; ask the coordinator for the stage"
-        raise InvalidArgument("command.sequence", text, current_sequence=taken)
 
 
 def _name(request: Commanded) -> str:

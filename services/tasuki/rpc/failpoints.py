@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -101,35 +101,31 @@ def _check(one: Failpoint, config: NodeConfig) -> None:
     known = points[one.process]
     if one.action is Action.CORRUPT:
         known = tuple(point for point in known if point in (PUBLISHED, RECEIVED))
-        _check_damage_is_noticed(one, config)
+        if one.point == PUBLISHED and config.exports_parameters:
+            raise ValueError(
+                "would permanently corrupt the parameters; it needs trainer.param_dtype to differ from rollout.dtype"
+            )
     if one.point not in known:
         raise ValueError(f"names an unknown point: {one.process} can {one.action} at {', '.join(known) or 'no point'}")
 
 
 def _points(config: NodeConfig) -> dict[str, tuple[str, ...]]:
     """Points of every process of the node."""
-    ranks, engine_ranks = _commands(TrainerRankCommand), _commands(EngineRankCommand)
+
+    def with_ends(commands: Iterable[str]) -> tuple[str, ...]:
+        return tuple(point for command in commands for point in (command, f"{command}.done"))
+
+    ranks, engine_ranks = (
+        with_ends(field.name for field in message.DESCRIPTOR.oneofs_by_name["command"].fields if field.name != "stop")
+        for message in (TrainerRankCommand, EngineRankCommand)
+    )
     return {
         "coordinator": tuple(f"{rule.stage}.{write}" for rule in RING for write in _JOURNAL_WRITES),
-        "trainer": (*_with_ends((*stages_of(Service.TRAINER), *_TRAINER_COMMANDS)), *_LOG_WRITES),
+        "trainer": (*with_ends((*stages_of(Service.TRAINER), *_TRAINER_COMMANDS)), *_LOG_WRITES),
         **{f"trainer{rank}": ranks for rank in range(config.trainer.num_ranks)},
-        "rollout": _with_ends(stages_of(Service.ROLLOUT)),
+        "rollout": with_ends(stages_of(Service.ROLLOUT)),
         **{f"scheduler{rank}": engine_ranks for rank in range(config.num_engine_ranks)},
     }
-
-
-def _commands(message: type[EngineRankCommand | TrainerRankCommand]) -> tuple[str, ...]:
-    fields = message.DESCRIPTOR.oneofs_by_name["command"].fields
-    return _with_ends(tuple(field.name for field in fields if field.name != "stop"))
-
-
-def _with_ends(commands: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(point for command in commands for point in (command, f"{command}.done"))
-
-
-def _check_damage_is_noticed(one: Failpoint, config: NodeConfig) -> None:
-    if one.point == PUBLISHED and config.exports_parameters:
-        raise ValueError("would permanently corrupt the parameters; it needs trainer.param_dtype to differ from rollout.dtype")
 
 
 _SIGNALS = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP}
@@ -158,7 +154,11 @@ class Failpoints:
         self._hits[point] += 1
         for one in self._points:
             if one.action is not Action.CORRUPT and self._fires(one, point, self._hits[point]):
-                self._strike(one)
+                if one.victim == one.process:
+                    _act(one.action)
+                for pulse in (self._folder / "pulse").glob(f"{one.victim}-*") if one.victim != one.process else ():
+                    with suppress(ProcessLookupError):
+                        os.kill(int(pulse.name.rpartition("-")[2]), _SIGNALS[one.action])
                 return
         for action in (action for action in Action if action is not Action.CORRUPT):
             if _is_taken(_planted(self._folder, self._process, point, action)):
@@ -176,16 +176,13 @@ class Failpoints:
     def _fires(self, one: Failpoint, point: str, nth: int) -> bool:
         """Whether it fires now and never did before: a restarted process must not die of the same failpoint again."""
         assert self._folder is not None
-        return one.point == point and one.nth == nth and _is_first(self._folder / f"fired-{one.process}-{point}-{nth}")
-
-    def _strike(self, point: Failpoint) -> None:
-        if point.victim == point.process:
-            _act(point.action)
-            return
-        assert self._folder is not None
-        for pulse in (self._folder / "pulse").glob(f"{point.victim}-*"):
-            with suppress(ProcessLookupError):
-                os.kill(int(pulse.name.rpartition("-")[2]), _SIGNALS[point.action])
+        if (one.point, one.nth) != (point, nth):
+            return False
+        try:
+            (self._folder / f"fired-{one.process}-{point}-{nth}").touch(mode=0o600, exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
 
 def plant(folder: Path, process: str, point: str, action: Action) -> None:
@@ -206,14 +203,6 @@ def _is_taken(path: Path) -> bool:
 
 
 NO_FAILPOINTS = Failpoints("")
-
-
-def _is_first(marker: Path) -> bool:
-    try:
-        marker.touch(mode=0o600, exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
 
 
 def _act(action: Action) -> None:

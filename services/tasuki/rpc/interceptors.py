@@ -13,8 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -32,8 +31,7 @@ from tasuki.wire.traced_channel import REQUEST_ID_KEY, TRACEPARENT_KEY, set_stat
 from tasuki.wire.tracing import NO_TRACER, REQUEST_ID, SpanKind, Tracer, current
 
 _log = logging.getLogger("tasuki.rpc")
-
-
+_Context = grpc.aio.ServicerContext[Any, Any]
 # Other methods get a span only below a span of the caller: they are polled, or belong to a changeover.
 _BEGIN_TRACES = (CallerRole.TRAINER, CallerRole.OPERATOR)
 
@@ -44,24 +42,17 @@ class _Outcome:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Observers:
-    """Observers of every call."""
-
-    metrics: CallMetrics
-    tracer: Tracer = NO_TRACER
-    refusals: RateLimitedLog = field(default_factory=RateLimitedLog)
-
-
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of a server. Methods in no table are refused at a port, and pass untouched at the unix socket.
 
     A caller is checked before the first message is read, and again before each answer of a stream, so a revoked role ends it.
     """
 
-    def __init__(self, observers: Observers, fence: FleetFence, access: Access | None = None) -> None:
+    def __init__(
+        self, metrics: CallMetrics, fence: FleetFence, *, tracer: Tracer, refusals: RateLimitedLog, access: Access | None = None
+    ) -> None:
         """access: of a port; None at the unix socket, whose callers may do everything."""
-        self._observers, self._fence = observers, fence
+        self._metrics, self._fence, self._tracer, self._refusals = metrics, fence, tracer, refusals
         self._access = LOCAL_ACCESS if access is None else access
         self._strangers = RateLimitedLog()
         self._methods: Mapping[str, Method] = {**METHODS, **standard_methods()}
@@ -76,29 +67,21 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         method = self._methods.get(path) or (unknown_method(path) if self._refuses_unknown else None)
         return handler if handler is None or method is None else self._wrapped(handler, method)
 
-    def _admitted(self, method: Method, context: Any) -> CallerRole:
-        try:
-            return self._access.check(method, context)
-        except Unauthenticated:
-            self._strangers.info("event=stranger_refused rpc=%s peer=%s", method.name, context.peer())
-            raise
-
     def _wrapped(self, handler: Any, method: Method) -> grpc.RpcMethodHandler[Any, Any]:
         """Wraps the handler as a streaming one, which the server calls before a message arrives."""
 
-        async def answers(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            admit = partial(self._admitted, method, context)
-            async with _observed(method, context, self._observers, admit) as role:
+        async def answers(messages: AsyncIterator[bytes], context: _Context) -> AsyncIterator[Any]:
+            async with self._observed(method, context) as role:
                 if method.needs_deadline and context.time_remaining() is None:
                     text = f"{method.name} changes state: call it with a deadline (grpcurl: -max-time SECONDS)"
                     raise DeadlineRequired(text)
                 self._fence.check(method, context, role=role)
-                requests = _decoded(messages, handler.request_deserializer)
+                request: Any = _decoded(messages, handler.request_deserializer)
                 if not handler.request_streaming:
-                    request = await _only(requests)
+                    request = await anext(request, None)
+                    if request is None:
+                        raise InvalidArgument("request", "the method takes one message, and none came")
                     self._access.check_request(method, request, role=role)
-                else:
-                    request = requests
                 if not handler.response_streaming:
                     unary = handler.stream_unary if handler.request_streaming else handler.unary_unary
                     yield await unary(request, context)
@@ -114,6 +97,68 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return grpc.stream_stream_rpc_method_handler(answers, response_serializer=handler.response_serializer)
 
+    @asynccontextmanager
+    async def _observed(self, method: Method, context: _Context) -> AsyncIterator[CallerRole]:
+        """Observes one call, checks its caller, and yields the caller's role."""
+        request_id, outcome, started = _request_id(context), _Outcome(), time.perf_counter()
+        self._metrics.started(method)
+        with self._traced(method, context, request_id=request_id, outcome=outcome):
+            try:
+                async with self._errors_mapped(method, context, request_id=request_id, outcome=outcome):
+                    try:
+                        role = self._access.check(method, context)
+                    except Unauthenticated:
+                        self._strangers.info("event=stranger_refused rpc=%s peer=%s", method.name, context.peer())
+                        raise
+                    await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+                    yield role
+            finally:
+                seconds = time.perf_counter() - started
+                self._metrics.handled(method, code=outcome.code, seconds=seconds)
+                _log.debug("rpc=%s request_id=%s code=%s seconds=%.4f", method.name, request_id, outcome.code.name, seconds)
+
+    @contextmanager
+    def _traced(self, method: Method, context: _Context, *, request_id: str, outcome: _Outcome) -> Iterator[None]:
+        parent = "" if self._tracer is NO_TRACER else _metadata(context, TRACEPARENT_KEY)
+        if self._tracer is NO_TRACER or not (parent or method.role in _BEGIN_TRACES):
+            yield
+            return
+        attributes = {"rpc.system.name": "grpc", "rpc.method": method.name, REQUEST_ID: request_id}
+        span = self._tracer.begin(method.name, kind=SpanKind.SERVER, parent=parent, attributes=attributes)
+        try:
+            with current(span):
+                yield
+        finally:
+            set_status(span, outcome.code)
+            if outcome.reason:
+                span.fail(outcome.reason)
+            span.end()
+
+    @asynccontextmanager
+    async def _errors_mapped(self, method: Method, context: Any, *, request_id: str, outcome: _Outcome) -> AsyncIterator[None]:
+        try:
+            yield
+        except TasukiError as error:
+            outcome.code, outcome.reason = error.code, error.reason
+            if not isinstance(error, Unauthenticated):  # logged apart, so that strangers leave room for callers
+                text = "rpc=%s request_id=%s reason=%s message=%.1000s"
+                self._refusals.info(text, method.name, request_id, error.reason, error.message)
+            await _abort(context, error)
+        except grpc.aio.AbortError:  # of the health service, which has told its caller
+            outcome.code = next(code for code in grpc.StatusCode if code.value[0] == context.code())
+            raise
+        except grpc.aio.BaseError:  # the caller is gone, or the server stops
+            outcome.code = grpc.StatusCode.CANCELLED
+            raise asyncio.CancelledError from None
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome.code = grpc.StatusCode.CANCELLED
+            raise
+        except Exception:
+            outcome.code = grpc.StatusCode.INTERNAL
+            _log.exception("rpc=%s request_id=%s failed", method.name, request_id)
+            text = f"internal error; the service's log has the traceback under request_id={request_id}"
+            await _abort(context, InternalError(text, request_id=request_id))
+
 
 async def _decoded(messages: AsyncIterator[bytes], decode: Callable[[bytes], Any]) -> AsyncIterator[Any]:
     async for message in messages:
@@ -122,81 +167,6 @@ async def _decoded(messages: AsyncIterator[bytes], decode: Callable[[bytes], Any
         except DecodeError as error:
             raise InvalidArgument("request", f"is no message of this method: {error}") from error
         yield request
-
-
-async def _only(requests: AsyncIterator[Any]) -> Any:
-    async for request in requests:
-        return request
-    raise InvalidArgument("request", "the method takes one message, and none came")
-
-
-@asynccontextmanager
-async def _observed(
-    method: Method, context: grpc.aio.ServicerContext[Any, Any], observers: Observers, admit: Callable[[], CallerRole]
-) -> AsyncIterator[CallerRole]:
-    """Observes one call and yields the caller's role. admit: checks the caller first, and raises if refused."""
-    request_id = _request_id(context)
-    outcome = _Outcome()
-    started = time.perf_counter()
-    observers.metrics.started(method)
-    with _traced(method, context, observers.tracer, request_id=request_id, outcome=outcome):
-        try:
-            refusals = observers.refusals
-            async with _errors_mapped(method, context, request_id=request_id, outcome=outcome, refusals=refusals):
-                role = admit()
-                await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
-                yield role
-        finally:
-            seconds = time.perf_counter() - started
-            observers.metrics.handled(method, code=outcome.code, seconds=seconds)
-            _log.debug("rpc=%s request_id=%s code=%s seconds=%.4f", method.name, request_id, outcome.code.name, seconds)
-
-
-@contextmanager
-def _traced(method: Method, context: Any, tracer: Tracer, *, request_id: str, outcome: _Outcome) -> Iterator[None]:
-    parent = "" if tracer is NO_TRACER else _metadata(context, TRACEPARENT_KEY)
-    if tracer is NO_TRACER or not (parent or method.role in _BEGIN_TRACES):
-        yield
-        return
-    attributes = {"rpc.system.name": "grpc", "rpc.method": method.name, REQUEST_ID: request_id}
-    span = tracer.begin(method.name, kind=SpanKind.SERVER, parent=parent, attributes=attributes)
-    try:
-        with current(span):
-            yield
-    finally:
-        set_status(span, outcome.code)
-        if outcome.reason:
-            span.fail(outcome.reason)
-        span.end()
-
-
-@asynccontextmanager
-async def _errors_mapped(
-    method: Method, context: Any, *, request_id: str, outcome: _Outcome, refusals: RateLimitedLog
-) -> AsyncIterator[None]:
-    try:
-        yield
-    except TasukiError as error:
-        outcome.code, outcome.reason = error.code, error.reason
-        if not isinstance(error, Unauthenticated):  # logged apart, so that strangers leave room for callers
-            refusals.info(
-                "rpc=%s request_id=%s reason=%s message=%.1000s", method.name, request_id, error.reason, error.message
-            )
-        await _abort(context, error)
-    except grpc.aio.AbortError:  # of the health service, which has told its caller
-        outcome.code = next(code for code in grpc.StatusCode if code.value[0] == context.code())
-        raise
-    except grpc.aio.BaseError:  # the caller is gone, or the server stops
-        outcome.code = grpc.StatusCode.CANCELLED
-        raise asyncio.CancelledError from None
-    except (asyncio.CancelledError, GeneratorExit):
-        outcome.code = grpc.StatusCode.CANCELLED
-        raise
-    except Exception:
-        outcome.code = grpc.StatusCode.INTERNAL
-        _log.exception("rpc=%s request_id=%s failed", method.name, request_id)
-        text = f"internal error; the service's log has the traceback under request_id={request_id}"
-        await _abort(context, InternalError(text, request_id=request_id))
 
 
 async def _abort(context: Any, error: TasukiError) -> None:
@@ -208,12 +178,12 @@ async def _abort(context: Any, error: TasukiError) -> None:
         raise asyncio.CancelledError from None
 
 
-def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+def _request_id(context: _Context) -> str:
     given = _metadata(context, REQUEST_ID_KEY)
     return given if 0 < len(given) <= 128 and given.isprintable() else uuid.uuid4().hex
 
 
-def _metadata(context: grpc.aio.ServicerContext[Any, Any], wanted: str) -> str:
+def _metadata(context: _Context, wanted: str) -> str:
     """Value of a metadata key; empty if the caller did not send it."""
     for key, value in context.invocation_metadata() or ():
         if key == wanted and isinstance(value, str):

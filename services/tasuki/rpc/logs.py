@@ -30,12 +30,7 @@ class _OneLine(logging.Formatter):
 
 
 _BY_CALLERS = ("Invalid encoding on", "ExecuteBatchError raised in core")
-"""Beginnings of grpcio's lines, each with a traceback, about a header that is not UTF-8, which they repeat, and a call reset meanwhile."""
-
-
-def is_not_by_callers(record: logging.LogRecord) -> bool:
-    """Excludes lines that any caller can cause without end."""
-    return not (record.name.startswith("grpc") and str(record.msg).startswith(_BY_CALLERS))
+"""grpcio's lines that any caller can cause without end, each with a traceback: a header that is not UTF-8, and a call reset meanwhile."""
 
 
 class _Lines(logging.StreamHandler):
@@ -61,7 +56,7 @@ def configure_logging(service: str) -> None:
     """Sets the format once, at the start of a service's process. A crash in native code leaves every thread's Python stack on stderr."""
     faulthandler.enable(file=2)
     lines = _Lines()
-    lines.addFilter(is_not_by_callers)
+    lines.addFilter(lambda record: not (record.name.startswith("grpc") and str(record.msg).startswith(_BY_CALLERS)))
     lines.setFormatter(_OneLine(f"%(asctime)s %(levelname)s service={service} logger=%(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[lines], force=True)
 

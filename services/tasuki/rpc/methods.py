@@ -106,16 +106,11 @@ def _carries_command(message: Descriptor, *, depth: int = 2) -> bool:
 
 
 def _described(method: MethodDescriptor) -> Method:
-    kinds = {
-        (False, False): "unary",
-        (False, True): "server_stream",
-        (True, False): "client_stream",
-        (True, True): "bidi_stream",
-    }
+    kinds = ("unary", "server_stream", "client_stream", "bidi_stream")
     name = f"{method.containing_service.full_name}/{method.name}"
     return Method(
         name=name,
-        kind=kinds[method.client_streaming, method.server_streaming],
+        kind=kinds[2 * method.client_streaming + method.server_streaming],
         needs_deadline=_carries_command(method.input_type) or method.name in _COORDINATOR_MUTATIONS,
         role=_ROLES.get(name),
         path_use=_PATH_USES.get(method.name),

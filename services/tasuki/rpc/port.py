@@ -95,9 +95,25 @@ def _server_credentials(config: NodeConfig) -> grpc.ServerCredentials | None:
         return None
     files = server_files(security)
     material = Reloaded(files.paths, files.read)
+    given = material.value
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        """The certificate for a new connection; None if unchanged. It blocks other connections.
+
+        A connection answered just before may still be loading the old certificate, which is freed once this call returns
+        (grpc/grpc#36693). The pause lets that connection finish. Delete it when grpc holds a reference meanwhile.
+        """
+        nonlocal given
+        newest = material.value
+        if newest == given:
+            return None
+        time.sleep(_SETTLE_S)
+        given = newest
+        return _configuration(newest)
+
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(material.value),
-        _Changes(material),  # pyright: ignore[reportArgumentType]  the stub does not know None, for no change
+        _configuration(given),
+        changed,  # pyright: ignore[reportArgumentType]  the stub does not know None, for no change
         require_client_authentication=security.client_ca is not None,
     )
 
@@ -110,25 +126,6 @@ def server_files(security: SecurityConfig) -> TlsFiles:
         key=("security.key", security.key),
         ca=None if security.client_ca is None else ("security.client_ca", security.client_ca),
     )
-
-
-class _Changes:
-    """Callback that grpc calls at the start of each connection: returns a new certificate, or None if unchanged.
-
-    It blocks other connections. A connection answered just before may still be loading the old certificate, which is freed once this
-    call returns (grpc/grpc#36693). The pause lets that connection finish. Delete it when grpc holds a reference meanwhile.
-    """
-
-    def __init__(self, material: Reloaded[TlsMaterial]) -> None:
-        self._material, self._given = material, material.value
-
-    def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-        newest = self._material.value
-        if newest == self._given:
-            return None
-        time.sleep(_SETTLE_S)
-        self._given = newest
-        return _configuration(newest)
 
 
 def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from prometheus_client import CollectorRegistry
 
 from tasuki.config.schema import FleetConfig
 from tasuki.rpc.fleet_caller import FleetFence
-from tasuki.rpc.interceptors import CallInterceptor, Observers
+from tasuki.rpc.interceptors import CallInterceptor
+from tasuki.rpc.logs import RateLimitedLog
 from tasuki.rpc.metrics import CallMetrics, MetricsServicer, SpanCounts
 from tasuki.rpc.port import Port
 from tasuki.v1 import metrics_pb2
@@ -60,13 +61,13 @@ class RpcServer:
         self.metrics = MetricsServicer(self.registry)
         if tracer is not NO_TRACER:
             self.registry.register(SpanCounts(tracer))
-        fence, observers = FleetFence(fleet), Observers(self._metrics, tracer)
-        self._local = grpc.aio.server(interceptors=(CallInterceptor(observers, fence),), options=SERVER_OPTIONS)
+        intercept = partial(CallInterceptor, self._metrics, FleetFence(fleet), tracer=tracer, refusals=RateLimitedLog())
+        self._local = grpc.aio.server(interceptors=(intercept(),), options=SERVER_OPTIONS)
         self._servers = [self._local]
         if port is not None:
-            interceptor = CallInterceptor(observers, fence, port.access)
+            interceptors = (intercept(access=port.access),)
             self._servers.append(
-                grpc.aio.server(interceptors=(interceptor,), options=PORT_OPTIONS, maximum_concurrent_rpcs=port.max_calls)
+                grpc.aio.server(interceptors=interceptors, options=PORT_OPTIONS, maximum_concurrent_rpcs=port.max_calls)
             )
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  untyped library
         self._names: list[str] = []
@@ -87,7 +88,9 @@ class RpcServer:
         """
         for server in self._servers:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-            enable_reflection(server, service_names=(*self._names, health.SERVICE_NAME))
+            # For grpcurl and its like.
+            reflected = _ReflectionServicer(service_names=(*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME))
+            reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, server)
         self._bind_socket()
         if self._port is not None:
             self._bind_port(self._port)
@@ -119,10 +122,8 @@ class RpcServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop_event.set)
-        stopped, ended = (
-            asyncio.create_task(stop_event.wait()),
-            [asyncio.create_task(_until_ended(each)) for each in self._servers],
-        )
+        stopped = asyncio.create_task(stop_event.wait())
+        ended = [asyncio.create_task(_until_ended(each)) for each in self._servers]
         try:
             await asyncio.wait([stopped, *ended], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -205,13 +206,7 @@ async def _refuse(call: Any) -> None:
 cygrpc.AioServer = _RegisteredMethods  # for every server that this process makes
 
 
-def enable_reflection(server: grpc.aio.Server, *, service_names: Sequence[str]) -> None:
-    """Lets grpcurl and its like list and describe `service_names`, and reflection itself."""
-    servicer = _ReflectionServicer(service_names=(*service_names, reflection.SERVICE_NAME))
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
-
-
-@functools.cache
+@cache
 def _comments() -> dict[str, bytes]:
     """Comments of our .proto files, which generated code lacks: by name, what to append to the serialized descriptor."""
     made = (Path(metrics_pb2.__file__).parent / "comments.binpb").read_bytes()

@@ -22,7 +22,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.memory import staying_tags
 from tasuki.rpc.process_start import StartSeconds
-from tasuki.rpc.start_order import wait_for_rollout_to_leave
+from tasuki.rpc.start_order import wait_to_leave
 from tasuki.trainer.environment import cache_variables, nccl_log_variables, socket_variables
 from tasuki.trainer.launch import Launch, read_launch
 from tasuki.wire.errors import InvalidArgument, TasukiError
@@ -89,7 +89,7 @@ def _wait_for_rollout(config: NodeConfig, start: StartSeconds) -> None:
     must_serve = not choices.starts_together and FIRST_START_VARIABLE in os.environ
     if config.device == "cuda" or must_serve:
         target, staying = node_targets(config)["rollout"], staying_tags(config, choices, Service.ROLLOUT)
-        wait_for_rollout_to_leave(target, staying=staying, must_serve=must_serve)
+        wait_to_leave(Service.ROLLOUT, target, staying=staying, must_serve=must_serve)
         start.end("room")
 
 
