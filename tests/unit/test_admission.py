@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 import uuid
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tasuki.config.paths import socket_dir
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.memory_record import TAKES
-from tasuki.v1.coordinator_pb2 import StageEvent
+from tasuki.memory.host import host_memory
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory
 from tasuki.wire.stages import HOLDS, MemoryTag, Phase, Service, Stage
 from tests.unit import fake_node
@@ -34,25 +32,23 @@ def devices(services: SizedServices) -> Devices:
     return services.devices
 
 
-@pytest.fixture
-def state_dir(tmp_path: Path) -> Iterator[Path]:
-    """Returns a state folder; its socket folder is removed after the test."""
-    yield tmp_path
-    shutil.rmtree(socket_dir(tmp_path))
+@pytest.fixture(autouse=True)
+def roomy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves what is free now on this machine out of the count: only the budget limits a CPU."""
+    memory = replace(host_memory(), total_bytes=200 * GB, available_bytes=200 * GB)
+    monkeypatch.setattr("tasuki.coordinator.admission.host_memory", lambda: memory)
 
 
-def gpu_node(state_dir: Path) -> NodeConfig:
-    return NodeConfig(state_dir=state_dir, device="cuda", model=ModelConfig(path=Path("/nowhere")))
+GPU_NODE = NodeConfig(state_dir=Path("/s"), device="cuda", model=ModelConfig(path=Path("/nowhere")))
 
 
-def make_node(journal: Journal, services: FakeServices, devices: Devices, config: NodeConfig | None = None) -> Node:
-    admission = Admission(devices, config or gpu_node(Path("/s")), published_bytes=journal.published_bytes)
+def make_node(journal: Journal, services: FakeServices, devices: Devices, config: NodeConfig = GPU_NODE) -> Node:
+    admission = Admission(devices, config, published_bytes=journal.published_bytes)
     return fake_node.make_node(journal, services, admission=admission)
 
 
-async def acquire(node: Node, phase: Phase) -> list[StageEvent]:
-    operation = node.acquire(phase, uuid.uuid4().hex)
-    return [told.event async for told in operation.follow()]
+async def acquire(node: Node, phase: Phase) -> None:
+    await fake_node.acquire(node, phase, uuid.uuid4().hex)
 
 
 async def refused(node: Node, phase: Phase) -> OutOfGpuMemory:

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -82,6 +82,14 @@ class RankFront(Generic[CommandT, ResultT]):
         have answered within `timeout_s`; the ranks go on.
         """
         commands = [command] * self.num_ranks if isinstance(command, Message) else command
+        async with self._calling(commands, timeout_s=timeout_s) as results:
+            await self._send(commands)
+        return results
+
+    @asynccontextmanager
+    async def _calling(self, commands: Sequence[CommandT], *, timeout_s: float | None) -> AsyncIterator[list[ResultT]]:
+        """Awaits a call that the block sends to the ranks, fills in the results, and raises as `call` does."""
+        results: list[ResultT] = []
         try:
             async with asyncio.timeout(timeout_s), self._turn:
                 if self._cause is not None:
@@ -90,10 +98,9 @@ class RankFront(Generic[CommandT, ResultT]):
                 self._results.clear()
                 for each in commands:
                     each.call = self._call
-                await self._send(commands)
-                results = await self._wait_for_results()
+                yield results
+                results += await self._wait_for_results()
                 await self._raise_errors(results)
-                return results
         except TimeoutError as error:
             assert timeout_s is not None
             text = f"not every {self._service} rank answered within {timeout_s:g} s"
