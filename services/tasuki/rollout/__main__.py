@@ -51,8 +51,7 @@ def main() -> int:
 
 
 def _serve(config: NodeConfig, deadline: StartupDeadline, start: StartSeconds) -> int:
-    model = read_model(config)
-    temp_dir = paths.engine_dir(config.state_dir)
+    model, temp_dir = read_model(config), paths.engine_dir(config.state_dir)
     with StateLock.take(config.state_dir, name="rollout") as lock, ExitStack() as cleanup:
         shutil.rmtree(temp_dir, ignore_errors=True)  # left by a killed service
         temp_dir.mkdir(mode=0o700)
