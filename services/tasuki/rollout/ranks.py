@@ -156,7 +156,7 @@ def _run_rank(
     Heartbeat(config.state_dir, f"scheduler{rank}")  # lets the supervisor notice a stopped process; the scheduler has its own
     from tasuki.rollout.sglang.scheduler import run_scheduler
 
-    run_scheduler(*pipe.recv(), pipe, config, rank)  # pyright: ignore[reportCallIssue]  `launch` says what comes through the pipe
+    run_scheduler(*pipe.recv(), pipe, config=config, rank=rank)
 
 
 def _die_with_front(end_of_front: Connection) -> None:

@@ -107,7 +107,6 @@ READ = [
     (MANAGER, "ReqState.finished"),
     (MANAGER, "ReqState.out_list"),
     (MANAGER, "TokenizerManager._create_tokenized_object"),
-    (MANAGER, "TokenizerManager._discard_pending_req_states"),
     (MANAGER, "TokenizerManager._dispatch_to_scheduler"),
     (MANAGER, "TokenizerManager._init_req_state"),
     (MANAGER, "TokenizerManager._send_batch_request"),
@@ -121,6 +120,7 @@ READ = [
     ("srt.mem_cache.memory_pool", "ReqToTokenPool.req_to_token"),
     ("srt.model_executor.runner_utils.pool", "set_global_graph_memory_pool"),
     ("srt.runtime_context", "RuntimeContext.override"),
+    ("srt.server_args", "ServerArgs.override"),
 ]
 
 

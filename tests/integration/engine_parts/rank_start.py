@@ -20,7 +20,7 @@ def test_a_rank_without_its_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     front, rank = Pipe()
     arguments: Any = SimpleNamespace(device="cpu")
     with pytest.raises(InternalError):
-        scheduler.run_scheduler(arguments, arguments, 0, 0, 0, 0, 0, 0, None, rank)
+        scheduler.run_scheduler(arguments, arguments, 0, 0, rank)
     assert front.poll(0)
     assert front.recv() == {
         "status": "failed", "reason": "INTERNAL", "problem": "libtasuki_memory.so is not built: run `make native`",

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import copy
+from copy import deepcopy
 from dataclasses import replace
 from multiprocessing.context import ForkProcess, SpawnProcess
 from types import FrameType
@@ -42,17 +42,17 @@ Launch = tuple[ServerArgs, PortArgs]
 
 def launches_of(server_args: ServerArgs, port_args: PortArgs, *, num_replicas: int) -> list[Launch]:
     """The first replica uses SGLang's own sockets; the others have their own sockets and seed, and answer to the same front."""
-    launches = [(copy(server_args), port_args)]
+    launches = [(deepcopy(server_args), port_args)]
     for replica in range(1, num_replicas):
         same = {name: getattr(port_args, name) for name in ("tokenizer_ipc_name", "detokenizer_ipc_name", "instance_id")}
-        arguments = copy(server_args)
+        arguments = deepcopy(server_args)
         # Otherwise replicas would draw the same samples of a prompt.
-        arguments.random_seed = (server_args.random_seed or 0) + replica
+        arguments.override("tasuki", random_seed=(server_args.random_seed or 0) + replica)
         launches.append((arguments, replace(PortArgs.init_new(server_args), **same)))
     if num_replicas > 1:
         for replica, (arguments, _) in enumerate(launches):
             # SGLang's own label of a replica. Without it the metrics of all would be taken for one's.
-            arguments.extra_metric_labels = {"dp_rank": str(replica)}
+            arguments.override("tasuki", extra_metric_labels={"dp_rank": str(replica)})
     return launches
 
 
@@ -234,7 +234,8 @@ class RolloutEngine:
                 session_key=call.session_key,
             )
         except Exception as error:
-            manager._discard_pending_req_states(batch)
+            for request in requests:
+                manager.rid_to_state.pop(request.id, None)
             raise InternalError(f"SGLang refused requests that had passed our checks: {error}") from error
 
     def _send(self, states: Sequence[Any], tokenized: Sequence[Any], *, session_key: str) -> None:
@@ -382,11 +383,9 @@ class _EmbeddedEngine(Engine):
         signal.signal(signal.SIGQUIT, _ignore)
         tp_size = server_args.tp_size
         cls.launches = launches_of(server_args, port_args, num_replicas=len(cls.gpus) // tp_size)
-        # Device, then ranks in SGLang's five kinds of parallelism. We use only the first; its data parallelism cannot update weights from
-        # tensors, which is how commands are sent.
-        cls.ranks.launch(
-            [(*cls.launches[rank // tp_size], gpu, rank % tp_size, 0, 0, 0, 0, None) for rank, gpu in enumerate(cls.gpus)]
-        )
+        # Of SGLang's kinds of parallelism only this one: its data parallelism cannot update weights from tensors, which is how commands
+        # are sent.
+        cls.ranks.launch([(*cls.launches[rank // tp_size], gpu, rank % tp_size) for rank, gpu in enumerate(cls.gpus)])
         pids = [process.pid for process in cls.ranks.processes if process.pid is not None]
         result = SchedulerInitResult(scheduler_infos=[], all_child_pids=pids)
         result.wait_for_ready = lambda: result.scheduler_infos.extend(map(dict, cls.ranks.wait_for_reports()))

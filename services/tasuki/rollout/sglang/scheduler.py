@@ -6,6 +6,7 @@ import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -234,19 +235,16 @@ def run_scheduler(
     port_args: PortArgs,
     gpu_id: int,
     tp_rank: int,
-    attn_cp_rank: int,
-    moe_dp_rank: int,
-    moe_ep_rank: int,
-    pp_rank: int,
-    dp_rank: int | None,
-    pipe_writer: Connection,
+    *others: Any,
     config: NodeConfig | None = None,
     rank: int | None = None,
 ) -> None:
     """SGLang's `run_scheduler_process` with a scheduler that reports.
 
+    others: end with the pipe for the report; SGLang's own engine gives ranks of parallelism that we do not use before it.
     config: of the node; None for an engine outside a node. rank: index among the ranks of all replicas; tp_rank by default.
     """
+    pipe_writer: Connection = others[-1]
     if server_args.device == "cuda" and not _select_gpu(gpu_id, pipe_writer):
         return
     device = torch.device("cpu") if server_args.device == "cpu" else torch.device("cuda", gpu_id)
@@ -265,9 +263,10 @@ def run_scheduler(
             start_seconds=count_seconds(model_runner.ModelRunner),
         )
         _install_scheduler(setup, device=server_args.device)
-    sglang_scheduler.run_scheduler_process(
-        server_args, port_args, gpu_id, tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, dp_rank, pipe_writer
-    )
+    run = sglang_scheduler.run_scheduler_process
+    # SGLang 0.5.23 has pp_rank alone.
+    unused = {"attn_cp_rank", "moe_dp_rank", "moe_ep_rank", "pp_rank"} & signature(run).parameters.keys()
+    run(server_args, port_args, gpu_id, tp_rank, dp_rank=None, pipe_writer=pipe_writer, **dict.fromkeys(unused, 0))
 
 
 def _staying(config: NodeConfig, *, rank: int) -> frozenset[MemoryTag]:
