@@ -121,11 +121,14 @@ class ModelShape:
         return {f"model.layers.{index}.{ROUTER_BIAS}": (self.num_experts,) for index in sparse}
 
     def linear_layers(self, index: int) -> tuple[str, ...]:
-        """Last names of the linear layers in decoder layer `index`, which may have adapters: q_proj, ..."""
+        """Last names of the linear layers in decoder layer `index`, which may have adapters: q_proj, ...
+
+        Only attention's beside experts: PEFT gives an adapter named as another linear layer to the experts.
+        """
         return tuple(
             name.removesuffix(".weight").rpartition(".")[2]
             for name, shape in self.layer(index).items()
-            if len(shape) == 2 and name != ROUTER
+            if len(shape) == 2 and not (self.num_experts and name.startswith("mlp."))
         )
 
     def count_by_kind(self) -> dict[str, int]:
