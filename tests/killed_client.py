@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import multiprocessing
@@ -9,15 +10,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
+
 from tests.conftest import ENVIRONMENT
 
 LIMIT_S = 300.0
+_DEATHS_AT_A_CALL = 2
+_RUNS_S = 0.004
+"""A call's time until its client dies."""
 _PRELOADED = "TASUKI_TESTS_PRELOADED"
 REWARD = "def odd(prompt, completion, **fields):\n    return float(len(set(completion)) % 2)\n"
 RL: Mapping[str, object] = {
@@ -53,17 +59,24 @@ class Run:
     def output_dir(self) -> Path:
         return self.folder / self.output
 
-    def live(self, *options: str, dies_after_s: float | None = None) -> bool:
+    @property
+    def calls(self) -> Path:
+        """The deaths at each call, as JSON."""
+        return self.folder / f"{self.output}.calls.json"
+
+    def live(self, *options: str, dies_after_s: float | None = None, dies_at_new_calls: bool = False) -> bool:
         """Trains in a process of its own. Returns whether the run has ended; False if it was killed.
 
-        dies_after_s: from the moment that the node is asked for anything.
+        dies_after_s: from the moment that the node is asked for anything. dies_at_new_calls: see `_die_at_new_calls`.
         """
         table = next(iter(self.settings)).partition(".")[0]
         settings = {f"{table}.output_dir": str(self.output_dir), **self.settings}
         arguments = [argument for key, value in settings.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
         argv = ["train", str(self.config), *options, *arguments]
         log = self.folder / f"{self.output}.log"
-        process = _forks(self.config.parent / "model").Process(target=_train, args=(argv, self.folder, log, dies_after_s))
+        process = _forks(self.config.parent / "model").Process(
+            target=_train, args=(argv, self.folder, log, dies_after_s, self.calls if dies_at_new_calls else None)
+        )
         process.start()
         process.join(LIMIT_S)
         assert process.exitcode in (0, -signal.SIGKILL), f"{process.exitcode}: {log.read_text()}"
@@ -82,7 +95,8 @@ class Run:
     def results(self) -> dict[str, str]:
         """Digests of the exported model's files, and the checkpoints' names."""
         files = [path for path in (self.output_dir / "model").rglob("*") if path.is_file()]
-        digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+        node = str(self.config.parent).encode()  # adapter_config.json names the base model's folder
+        digests = {path.name: hashlib.sha256(path.read_bytes().replace(node, b"")).hexdigest() for path in files}
         saved = sorted(path.parent.name for path in (self.output_dir / "checkpoints").glob("*/loop.json"))
         models = sorted(path.name for path in self.output_dir.glob("model*"))
         return digests | {"checkpoints": str(saved), "models": str(models)}
@@ -100,7 +114,7 @@ def _forks(model: Path) -> Any:
     return context
 
 
-def _train(argv: list[str], folder: Path, log: Path, dies_after_s: float | None) -> None:
+def _train(argv: list[str], folder: Path, log: Path, dies_after_s: float | None, calls: Path | None) -> None:
     from tasuki.cli import __main__, train
 
     os.chdir(folder)
@@ -112,7 +126,59 @@ def _train(argv: list[str], folder: Path, log: Path, dies_after_s: float | None)
         timer = threading.Timer(dies_after_s, os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
         train.check_longest_sample = lambda *_, **__: timer.start()
+    if calls is not None:
+        _die_at_new_calls(calls)
     os._exit(__main__.main(argv))
+
+
+def _die_at_new_calls(file: Path) -> None:
+    """Ends the process at each call that changes or asks for something: in one life while it runs, in the next when it is answered.
+
+    file: the deaths by call; lives share it.
+    """
+    deaths: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def name(method: str, messages: Sequence[Any]) -> str:
+        """The same in each life: what a step's calls ask for differs, and repeats of other calls are told by what has been reached."""
+        found, request_id = hashlib.sha256(), ""
+        for message in messages:
+            bare = type(message).FromString(message.SerializeToString())
+            for part in (bare, getattr(bare, "header", None)):
+                if part is not None and "command" in part.DESCRIPTOR.fields_by_name:
+                    request_id = request_id or part.command.request_id
+                    part.ClearField("command")
+            if "request_id" in bare.DESCRIPTOR.fields_by_name:
+                bare.ClearField("request_id")
+            found.update(bare.SerializeToString(deterministic=True))
+        place = request_id if "-" in request_id else str(sum(" step " in each for each in deaths))
+        kind = "step" if "-" in request_id or method.endswith("Generate") else "other"
+        return f"{method} {kind} {place if kind == 'other' or '-' in request_id else ''} {found.hexdigest()[:16]}"
+
+    for kind in ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"):
+        multicallable = getattr(grpc.aio._channel, f"{kind}MultiCallable")
+
+        def call(self: Any, request: Any, *, ask: Any = multicallable.__call__, **options: Any) -> Any:
+            method = self._method.decode().rpartition("/")[2]
+            if method.startswith(("Get", "Watch")):
+                return ask(self, request, **options)
+            messages = [request] if hasattr(request, "SerializeToString") else list(request)
+            given = request if hasattr(request, "SerializeToString") else iter(messages)
+            key = name(method, messages)
+            number = deaths.get(key, 0)
+            if number < _DEATHS_AT_A_CALL:
+                deaths[key] = number + 1
+                file.write_text(json.dumps(deaths, indent=1))
+            made = ask(self, given, **options)
+            if number == 0:
+                asyncio.get_running_loop().call_later(_RUNS_S, die)
+            elif number == 1:
+                made.add_done_callback(lambda _: die())
+            return made
+
+        multicallable.__call__ = call
 
 
 if _PRELOADED in os.environ:

@@ -1,4 +1,4 @@
-"""Two series of runs whose client is killed two hundred times at random, on living nodes and on new ones. Takes an hour."""
+"""Runs whose client is killed two hundred times at random, on living nodes and on new ones, and once at each call. Takes an hour."""
 
 from __future__ import annotations
 
@@ -75,6 +75,27 @@ def kill(node: RunningNode, run: Run, *, step_s: float, draw: random.Random) -> 
 def num_lines(run: Run) -> int:
     path = run.output_dir / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.mark.timeout(7200)
+def test_a_client_killed_at_each_call_of_ppo_leaves_every_figure_and_every_tensor_as_it_is(tmp_path: Path) -> None:
+    write_task(tmp_path)
+    short = {"num_steps": 2, "critic_warmup_steps": 1, "num_epochs": 1, "num_mini_batches": 2}
+    settings = {**_PPO, **{f"train.{name}": value for name, value in short.items()}}
+    with started_node(tables=SERIES["critic"][0]) as node:
+        whole = Run(node.config, tmp_path, "whole", settings)
+        assert whole.live()
+    with started_node(tables=SERIES["critic"][0]) as node:
+        killed = Run(node.config, tmp_path, "killed", settings)
+        num_lives = 1
+        while not killed.live(*["--resume"][: num_lives - 1], dies_at_new_calls=True):
+            num_lives += 1
+        assert killed.figures() == whole.figures()
+        assert killed.results() == whole.results()
+        assert_clean_audit(node.state_dir)
+    calls = json.loads(killed.calls.read_text())
+    assert num_lives > len(calls), "calls that ended no life"
+    assert {"Generate", "ForwardBackward", "OptimStep", "SaveCheckpoint", "Acquire"} <= {name.split()[0] for name in calls}
 
 
 @pytest.mark.timeout(7200)
