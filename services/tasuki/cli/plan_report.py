@@ -82,9 +82,8 @@ def details(planned: Plan, advice: Advice) -> list[str]:
     lines.append(f"Host peak: {host.stage}, {gb(host.host_bytes)} of {gb(node.host_bytes)} GB{allowed}.")
     num_checkpoints, disk_bytes = run_disk(node)
     if disk_bytes:
-        lines.append(
-            f"Disk: {gb(disk_bytes)} GB for the model and up to {num_checkpoints} checkpoints of {gb(checkpoint_bytes(node))} GB."
-        )
+        kept = f" and up to {num_checkpoints} checkpoints of {gb(checkpoint_bytes(node))} GB" if num_checkpoints else ""
+        lines.append(f"Disk: {gb(disk_bytes)} GB for the model{kept}.")
     if node.trainer.expert_parallel:
         lines.append(_experts(node))
     size = f"{gb(planned.kv_pool.num_bytes)} GB {'on a GPU' if node.device == 'cuda' else 'of a rank'}"
