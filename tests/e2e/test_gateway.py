@@ -4,24 +4,69 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, BadRequestError
 
-from tasuki.client import AsyncClient, Phase, TrainingSample
+from tasuki.client import AsyncClient, Client, Phase, SamplingParams, TrainingSample
+from tasuki.client.dataset import Row
+from tasuki.client.episode import Episodes
+from tasuki.client.episodes import EpisodePool
 from tasuki.gateway.rollout import Rollout
 from tasuki.gateway.server import gateway, serving
 from tasuki.gateway.sessions import Sessions
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.address import unix_target
+from tasuki.wire.errors import RewardFailed
 from tests.conftest import RunningNode
 from tests.e2e.test_episodes import TEMPLATE
 from tests.models import char_tokenizer
 
+AGENT = """
+import json, sys
+from openai import OpenAI
+row, client, messages = json.load(sys.stdin), OpenAI(), []
+for _ in range(3):
+    messages.append({"role": "user", "content": row["prompt"]})
+    reply = client.chat.completions.create(model="gpt-4o", messages=messages, temperature=0.2, max_tokens=4)
+    messages.append(reply.choices[0].message)
+print("an agent's own output")
+print(len(messages))
+"""
+WAYS = """
+import json, os, subprocess, sys, time, urllib.error, urllib.request
+row = json.load(sys.stdin)
+def post(url, fields, key=os.environ["OPENAI_API_KEY"]):
+    headers = {"authorization": "Bearer " + key, "content-type": "application/json"}
+    return urllib.request.urlopen(urllib.request.Request(url, json.dumps(fields).encode(), headers)).read()
+def chat(**fields):
+    return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"messages": [{"role": "user", "content": "a"}], **fields})
+match row["prompt"]:
+    case "posts":
+        chat(max_tokens=2)
+        post(os.environ["TASUKI_SESSION_URL"] + "/reward", {"reward": 0.25})
+    case "leaves":
+        subprocess.Popen(["sleep", "600"])
+        print(2.0)
+    case "floods": print("x" * 5_000_000 + chr(10) + "3.0")
+    case "text": print("great")
+    case "silent": pass
+    case "fails": sys.exit("no luck")
+    case "hangs": time.sleep(600)
+    case "asks wrongly":
+        for call in (lambda: chat(n=0), lambda: chat(response_format={"type": "json_schema", "json_schema": {"schema": {}}}),
+                     lambda: post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {}, key="other")):
+            try: call()
+            except urllib.error.HTTPError as error: print(error.code)
+        print(4.0)
+"""
 ASK: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": "ab"}], "max_tokens": 8, "temperature": 0}
 
 
@@ -69,6 +114,13 @@ async def test_answers_are_as_openai_gives_them_and_wrong_requests_are_named(htt
     events = [event async for event in stream]
     assert "".join(event.choices[0].delta.content or "" for event in events[:-1]) == first.message.content
     assert events[-2].choices[0].finish_reason == first.finish_reason
+    anthropic = AsyncAnthropic(base_url=str(http.base_url), api_key="secret", max_retries=0)
+    same: dict[str, Any] = {"model": "any", "messages": ASK["messages"], "max_tokens": 8, "extra_body": {"temperature": 0}}
+    message = await anthropic.messages.create(**same)
+    assert [block.text for block in message.content] == [first.message.content]
+    async with anthropic.messages.stream(**same) as streamed:
+        assert [text async for text in streamed.text_stream] == [first.message.content]
+        assert (await streamed.get_final_message()).stop_reason == message.stop_reason
     assert events[-1].usage is not None
     assert events[-1].usage.prompt_tokens == whole.usage.prompt_tokens
     with pytest.raises(BadRequestError, match="context"):
@@ -94,17 +146,24 @@ async def test_answers_are_as_openai_gives_them_and_wrong_requests_are_named(htt
     assert [one["token"] for one in choice["logprobs"]["content"]] == [f"token_id:{one}" for one in choice["token_ids"]]
 
 
-async def test_an_answer_goes_on_after_changeovers(client: AsyncClient, http: httpx.AsyncClient):
-    ask = {**ASK, "max_tokens": 64}
-    undisturbed = (await http.post("/v1/chat/completions", json=ask)).json()
+async def test_an_answer_waits_for_the_policy_and_goes_on_after_changeovers(client: AsyncClient, http: httpx.AsyncClient):
     await client.acquire(Phase.TRAIN)
-    waiting = asyncio.create_task(http.post("/sessions/a/v1/chat/completions", json=ask))
-    await asyncio.sleep(0.3)
-    assert not waiting.done()
-    for phase in (Phase.ROLLOUT, Phase.TRAIN, Phase.ROLLOUT, Phase.TRAIN, Phase.ROLLOUT):
-        await client.acquire(phase)
-    answer = (await waiting).json()
-    assert [answer[name] for name in ("choices", "usage")] == [undisturbed[name] for name in ("choices", "usage")]
+    ask = {"token_ids": [20, 21], "sampling_params": {"max_tokens": 200, "ignore_eos": True}}
+    waiting = asyncio.create_task(http.post("/sessions/a/inference/v1/generate", json=ask))
+    for _ in range(2):
+        await client.acquire(Phase.ROLLOUT)
+        async with asyncio.timeout(30):
+            while not (await client.rollout_state()).num_running:
+                await asyncio.sleep(0.01)
+        await client.acquire(Phase.TRAIN)
+        assert not waiting.done()
+    await client.acquire(Phase.ROLLOUT)
+    (choice,) = (await waiting).json()["choices"]
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (200, "length")
+    sample = TrainingSample([20, 21], choice["token_ids"])
+    (scored,) = await client.compute_log_probs([sample])
+    drawn = np.array([one["logprob"] for one in choice["logprobs"]["content"]])
+    assert np.abs(scored - drawn).max() < 0.1  # both in bfloat16: each token has the prefix it was drawn from
 
 
 async def test_a_session_gives_samples_that_the_trainer_takes(
@@ -149,3 +208,52 @@ async def test_a_client_that_leaves_frees_its_request(client: AsyncClient, http:
     async with asyncio.timeout(30):
         while (await client.rollout_state()).num_running:
             await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def pool_of(node: RunningNode, tokenizer: ModelTokenizer, tmp_path: Path) -> Callable[..., Episodes]:
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "ways.py").write_text(WAYS)
+
+    def run(program: str, prompts: Sequence[str], **settings: Any) -> Episodes:
+        command = [sys.executable, program]
+        options = {"command": command, "tokenizer": tokenizer, "max_tokens": 96, "folders": [tmp_path], **settings}
+        with (
+            Client(state_dir=node.state_dir) as client,
+            EpisodePool("tasuki.gateway.program:run_program", **options) as pool,
+        ):
+            rows: list[Row] = [{"prompt": prompt, "command": "of the row", "policy": "of the row"} for prompt in prompts]
+            pool.check_rows(rows, path="rows.jsonl")
+            return pool.run(client, rows, SamplingParams(max_new_tokens=6, temperature=1.0), num_samples=2, number=5)
+
+    return run
+
+
+def test_an_agent_on_openais_sdk_is_an_episode(pool_of: Callable[..., Episodes]):
+    ran = pool_of("agent.py", ["ab"], timeout_s=120.0)
+    assert ran.scores.rewards.tolist() == [6.0, 6.0], [one.failure for one in ran.episodes]
+    for episode in ran.episodes:
+        (sample,) = episode.training_samples()
+        lengths = [len(turn.sample.token_ids) for turn in episode.turns.turns]
+        assert len(lengths) == 3
+        assert np.sum(sample.loss_mask) == sum(lengths) <= 12
+        assert sample.temperature == 1.0  # the run's
+
+
+def test_programs_give_rewards_and_fail_alone(pool_of: Callable[..., Episodes]):
+    ways = ["posts", "leaves", "floods", "asks wrongly", "text", "silent", "fails", "hangs"]
+    ran = pool_of("ways.py", ways, timeout_s=20.0, on_error="skip")
+    failures = {str(one.row["prompt"]): one.failure for one in ran.episodes}
+    assert [failures.pop(way) for way in ways[:4]] == [""] * 4, failures
+    assert ran.scores.rewards.tolist()[:8] == [0.25, 0.25, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0]
+    assert [len(one.turns.turns) for one in ran.episodes][:4] == [1, 1, 0, 0]
+    assert np.isnan(ran.scores.rewards[8:]).all()
+    assert "no reward: 'great'" in failures["text"]
+    assert "no reward: ''" in failures["silent"]
+    assert "ended with code 1: no luck" in failures["fails"]
+    assert "20 s of its own time" in failures["hangs"]
+
+
+def test_programs_that_cannot_run_are_refused(pool_of: Callable[..., Episodes]):
+    with pytest.raises(RewardFailed, match=r"no-such-program agent.py failed for sample 0 .*No such file"):
+        pool_of("agent.py", ["ab"], command=["no-such-program", "agent.py"])

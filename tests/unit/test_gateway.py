@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tasuki.client.episode import Asked, Episode, shown_message
 from tasuki.client.types import FinishReason, Sample, VersionSpan
 from tasuki.gateway.chat_completions import completion, read_chat, read_messages
+from tasuki.gateway.messages import as_chat_request, as_message
 from tasuki.gateway.rollout import stopped
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument
@@ -153,6 +154,41 @@ def test_a_call_that_cannot_be_read_is_shown_as_text():
     assert (first["finish_reason"], second["finish_reason"]) == ("stop", "tool_calls")
     assert second["message"]["content"] == "s"
     assert json.loads(second["message"]["tool_calls"][0]["function"]["arguments"]) == {"x": "é"}
+
+
+def test_anthropics_messages_are_the_same_chat_as_openais():
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    told = {"token_ids": [1], "log_probs": [-1.0], "context": [5, 6, 1], "finish_reason": "stop"}
+    shown = {"role": "assistant", "content": "so", "tool_calls": [call]}
+    answer = as_message(completion([{**told, "shown": shown}], model="m", has_log_probs=False))
+    assert (answer["stop_reason"], answer["usage"]) == ("tool_use", {"input_tokens": 2, "output_tokens": 1})
+    asked = {
+        "max_tokens": 5, "stop_sequences": ["c"], "thinking": {"type": "enabled"}, "system": [{"type": "text", "text": "s"}],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"},
+        "messages": [
+            {"role": "user", "content": "q"}, {"role": "assistant", "content": answer["content"]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": answer["content"][1]["id"], "content": [{"type": "text", "text": "r"}]},
+                {"type": "text", "text": "more", "cache_control": {}},
+            ]},
+        ],
+    }  # fmt: skip
+    choices = read_chat(as_chat_request(asked))
+    assert choices.fields["messages"] == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "q"},
+        shown,
+        {"role": "tool", "content": "r", "name": "f"},
+        {"role": "user", "content": "more"},
+    ]
+    assert (choices.fields["max_new_tokens"], choices.fields["stop"]) == (5, ["c"])
+    for name, wrong in (
+        ("messages", None), ("messages", "hi"), ("messages", ["hi"]), ("tools", 3), ("tools", [{}]), ("tool_choice", {"type": "any"}),
+        ("mcp_servers", []), ("messages", [{"role": "user", "content": [{"type": "image"}]}]), ("max_tokens", 0),
+        ("messages", [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": 3}]}]),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument, match=name):
+            read_chat(as_chat_request({**asked, name: wrong}))
 
 
 def test_a_stop_text_that_a_changeover_has_split_ends_the_answer(tokenizer: ModelTokenizer):

@@ -152,7 +152,8 @@ def _gateway(arguments: argparse.Namespace) -> int:
         text = f"`tasuki gateway` needs starlette and uvicorn: {install_extras('gateway')}"
         raise NotInstalled(text, packages="starlette,uvicorn", extras="gateway") from error
 
-    return run(_running_config(arguments), listen=arguments.listen, key_file=arguments.key_file)
+    config = _running_config(arguments)
+    return run(config, listen=arguments.listen, key_file=arguments.key_file, acquires=arguments.acquire)
 
 
 def _train(arguments: argparse.Namespace) -> int:

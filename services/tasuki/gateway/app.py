@@ -1,4 +1,4 @@
-"""The routes, their limits, and errors in OpenAI's form."""
+"""The routes, their limits, and errors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from starlette.routing import BaseRoute, Route
 
 from tasuki.client.reward_worker import checked_reward
 from tasuki.gateway.chat_completions import Answer, Choices, chunks, completion, generated, read_chat, read_generate
+from tasuki.gateway.messages import as_chat_request, as_message, events
 from tasuki.wire.errors import InvalidArgument, TasukiError
 
 MAX_BYTES, MAX_REQUESTS = 1 << 23, 1024
 _WAIT_S = 3600.0
 """Time limit of a request, changeovers included."""
 _RETRY_AFTER_S = 10
+_EVENTS = "text/event-stream"
 SESSION = "/sessions/{session_id}"
 
 
@@ -80,6 +82,7 @@ class App:
             routes += [
                 Route(f"{root}/v1/models", answering(self._models), methods=["GET"]),
                 Route(f"{root}/v1/chat/completions", answering(self._chat), methods=["POST"]),
+                Route(f"{root}/v1/messages", answering(self._message), methods=["POST"]),
                 Route(f"{root}/inference/v1/generate", answering(self._generate), methods=["POST"]),
             ]
         return routes
@@ -97,7 +100,13 @@ class App:
             return JSONResponse(answer)
         options = asked.get("stream_options")
         has_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-        return StreamingResponse(chunks(answer, has_usage=has_usage), media_type="text/event-stream")
+        return StreamingResponse(chunks(answer, has_usage=has_usage), media_type=_EVENTS)
+
+    async def _message(self, request: Request) -> Response:
+        asked = await read_json(request)
+        answers = await self._answers(request, read_chat(as_chat_request(asked)))
+        message = as_message(completion(answers, model=self._host.model, has_log_probs=False))
+        return StreamingResponse(events(message), media_type=_EVENTS) if asked.get("stream") else JSONResponse(message)
 
     async def _generate(self, request: Request) -> Response:
         return JSONResponse(generated(await self._answers(request, read_generate(await read_json(request)))))
@@ -125,7 +134,8 @@ class App:
             self._num_open -= 1
             for task in (*tasks, leaving):
                 task.cancel()
-            await asyncio.wait({asking, *tasks, leaving})
+            await asyncio.wait({*tasks, leaving})
+            await asyncio.gather(asking, return_exceptions=True)
 
 
 def application(host: Host, *further: BaseRoute) -> Starlette:
@@ -133,7 +143,7 @@ def application(host: Host, *further: BaseRoute) -> Starlette:
 
 
 def answering(answer: Handler) -> Handler:
-    """Gives errors OpenAI's form."""
+    """Gives errors the form that both OpenAI's and Anthropic's clients read."""
 
     async def answered(request: Request) -> Response:
         try:
@@ -148,7 +158,7 @@ def answering(answer: Handler) -> Handler:
             refused = error
         body = {"message": str(refused), "type": refused.kind, "param": refused.param, "code": refused.code}
         headers = {"retry-after": str(_RETRY_AFTER_S)} if refused.status == 503 else None
-        return JSONResponse({"error": body}, refused.status, headers)
+        return JSONResponse({"type": "error", "error": body}, refused.status, headers)
 
     return answered
 

@@ -9,9 +9,11 @@ import os
 import secrets
 import signal
 import socket
+import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,6 +27,7 @@ from tasuki.wire.errors import InvalidArgument
 _BACKLOG = 4096
 _KEPT_BYTES = 1 << 16
 """Of the end of a program's output."""
+_READ_S = 1.0
 
 
 async def run_program(policy: Policy, row: Mapping[str, object], command: Sequence[str], folder: str) -> float:
@@ -110,36 +113,46 @@ def _programs() -> _Programs:
 
 async def _ran(command: Sequence[str], folder: str, environment: Mapping[str, str], given: bytes) -> tuple[int, str, str]:
     """Runs a program. Returns its exit code and the last lines of its output and errors."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *command, cwd=folder, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    reading = [asyncio.create_task(_last_line(stream)) for stream in (process.stdout, process.stderr)]
-    giving = asyncio.create_task(_give(process.stdin, given))
+    loop = asyncio.get_running_loop()
+    with TemporaryFile() as row:
+        row.write(given)
+        row.seek(0)
+        # asyncio's own processes also wait for what a program has left with its pipes: https://github.com/python/cpython/issues/119710
+        process = subprocess.Popen(  # noqa: ASYNC220
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=row,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    ended, exit_fd = asyncio.Event(), os.pidfd_open(process.pid)
+    loop.add_reader(exit_fd, ended.set)
+    reading = [asyncio.create_task(_last_line(pipe)) for pipe in (process.stdout, process.stderr) if pipe is not None]
     try:
-        code = await process.wait()
+        await ended.wait()
     finally:
+        loop.remove_reader(exit_fd)
+        os.close(exit_fd)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        giving.cancel()
-        output, errors = await asyncio.gather(*reading)
-    return code, output, errors
+        code = process.wait()
+        await asyncio.wait(reading, timeout=_READ_S)
+        for task in reading:
+            task.cancel()
+        output, errors = await asyncio.gather(*reading, return_exceptions=True)
+    return code, output if isinstance(output, str) else "", errors if isinstance(errors, str) else ""
 
 
-async def _give(stream: asyncio.StreamWriter, given: bytes) -> None:
-    with suppress(BrokenPipeError, ConnectionResetError):  # a program need not read it
-        stream.write(given)
-        await stream.drain()
-        stream.close()
-        await stream.wait_closed()
-
-
-async def _last_line(stream: asyncio.StreamReader) -> str:
-    kept = b""
-    while chunk := await stream.read(_KEPT_BYTES):
-        kept = (kept + chunk)[-_KEPT_BYTES:]
+async def _last_line(pipe: IO[bytes]) -> str:
+    stream, kept = asyncio.StreamReader(), b""
+    connect = asyncio.get_running_loop().connect_read_pipe
+    transport, _ = await connect(lambda: asyncio.StreamReaderProtocol(stream), pipe)
+    try:
+        while chunk := await stream.read(_KEPT_BYTES):
+            kept = (kept + chunk)[-_KEPT_BYTES:]
+    finally:
+        transport.close()
     lines = kept.decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

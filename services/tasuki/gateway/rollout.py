@@ -47,6 +47,10 @@ class Rollout:
         await asyncio.gather(self._follower, return_exceptions=True)
         await self._client.close()
 
+    async def acquire(self) -> None:
+        """Brings the node to phase ROLLOUT. Raises as AsyncClient.acquire."""
+        await self._client.acquire(Phase.ROLLOUT)
+
     async def complete(self, prompt: NDArray[np.int32], sampling: SamplingParams, *, session_key: str) -> Sample:
         """Completes a prompt over any number of changeovers. Raises InvalidArgument as rollout does, and NodeDown."""
         assert sampling.max_new_tokens is not None

@@ -51,14 +51,19 @@ async def serving(
         await task
 
 
-def run(config: NodeConfig, *, listen: str, key_file: Path | None) -> int:
-    """Serves until Ctrl-C. Prints the address, and a new key unless a file has one. Raises InvalidArgument, NodeDown."""
+def run(config: NodeConfig, *, listen: str, key_file: Path | None, acquires: bool) -> int:
+    """Serves until Ctrl-C. Prints the address, and a new key unless a file has one. Raises InvalidArgument, NodeDown.
+
+    acquires: whether to bring the node to phase ROLLOUT first.
+    """
     (cert, tls_key), tokenizer = _tls_files(config, listen), ModelTokenizer(config.model.path)
     key = secrets.token_urlsafe(24) if key_file is None else read_tokens("--key-file", key_file)[0]
 
     async def serve() -> None:
         with bound(listen) as port:
             async with Rollout(client_target(config), decode=tokenizer.decode) as rollout:
+                if acquires:
+                    await rollout.acquire()
                 sessions = Sessions(rollout, tokenizer, model=config.model.path.name, key=key)
                 async with serving(gateway(sessions), port, cert=cert, key=tls_key):
                     sys.stdout.write(f"OPENAI_BASE_URL=http{'s' if cert else ''}://{listen}/v1\n")
