@@ -93,6 +93,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda folder: ((folder / SHARDS[1]).unlink(), (folder / SHARDS[1]).symlink_to("../blobs/1")),
         [SHARDS[1], "check its links"],
     ),
+    "failing disk": (
+        lambda folder: ((folder / "config.json").unlink(), (folder / "config.json").symlink_to("/proc/self/mem")),
+        ["config.json cannot be read: Input/output error"],
+    ),
     "LFS pointer": (
         lambda folder: (folder / SHARDS[0]).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
         [SHARDS[0], "git lfs pull"],

@@ -22,8 +22,13 @@ _MAX_LAYERS = 10_000
 
 def read_json_object(file: Path, *, field: str) -> dict[str, Any]:
     """Raises InvalidArgument naming `field` if the file is not a JSON object, PathPermissionDenied if it cannot be read."""
-    with named_if_denied(file, key=field):
-        content = read_regular(file, max_bytes=_MAX_FILE_BYTES)
+    try:
+        with named_if_denied(file, key=field):
+            content = read_regular(file, max_bytes=_MAX_FILE_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:  # such as a disk's
+        raise InvalidArgument(field, f"{file} cannot be read: {error.strerror}") from error
     refuse_pointer(content, file, field=field)
     if content.startswith(BOM_UTF8):
         raise InvalidArgument(field, f"{file} begins with a byte-order mark, which SGLang refuses; save it without")
