@@ -47,14 +47,11 @@ def check_config(config: NodeConfig) -> None:
     if fused:
         raise SettingsConflict("rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(fused)}; leave it at "merged"')
     if config.trainer.lora is not None and config.trainer.lora.path is not None and config.has_kl:
-        problem = (
-            "starts the policy, but the KL reference would be the model without it; merge it into the model with PEFT, or set"
-        )
-        raise SettingsConflict("trainer.lora.path", f"{problem} kl_coef = 0")
+        problem = "starts the policy, but the KL reference would be the model without it; "
+        raise SettingsConflict("trainer.lora.path", f"{problem}merge it into the model with PEFT, or set kl_coef = 0")
     _check_critic(config)
-    problem = port_problem(config)
-    if problem is not None:
-        raise SettingsConflict(*problem)
+    if (found := port_problem(config)) is not None:
+        raise SettingsConflict(*found)
 
 
 def _check_critic(config: NodeConfig) -> None:
@@ -121,10 +118,8 @@ def _check_kind_of_device(config: NodeConfig) -> None:
         problem = 'needs device = "cuda": SGLang does not speculate on a CPU; leave it out'
         raise SettingsConflict("rollout.engine.speculative_algorithm", problem)
     if config.device == "cuda" and config.rollout.dtype == "float32":
-        raise SettingsConflict(
-            "rollout.dtype",
-            '= "float32" is not possible with device = "cuda", where SGLang\'s kernels take bfloat16: leave it out',
-        )
+        problem = '= "float32" is not possible with device = "cuda", where SGLang\'s kernels take bfloat16: leave it out'
+        raise SettingsConflict("rollout.dtype", problem)
     if config.device == "cuda" and config.memory.host_budget_bytes is not None:
         raise SettingsConflict("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
 
@@ -151,8 +146,14 @@ def check_model(config: NodeConfig, model: ModelShape, *, critic: ModelShape | N
         if kv_heads % shared and shared % kv_heads:
             problem = f"{shared} ranks can neither share {kv_heads} key heads evenly, nor have one of them each"
             raise InvalidArgument("trainer.sequence_parallel", problem)
-    if trainer.expert_parallel:
-        _check_experts(models, num_ranks=trainer.num_ranks)
+    sparse = [one for one in models if one.num_experts]
+    if trainer.expert_parallel and not sparse:
+        raise InvalidArgument("trainer.expert_parallel", f"{model.architecture} has no experts to spread; remove it")
+    for one in sparse if trainer.expert_parallel else ():
+        if one.num_experts % trainer.num_ranks:
+            problem = f"{trainer.num_ranks} ranks cannot share {one.num_experts} experts of {one.architecture} evenly"
+            advice = "give a number of ranks that divides them, or remove it"
+            raise InvalidArgument("trainer.expert_parallel", f"{problem}; {advice}")
     tokens, longest = rollout.engine.get(MAX_TOKENS), rollout.context_length or model.context_length
     if isinstance(tokens, int) and tokens < longest:
         raise InvalidArgument(
@@ -161,16 +162,6 @@ def check_model(config: NodeConfig, model: ModelShape, *, critic: ModelShape | N
             needed_tokens=longest,
             total_tokens=tokens,
         )
-
-
-def _check_experts(models: Sequence[ModelShape], *, num_ranks: int) -> None:
-    field, sparse = "trainer.expert_parallel", [model for model in models if model.num_experts]
-    if not sparse:
-        raise InvalidArgument(field, f"{models[0].architecture} has no experts to spread; remove it")
-    for model in sparse:
-        if model.num_experts % num_ranks:
-            problem = f"{num_ranks} ranks cannot share {model.num_experts} experts of {model.architecture} evenly"
-            raise InvalidArgument(field, f"{problem}; give a number of ranks that divides them, or remove it")
 
 
 def check_critic_model(config: NodeConfig, policy: ModelShape, critic: ModelShape) -> None:
@@ -266,23 +257,18 @@ def without_effect(config: NodeConfig) -> list[str]:
 
     A coefficient or count of 0 switches something off. Its settings may stay, so that one key switches it on again.
     """
-    rows = [*_rows_of_node(config), *_rows_of_run(config)]
     return [
         f"{key} = {value} has no effect: {needed}, or remove it"
-        for key, value, default, has_effect, needed in rows
+        for key, value, default, has_effect, needed in _effects(config)
         if value != default and not has_effect
     ]
 
 
-def _rows_of_node(config: NodeConfig) -> Iterator[_Row]:
+def _effects(config: NodeConfig) -> Iterator[_Row]:
     if config.sft is not None:
         has_prompts = config.sft.eval_dataset is not None
         yield "sft.eval_every", config.sft.eval_every, None, has_prompts, "give an sft.eval_dataset"
-
-
-def _rows_of_run(config: NodeConfig) -> Iterator[_Row]:
-    train = config.train
-    if train is None:
+    if (train := config.train) is None:
         return
     advantages, loss, evaluation, estimator = train.advantages, train.loss, train.eval, train.advantages.estimator
     is_gae, divides = estimator == "gae", estimator in ("group_mean", "batch_baseline") or advantages.std == "none"

@@ -62,21 +62,19 @@ def check_gpu_is_shown(config: NodeConfig) -> None:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not _entries(visible):
-        raise InvalidArgument(
-            "device", f'device = "cuda", but CUDA_VISIBLE_DEVICES="{visible}" hides all GPUs: name some, or unset it'
-        )
+        problem = f'device = "cuda", but CUDA_VISIBLE_DEVICES="{visible}" hides all GPUs: name some, or unset it'
+        raise InvalidArgument("device", problem)
     # A container may lack either the device files (dxg on WSL) or NVML.
     has_file = any(file for name in ("nvidia[0-9]*", "dxg") for file in Path("/dev").glob(name))
-    if not has_file and not _num_gpus_of_nvml():
+    if not has_file and smallest_gpu_bytes() is None:
         raise InvalidArgument("device", 'device = "cuda", but this machine shows no GPU: set device = "cpu", or fix its driver')
 
 
 def gpu_not_shown(service: str, gpu: int, *, num_shown: int) -> InvalidArgument:
     """Error for a rank whose GPU number exceeds the GPUs it can see."""
     if num_shown == 0:
-        return InvalidArgument(
-            "device", 'device = "cuda", but CUDA shows no GPU on this machine: run nvidia-smi to find out why'
-        )
+        problem = 'device = "cuda", but CUDA shows no GPU on this machine: run nvidia-smi to find out why'
+        return InvalidArgument("device", problem)
     problem = f"this rank's GPU is number {gpu}, counted from 0, but CUDA shows {num_shown}; by default rank i is on GPU i"
     return InvalidArgument(f"{service}.devices", problem)
 
@@ -90,13 +88,6 @@ def smallest_gpu_bytes() -> int | None:
         ]
         return min((size.total - size.reserved for size in sizes), default=None)
     return None
-
-
-def _num_gpus_of_nvml() -> int:
-    """Number of GPUs; 0 without NVML."""
-    with suppress(ImportError), _nvml() as nvml:
-        return nvml.nvmlDeviceGetCount()
-    return 0
 
 
 @contextmanager
@@ -131,12 +122,13 @@ def _given(name: str, given: tuple[str, ...], *, field: str) -> str:
         return given[int(name)]
     if all(entry.isdecimal() for entry in given) and given:
         return name  # CUDA resolves a UUID itself
-    same = [entry for entry in given if _is_same(entry.lower(), name.lower())]
+    # CUDA accepts a prefix of a UUID.
+    pairs = [(entry, entry.lower(), name.lower()) for entry in given]
+    same = [
+        entry
+        for entry, one, other in pairs
+        if one.startswith(other) or (one.startswith(UUID.lower()) and other.startswith(one))
+    ]
     if len(same) != 1:
         raise InvalidArgument(field, f"names {name}, which is not among {text}")
     return same[0]
-
-
-def _is_same(entry: str, name: str) -> bool:
-    """Whether two UUIDs name one GPU: CUDA accepts a prefix."""
-    return entry.startswith(name) or (entry.startswith(UUID.lower()) and name.startswith(entry))

@@ -65,17 +65,13 @@ def config_of(table: dict[str, Any], *, overrides: Sequence[str] = ()) -> NodeCo
         if isinstance(conflict, SettingsConflict):
             raise InvalidArgument(conflict.field, str(conflict)) from error
         key = ".".join(str(part) for part in first["loc"]) or "config"
+        problem = conflict.problem if isinstance(conflict, SettingError) else _explain(first)
         if isinstance(conflict, SettingError):
-            raise _unknown_or(f"{key}.{conflict.field}", conflict.problem) from error
-        raise _unknown_or(key, _explain(first)) from error
-
-
-def _unknown_or(key: str, problem: str) -> InvalidArgument:
-    """The key's error; with tasuki's name if another library's was given."""
-    own = OTHERS.get(key.rpartition(".")[2].lower())
-    if own is None or not problem.startswith("unknown key"):
-        return InvalidArgument(key, problem)
-    return InvalidArgument(key, f"unknown key; tasuki's name is {own}")
+            key = f"{key}.{conflict.field}"
+        own = OTHERS.get(key.rpartition(".")[2].lower())
+        if own is not None and problem.startswith("unknown key"):  # another library's name of a key
+            problem = f"unknown key; tasuki's name is {own}"
+        raise InvalidArgument(key, problem) from error
 
 
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -143,22 +139,15 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def load_beside_node(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
     """Like `load_config`, for a command that addresses a running node: keys missing in [fleet] come from the node's start.
 
-    A scheduler tells each node its rank, but not the commands started next to it.
+    A scheduler tells each node its rank, but not the commands started next to it. Raises PathPermissionDenied, too.
     """
     table = _read(path, overrides)
     if isinstance(table.get("fleet"), dict):
-        table["fleet"] = {**_started_fleet(table), **table["fleet"]}
+        started = config_path(Path(str(table.get("state_dir", "/nonexistent"))))
+        with named_if_denied(started, key="state_dir"):
+            before = _toml(started).get("fleet", {}) if started.is_file() else {}
+        table["fleet"] = {**before, **table["fleet"]}
     return config_of(table)
-
-
-def _started_fleet(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    """[fleet] of the last node started in the state folder; empty without one. Raises PathPermissionDenied."""
-    state_dir = table.get("state_dir")
-    if not isinstance(state_dir, str):
-        return {}
-    path = config_path(Path(state_dir))
-    with named_if_denied(path, key="state_dir"):
-        return _toml(path).get("fleet", {}) if path.is_file() else {}
 
 
 def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
@@ -190,16 +179,12 @@ def _keys_beside(location: Sequence[str | int]) -> list[str]:
     table: type[BaseModel] = NodeConfig
     for part in location[:-1]:
         field = table.model_fields.get(str(part))
-        tables = [one for one in _types_in(field.annotation) if issubclass(one, BaseModel)] if field is not None else []
+        kinds = () if field is None else get_args(field.annotation) or (field.annotation,)
+        tables = [one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)]
         if len(tables) != 1:
             return []
         table = tables[0]
     return list(table.model_fields)
-
-
-def _types_in(annotation: Any) -> list[type]:
-    """The annotation's type, or those of its union."""
-    return [one for one in (get_args(annotation) or (annotation,)) if isinstance(one, type)]
 
 
 def _explain(problem: Mapping[str, Any]) -> str:
@@ -212,17 +197,10 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if isinstance(problem["input"], Mapping):  # a whole table with conflicting keys
         return str(problem.get("ctx", {}).get("error", problem["msg"]))
     message = _WANTED.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
-    return f"{message} (got {_without_password(_shown(problem['input']))})"
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
-
-
-def _without_password(text: str) -> str:
-    """Removes user and password from a URL, for terminals and logs."""
-    return re.sub(r"//[^/@]*@", "//***@", text)
+    text = repr(problem["input"])
+    shown = text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    # Without user and password of a URL, for terminals and logs.
+    return f"{message} (got {re.sub(r'//[^/@]*@', '//***@', shown)})"
 
 
 def _apply(table: dict[str, Any], override: str) -> None:
@@ -265,12 +243,6 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
             at[last] = _anchored(at[last], folder, key=".".join((*parents, last)))
 
 
-def _is_of_hub(value: str, *, key: str) -> bool:
-    """Whether the value looks like an id of the Hugging Face hub, which stays a relative path until it is fetched."""
-    wanted = _HUB_DATASET if key.endswith("dataset") else _HUB_MODEL if key in ("model.path", "trainer.critic.path") else None
-    return wanted is not None and wanted.fullmatch(value) is not None and Path(value).suffix.lower() not in _DATA_SUFFIXES
-
-
 def _anchored(value: Any, folder: Path, *, key: str) -> Any:
     """Makes a path, or each path in a list, absolute. Leaves other values for the schema to refuse."""
     if isinstance(value, list):
@@ -279,7 +251,10 @@ def _anchored(value: Any, folder: Path, *, key: str) -> Any:
         return value
     if "\0" in value:
         raise InvalidArgument(key, f"{value!r} is not a path: it contains a null character")
-    if _is_of_hub(value, key=key) and not (folder / value).exists():
+    # An id of the Hugging Face hub stays a relative path until it is fetched.
+    wanted = _HUB_DATASET if key.endswith("dataset") else _HUB_MODEL if key in ("model.path", "trainer.critic.path") else None
+    is_of_hub = wanted is not None and wanted.fullmatch(value) and Path(value).suffix.lower() not in _DATA_SUFFIXES
+    if is_of_hub and not (folder / value).exists():
         return value
     try:
         return str(folder / Path(value).expanduser())

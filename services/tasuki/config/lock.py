@@ -49,9 +49,8 @@ class StateLock:
         except OSError as error:
             if error.errno == errno.ELOOP:  # the holder's pid would be written to wherever a link points
                 raise _not_regular(state_dir, name=name, key=key) from error
-            raise InvalidArgument(
-                key, f"{error.filename} cannot be created: {error.strerror}; name a folder that you can write to"
-            ) from error
+            problem = f"{error.filename} cannot be created: {error.strerror}; name a folder that you can write to"
+            raise InvalidArgument(key, problem) from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise _not_regular(state_dir, name=name, key=key)
@@ -113,9 +112,8 @@ def disk_full_at(folder: Path) -> Iterator[None]:
         if error.errno not in NO_ROOM:
             raise
         path = folder if error.filename is None else error.filename
-        raise DiskFull(
-            f"{path} cannot be written: {error.strerror}; free space, or name a folder on another disk", path=path
-        ) from error
+        text = f"{path} cannot be written: {error.strerror}; free space, or name a folder on another disk"
+        raise DiskFull(text, path=path) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from tasuki.config.table import (
     Bool,
     Bytes,
     Devices,
+    Distinct,
     Float,
     Int,
     Listen,
@@ -179,7 +180,7 @@ TRACKERS: tuple[TrackerName, ...] = get_args(TrackerName)
 class TrackConfig(Schema):
     """Experiment trackers. Each follows the run's metrics.jsonl in its own process; see docs/guides/python.md."""
 
-    to: tuple[TrackerName, ...] = ()
+    to: Annotated[tuple[TrackerName, ...], Distinct] = ()
     """"tensorboard", "wandb", "mlflow", "trackio"; each needs the extra of its name. They write to `output_dir`/track; wandb uploads
     with WANDB_MODE=online, MLflow with MLFLOW_TRACKING_URI."""
     project: Annotated[str, Field(min_length=1)] = "tasuki"
@@ -187,18 +188,9 @@ class TrackConfig(Schema):
     name: str | None = None
     """Name of the run; defaults to the name of its output folder."""
 
-    @model_validator(mode="after")
-    def _trackers_differ(self) -> TrackConfig:
-        if len(set(self.to)) < len(self.to):
-            raise ValueError("to names one of them twice")
-        return self
-
-
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
 
 def _check_name(name: str) -> str:
-    if _NAME.fullmatch(name) is None:
+    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name) is None:
         raise ValueError('must begin with a letter or a digit, and have up to 128 letters, digits, ".", "_" and "-"')
     return name
 

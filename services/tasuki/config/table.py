@@ -54,8 +54,6 @@ Address = Annotated[str, AfterValidator(_check_address)]
 Listen = Annotated[str, AfterValidator(_check_listen)]
 # Seeds accepted by numpy, torch and SGLang alike.
 Seed = Annotated[int, Strict(), Field(ge=0, lt=2**32)]
-
-
 Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict()]
 Bool = Annotated[bool, Strict()]
@@ -75,10 +73,6 @@ MAX_GPUS = 1024
 _MAX_NUMBER = MAX_GPUS - 1
 
 
-def _text_of_number(device: object) -> object:
-    return str(device) if type(device) is int else device
-
-
 def _one_name(device: str) -> str:
     """Normalizes a name: numbers without leading zeros, UUIDs in lower case."""
     if not device.isdecimal():
@@ -89,13 +83,19 @@ def _one_name(device: str) -> str:
     return number
 
 
-def _distinct(devices: tuple[str, ...]) -> tuple[str, ...]:
-    if len(set(devices)) < len(devices):
-        raise ValueError("names a GPU twice")
-    return devices
+def _check_distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(names)) < len(names):
+        raise ValueError("names one of them twice")
+    return names
+
+
+Distinct = AfterValidator(_check_distinct)
 
 
 Device = Annotated[
-    str, BeforeValidator(_text_of_number), Field(pattern=rf"^({UUID}[0-9a-fA-F-]+|[0-9]+)$"), AfterValidator(_one_name)
+    str,
+    BeforeValidator(lambda device: str(device) if type(device) is int else device),
+    Field(pattern=rf"^({UUID}[0-9a-fA-F-]+|[0-9]+)$"),
+    AfterValidator(_one_name),
 ]
-Devices = Annotated[tuple[Device, ...], AfterValidator(_distinct)]
+Devices = Annotated[tuple[Device, ...], Distinct]

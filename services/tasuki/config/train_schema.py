@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -307,81 +307,63 @@ class TrainConfig(Schema):
 
     @model_validator(mode="after")
     def _fits_the_loop(self) -> TrainConfig:
-        self._check_rewards()
-        self._check_groups()
-        self._check_loss()
-        self._check_carry()
-        if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
-            problem = f"is {self.overlong_tokens}; must be from 1 to max_new_tokens = {self.max_new_tokens}"
-            raise SettingError("overlong_tokens", problem)
-        if self.critic_warmup_steps and self.advantages.estimator is not Estimator.GAE:
-            raise SettingError("critic_warmup_steps", 'needs a critic: use advantages.estimator = "gae"')
-        if self.critic_warmup_steps >= self.num_steps:
-            problem = (
-                f"is {self.critic_warmup_steps} of num_steps = {self.num_steps}, so the policy would never train; lower it"
-            )
-            raise SettingError("critic_warmup_steps", problem)
+        for field, problem in (*self._problems(), *self._problems_of_carrying()):
+            raise SettingError(field, problem)
         return self
 
-    def _check_rewards(self) -> None:
+    def _problems(self) -> Iterator[tuple[str, str]]:
+        """Settings under which a step would have no gradient, or one could take kl_coef to 0 or below, each with its problem."""
+        estimator, loss = self.advantages.estimator, self.policy_loss()
         if (self.reward is None) == (self.episode is None):
-            raise SettingError(
-                "reward", "or train.episode is missing" if self.reward is None else "and train.episode exclude each other"
-            )
-        if self.episode is None:
-            return
-        if self.advantages.estimator is Estimator.GREEDY_BASELINE:
-            raise SettingError("advantages.estimator", '"greedy_baseline" is for single completions, not for train.episode')
-        if self.overlong_tokens is not None:
-            raise SettingError("overlong_tokens", "is for single completions, not for train.episode")
-
-    def _check_groups(self) -> None:
-        """Refuses groups, or a step, without a gradient, and steps so large that one could take kl_coef to 0 or below."""
-        estimator, num_samples = self.advantages.estimator, self.prompts_per_step * self.group_size
-        if self.group_size == 1:
-            if estimator is Estimator.BATCH_BASELINE and self.prompts_per_step == 1:
-                raise SettingError(
-                    "group_size", 'of 1 with one prompt a step teaches nothing with advantages.estimator = "batch_baseline"'
-                )
-            if estimator.needs_groups:
-                others = ", ".join(f'"{other}"' for other in Estimator if not other.needs_groups)
-                problem = f'of 1 teaches nothing with advantages.estimator = "{estimator}"; use one of {others}'
-                raise SettingError("group_size", problem)
-            if self.max_batches > 1:
-                raise SettingError("max_batches", "above 1 keeps groups that differ, which a group of one never does")
+            yield "reward", "or train.episode is missing" if self.reward is None else "and train.episode exclude each other"
+        if self.episode is not None and estimator is Estimator.GREEDY_BASELINE:
+            yield "advantages.estimator", '"greedy_baseline" is for single completions, not for train.episode'
+        if self.episode is not None and self.overlong_tokens is not None:
+            yield "overlong_tokens", "is for single completions, not for train.episode"
+        if self.group_size == 1 and self.prompts_per_step == 1 and estimator is Estimator.BATCH_BASELINE:
+            problem = 'of 1 with one prompt a step teaches nothing with advantages.estimator = "batch_baseline"'
+            yield "group_size", problem
+        if self.group_size == 1 and estimator.needs_groups:
+            others = ", ".join(f'"{other}"' for other in Estimator if not other.needs_groups)
+            yield "group_size", f'of 1 teaches nothing with advantages.estimator = "{estimator}"; use one of {others}'
+        if self.group_size == 1 and self.max_batches > 1:
+            yield "max_batches", "above 1 keeps groups that differ, which a group of one never does"
+        num_samples = self.prompts_per_step * self.group_size
         if self.advantages.kl_target is not None and MAX_KL_ERROR * num_samples >= KL_HORIZON:
             problem = f"is for steps of fewer than {KL_HORIZON / MAX_KL_ERROR:g} samples, and there are {num_samples}"
-            raise SettingError("advantages.kl_target", problem)
-
-    def _check_loss(self) -> None:
-        """Refuses a loss that does not use rewards, and a ratio of 1 in every update of a step."""
-        loss = self.policy_loss()
+            yield "advantages.kl_target", problem
         if not loss.has_advantages:
-            raise SettingError("loss", f"{loss.name} does not learn from rewards")
+            yield "loss", f"{loss.name} does not learn from rewards"
         if self.num_updates > 1 and loss.has_ratio and loss.old_policy is OldPolicy.CURRENT:
-            raise SettingError(
-                "old_policy", f'"current" is for one optimizer step a step, and there are {self.num_updates}; use "given"'
-            )
+            problem = f'"current" is for one optimizer step a step, and there are {self.num_updates}; use "given"'
+            yield "old_policy", problem
+        if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
+            yield "overlong_tokens", f"is {self.overlong_tokens}; must be from 1 to max_new_tokens = {self.max_new_tokens}"
+        if self.critic_warmup_steps and estimator is not Estimator.GAE:
+            yield "critic_warmup_steps", 'needs a critic: use advantages.estimator = "gae"'
+        if self.critic_warmup_steps >= self.num_steps:
+            problem = f"is {self.critic_warmup_steps} of num_steps = {self.num_steps}"
+            yield "critic_warmup_steps", f"{problem}, so the policy would never train; lower it"
 
-    def _check_carry(self) -> None:
-        """Refuses what cannot be carried over a changeover, and bounds that would drop every carried group."""
+    def _problems_of_carrying(self) -> Iterator[tuple[str, str]]:
+        """What cannot be carried over a changeover, and bounds that would drop every carried group."""
+        loss, key = self.policy_loss(), "oversample"
         if self.oversample == 1:
             return
         if self.max_staleness < self.num_updates:
             problem = f"is {self.max_staleness}; with oversample above 1 it must be at least the {self.num_updates} versions of a step"
-            raise SettingError("max_staleness", problem)
-        loss, key = self.policy_loss(), "oversample"
+            yield "max_staleness", problem
         if self.episode is not None:
-            raise SettingError(key, "above 1 is for single completions, not for train.episode")
+            yield key, "above 1 is for single completions, not for train.episode"
         if self.max_batches > 1:
-            raise SettingError(key, "above 1 and max_batches above 1 exclude each other")
+            yield key, "above 1 and max_batches above 1 exclude each other"
         if self.stop:
-            raise SettingError(key, "above 1 and stop exclude each other: a changeover may cut a text that ends a completion")
+            yield key, "above 1 and stop exclude each other: a changeover may cut a text that ends a completion"
         if self.advantages.estimator is Estimator.GREEDY_BASELINE:
-            raise SettingError(key, 'above 1 does not go with advantages.estimator = "greedy_baseline"')
+            yield key, 'above 1 does not go with advantages.estimator = "greedy_baseline"'
         if not loss.truncates and not loss.correction.masks and loss.old_policy is not OldPolicy.ROLLOUT:
             problem = 'above 1 trains on tokens of earlier versions: set a correction in train.loss, or old_policy = "rollout"'
-            raise SettingError(key, problem)
+            yield key, problem
 
     @property
     def num_running_groups(self) -> int:

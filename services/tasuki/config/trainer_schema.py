@@ -9,7 +9,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, model_validator
 
 from tasuki.config.checks import FUSED_LINEAR
-from tasuki.config.table import Bool, Devices, Float, Int, PositiveFloat, PositiveInt, Schema
+from tasuki.config.table import Bool, Devices, Distinct, Float, Int, PositiveFloat, PositiveInt, Schema
 
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 LinearName = Literal["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
@@ -26,7 +26,7 @@ class LoraConfig(Schema):
     """Scale by `alpha / sqrt(rank)` instead: rsLoRA, for high ranks (arXiv:2312.03732)."""
     path: Path | None = None
     """Adapter to start from, a folder of PEFT's with the same rank, alpha, scaling and layers. Without it the policy is the model."""
-    target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1)] = tuple(
+    target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1), Distinct] = tuple(
         name for name in get_args(LinearName) if name not in FUSED_LINEAR
     )
     """Linear layers that get an adapter, in every layer of the model. Experts cannot have any. Phi 3 has "qkv_proj" and "gate_up_proj"
@@ -37,17 +37,9 @@ class LoraConfig(Schema):
         """Factor of the adapters' output."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
-    @model_validator(mode="after")
-    def _targets_differ(self) -> LoraConfig:
-        if len(set(self.target_modules)) < len(self.target_modules):
-            raise ValueError("target_modules names one of them twice")
-        return self
-
 
 MAX_LEARNING_RATE = 1.0
 """One step of a larger one destroys any weights, which no later error brings back."""
-
-
 LearningRate = Annotated[Float, Field(ge=0, le=MAX_LEARNING_RATE)]
 
 
