@@ -81,7 +81,7 @@ def gpu_not_shown(service: str, gpu: int, *, num_shown: int) -> InvalidArgument:
 
 def smallest_gpu_bytes() -> int | None:
     """Memory of the machine's smallest GPU, in bytes; None if NVML does not report it."""
-    with suppress(ImportError), _nvml() as nvml:
+    with suppress(ImportError), nvml_session() as nvml:
         sizes = [
             nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index), version=nvml.nvmlMemory_v2)
             for index in range(nvml.nvmlDeviceGetCount())
@@ -91,7 +91,7 @@ def smallest_gpu_bytes() -> int | None:
 
 
 @contextmanager
-def _nvml() -> Iterator[Any]:
+def nvml_session() -> Iterator[Any]:
     """Initializes NVML. Raises ImportError if it is missing or broken."""
     import pynvml
 

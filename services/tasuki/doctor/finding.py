@@ -80,15 +80,16 @@ def check_certificate(cert: Path, key: Path, *, now: float | None = None) -> Fin
         shown = read_certificate(cert, key)
     except ssl.SSLCertVerificationError as error:
         return fail(name, f"{cert}: {error.verify_message}", _RENEW)
-    names = ", ".join(_written(kind, host) for kind, host in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address"))
+    hosts: list[str] = []
+    for kind, host in shown.get("subjectAltName", ()):
+        if kind == "DNS":
+            hosts.append(host)
+        elif kind == "IP Address":  # as `tasuki certs --host` takes it; OpenSSL writes ::1 as 0:0:0:0:0:0:0:1
+            hosts.append(str(ipaddress.ip_address(host.strip())))
+    names = ", ".join(hosts)
     until = ssl.cert_time_to_seconds(shown["notAfter"])
     found = f"until {time.strftime('%Y-%m-%d', time.gmtime(until))} for {names or 'no name'}"
     return warn(name, found, _RENEW) if until - (time.time() if now is None else now) < _SOON_S else ok(name, found)
-
-
-def _written(kind: str, name: str) -> str:
-    """A name as `tasuki certs --host` takes it; OpenSSL writes ::1 as 0:0:0:0:0:0:0:1."""
-    return name if kind == "DNS" else str(ipaddress.ip_address(name.strip()))
 
 
 def certificate_findings(config: NodeConfig) -> Iterable[Finding]:

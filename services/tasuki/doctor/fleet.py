@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -43,31 +43,28 @@ def fleet_findings(config: NodeConfig, *, min_gbit: float | None = None) -> Iter
     """Runs every check. If the node is not up, reports only that. min_gbit: rate of gradients that the caller demands, in Gb/s."""
     if config.fleet is None:
         if min_gbit is not None:
-            yield fail(
-                "fleet gradients", "the node is in no fleet, so there is no rate", "omit --min-gbit, or name a fleet's node"
-            )
+            advice = "omit --min-gbit, or name a fleet's node"
+            yield fail("fleet gradients", "the node is in no fleet, so there is no rate", advice)
         return
     try:
         fleet, unreachable, trainers = asyncio.run(_look(config))
     except TasukiError as error:
-        told = _why_not(error, config)
+        told = error
+        if type(error) is PeerUnavailable:  # usually this node is not up
+            no_leader = PeerUnavailable(f"this node is running, but no leader answers at {config.fleet.leader}")
+            told = no_leader if is_running(config) else node_down(config.state_dir, start="tasuki fleet up CONFIG")
         advice = f"start all nodes, then try again. Leader: {config.fleet.leader}"
         yield fail("fleet", f"{told.reason}: {told.message}", advice)
         return
     yield from member_findings(fleet)
-    yield _reached(fleet, unreachable)
+    num_ports = sum(not target.startswith("unix:") for member in fleet.members for target in _targets(member.node))
+    if unreachable:
+        found = f"{len(unreachable)} of {num_ports} do not answer: {', '.join(unreachable)}"
+        yield fail("fleet ports", found, "open them between nodes")
+    else:
+        yield ok("fleet ports", f"{num_ports} answer from here")
     yield clock_finding(fleet)
     yield gradients_finding(trainers, config, min_gbit=min_gbit)
-
-
-def _why_not(error: TasukiError, config: NodeConfig) -> TasukiError:
-    """Why the fleet could not be reached: usually because this node is not up."""
-    assert config.fleet is not None
-    if type(error) is not PeerUnavailable:
-        return error
-    if not is_running(config):
-        return node_down(config.state_dir, start="tasuki fleet up CONFIG")
-    return PeerUnavailable(f"this node is running, but no leader answers at {config.fleet.leader}")
 
 
 async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[str], trainer_pb2.GetTrainerStateResponse]:
@@ -117,17 +114,6 @@ def member_findings(fleet: fleet_pb2.GetFleetResponse) -> Iterator[Finding]:
         yield fail("fleet", f"{found}; missing: {missing}", "read the logs of the missing nodes")
     else:
         yield ok("fleet", found)
-
-
-def _reached(fleet: fleet_pb2.GetFleetResponse, unreachable: Sequence[str]) -> Finding:
-    num_ports = sum(not target.startswith("unix:") for member in fleet.members for target in _targets(member.node))
-    if unreachable:
-        return fail(
-            "fleet ports",
-            f"{len(unreachable)} of {num_ports} do not answer: {', '.join(unreachable)}",
-            "open them between nodes",
-        )
-    return ok("fleet ports", f"{num_ports} answer from here")
 
 
 def clock_finding(fleet: fleet_pb2.GetFleetResponse) -> Finding:

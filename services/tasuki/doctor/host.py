@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from tasuki.config.gpus import nvml_session
 from tasuki.doctor.finding import Finding, fail, ok, warn
 from tasuki.memory.arena import LIBRARY_PATH, totals
 from tasuki.memory.host import host_cores, host_memory
@@ -197,14 +197,11 @@ def check_strangers(gpus: Sequence[Gpu], *, node_runs: bool) -> Finding:
     name = "free GPU memory"
     if node_runs:
         return ok(name, "the node itself is running")
-    text = ", ".join(
-        f"GPU {number} {gpu.free_bytes / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB" for number, gpu in enumerate(gpus)
-    )
-    pids = [
-        f"pid {pid} ({size / 1e9:.1f} GB on GPU {number})"
-        for number, gpu in enumerate(gpus)
-        for pid, size in gpu.processes.items()
-    ]
+    free, pids = list[str](), list[str]()
+    for number, gpu in enumerate(gpus):
+        free.append(f"GPU {number} {gpu.free_bytes / 1e9:.1f} of {gpu.total_bytes / 1e9:.1f} GB")
+        pids += [f"pid {pid} ({size / 1e9:.1f} GB on GPU {number})" for pid, size in gpu.processes.items()]
+    text = ", ".join(free)
     if pids:
         advice = "end these processes, or plan with less memory; pids are those of the host"
         return warn(name, f"{text}; {', '.join(pids[:4])}", advice)
@@ -225,31 +222,17 @@ def torch_cuda_version() -> tuple[int, int] | None:
 
 def read_gpu_facts() -> GpuFacts:
     """Reads the facts from NVML."""
-    try:
-        import pynvml
-    except ImportError:
-        return GpuFacts(None)
-    nvml: Any = pynvml
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return GpuFacts(None)
-    try:
+    with suppress(ImportError), nvml_session() as nvml:
+        gpus: list[Gpu] = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle, listed = nvml.nvmlDeviceGetHandleByIndex(index), []
+            with suppress(nvml.NVMLError):  # not available on a MIG slice
+                listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            gpus.append(Gpu(memory.total, memory.free, {one.pid: one.usedGpuMemory or 0 for one in listed}))
         cuda = nvml.nvmlSystemGetCudaDriverVersion()
-        gpus = [_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(nvml.nvmlDeviceGetCount())]
         return GpuFacts((cuda // 1000, cuda % 1000 // 10), gpus)
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _gpu(nvml: Any, handle: Any) -> Gpu:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    try:
-        listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:  # not available on a MIG slice
-        listed = []
-    processes = {one.pid: one.usedGpuMemory or 0 for one in listed}
-    return Gpu(memory.total, memory.free, processes)
+    return GpuFacts(None)
 
 
 def _dotted(cuda: tuple[int, int]) -> str:

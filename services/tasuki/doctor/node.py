@@ -58,14 +58,21 @@ def node_findings(
             warn("tokenizer", doubt, "take the tokenizer that belongs to the model")
             for doubt in check_tokenizer(config.model.path)
         )
-    security = checked("security", _secured(config), lambda: check_ports(config), key="[security]")
+    has_port = bool(config.port_targets or config.metrics.listen)
+    secured = "TLS" if config.security.cert is not None else "loopback without TLS"
+    security = checked("security", secured if has_port else "unix sockets only", lambda: check_ports(config), key="[security]")
     yield security
     if security.verdict is Verdict.OK:
         yield from certificate_findings(config)
     if config.fleet is not None and not runs:
         yield checked("place in the fleet", config.fleet.leader, lambda: check_place(config), key="fleet")
     yield checked("tracing", "as the environment says", check_telemetry, key="the environment")
-    yield checked("trackers", ", ".join(config.track.to) or "none", lambda: _check_trackers(config), key="track.to")
+
+    def check_trackers() -> None:
+        for name in config.track.to:
+            check_installed(name, key="track.to")
+
+    yield checked("trackers", ", ".join(config.track.to) or "none", check_trackers, key="track.to")
     has_model = model.verdict is not Verdict.FAIL
     yield from check_datasets(config, has_model=model.verdict is Verdict.OK)
     if config.train is not None:
@@ -77,10 +84,15 @@ def node_findings(
     if config.device == "cuda" and gpus and not runs:
         yield check_passing("cuda:0")
     num_checkpoints, needed = run_disk(node_of(config, gpu_bytes=1, host_bytes=1)) if has_model else (0, 0)
-    for key, folder in _folders(config).items():
+    folders = {"state_dir": config.state_dir}
+    folders |= {} if config.train is None else {"train.output_dir": config.train.output_dir}
+    folders |= {} if config.sft is None else {"sft.output_dir": config.sft.output_dir}
+    for key, folder in folders.items():
         num_bytes = 0 if key == "state_dir" else needed
         yield check_disk(key, folder, needed_bytes=num_bytes, what=f"{num_checkpoints} checkpoints and the model")
-    for key, target in _ports(config).items() if not runs else ():
+    ports = {f"listen ({service})": target for service, target in config.port_targets.items()}
+    ports |= {} if config.metrics.listen is None else {"metrics.listen": config.metrics.listen}
+    for key, target in ports.items() if not runs else ():
         yield check_port(key, *split_host_port(target))
 
 
@@ -126,28 +138,6 @@ def _readable_rows(path: Path | None, train: TrainConfig) -> list[Row]:
     with suppress(TasukiError):
         return [] if path is None else read_jsonl(path, columns=train.columns)
     return []
-
-
-def _check_trackers(config: NodeConfig) -> None:
-    for name in config.track.to:
-        check_installed(name, key="track.to")
-
-
-def _secured(config: NodeConfig) -> str:
-    if not config.port_targets and config.metrics.listen is None:
-        return "unix sockets only"
-    return "TLS" if config.security.cert is not None else "loopback without TLS"
-
-
-def _folders(config: NodeConfig) -> dict[str, Path]:
-    run = {"train.output_dir": config.train.output_dir} if config.train is not None else {}
-    run |= {"sft.output_dir": config.sft.output_dir} if config.sft is not None else {}
-    return {"state_dir": config.state_dir, **run}
-
-
-def _ports(config: NodeConfig) -> dict[str, str]:
-    found = {f"listen ({service})": target for service, target in config.port_targets.items()}
-    return found if config.metrics.listen is None else {**found, "metrics.listen": config.metrics.listen}
 
 
 PROBE = (sys.executable, "-P", "-m", "tasuki.memory.probe")

@@ -24,19 +24,17 @@ from tasuki.wire.stages import MemoryTag
 def new_arena(num_bytes: int, *, device: torch.device, tag: MemoryTag = MemoryTag.EXPORT) -> Arena:
     """For one block."""
     most = equal_chunks(num_bytes, device=device.type)
-    name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
-    return Arena(tag, device=name, min_chunk_bytes=2 << 20, max_chunk_bytes=most)
+    return Arena(tag, device=str(device), min_chunk_bytes=2 << 20, max_chunk_bytes=most)
 
 
 def descriptor_problem(device: torch.device) -> str:
     """Why memory of `device` cannot be shared as descriptors, tried with one chunk; empty if it can."""
-    name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
     arena = new_arena(1, device=device)
     address = arena.allocate(1)
     try:
         export = Export(arena)
         try:
-            Import(export.chunks, device=name).close()
+            Import(export.chunks, device=str(device)).close()
         finally:
             export.close()
     except (BadHandle, InternalError) as error:
@@ -151,27 +149,30 @@ class ChunkMemory:
         offsets = self._in_place(manifest.entries, sources)
         placed = self._placed
         if placed is None or placed.layout is not manifest or placed.in_place != offsets.keys():
-            placed = self._placed = self._place(manifest, frozenset(offsets))
-        start = self._map(placed)
+            copied = [index for index in range(len(manifest.entries)) if index not in offsets]
+            entries, num_bytes = place(manifest.entries[index] for index in copied)
+            in_order = dict(zip(copied, entries, strict=True))
+            placed = self._placed = _Placed(manifest, frozenset(offsets), in_order, num_bytes)
+        start = self._map(placed.num_bytes)
         known = [start, offsets, self._block, list(self._exported.sizes)]
         if self._opened is None or self._opened.placed is not placed or self._opened.known != known:
             # Takes milliseconds, so it is kept for memory that leaves and returns.
             self._opened = self._describe(placed, start, offsets, known)
         return self._opened.manifest, [self._opened.copies.get(index, source) for index, source in enumerate(sources)]
 
-    def _place(self, layout: Manifest, in_place: frozenset[int]) -> _Placed:
-        """Places the copies in one block."""
-        copied = [index for index in range(len(layout.entries)) if index not in in_place]
-        entries, num_bytes = place(layout.entries[index] for index in copied)
-        return _Placed(layout, in_place, dict(zip(copied, entries, strict=True)), num_bytes)
-
-    def _map(self, placed: _Placed) -> int:
-        """Takes the block and exports its chunks. Returns the block's offset for a peer; 0 without copies."""
-        if not placed.num_bytes:
+    def _map(self, num_bytes: int) -> int:
+        """Takes a block of this size and exports its chunks. Returns the block's offset for a peer; 0 without copies."""
+        if not num_bytes:
             return 0
-        arena, address = self._allocate(placed.num_bytes)
-        self._exported.add(arena, [(address, placed.num_bytes)])
-        start = self._exported.offset_of(address, placed.num_bytes)
+        if self._copies is None:
+            self._copies = new_arena(num_bytes, device=self._device)
+        if self._block is not None and self._block[1] != num_bytes:
+            self._copies.free(self._block[0])
+            self._block = None
+        if self._block is None:
+            self._block = self._copies.allocate(num_bytes), num_bytes
+        self._exported.add(self._copies, [self._block])
+        start = self._exported.offset_of(*self._block)
         assert start is not None, "a block lies in its arena's chunks"
         return start
 
@@ -218,24 +219,13 @@ class ChunkMemory:
         offsets = {index: self._exported.offset_of(*span) for index, span in spans.items()}
         return {index: offset for index, offset in offsets.items() if offset is not None and offset % ALIGNMENT == 0}
 
-    def _allocate(self, num_bytes: int) -> tuple[Arena, int]:
-        if self._copies is None:
-            self._copies = new_arena(num_bytes, device=self._device)
-        if self._block is not None and self._block[1] != num_bytes:
-            self._copies.free(self._block[0])
-            self._block = None
-        if self._block is None:
-            self._block = self._copies.allocate(num_bytes), num_bytes
-        return self._copies, self._block[0]
-
 
 class ImportedChunks(PeerMemory):
     """A peer's chunks, read-only. Raises BadHandle for anything that differs from the manifest."""
 
     def __init__(self, manifest: Manifest, fds: Sequence[int], *, device: torch.device) -> None:
         self._manifest, self._device = manifest, device
-        name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
-        self._import = self._checked(lambda: Import(self._chunks(fds), device=name))
+        self._import = self._checked(lambda: Import(self._chunks(fds), device=str(device)))
 
     def tensors(self, entries: Sequence[Entry] | None = None) -> list[torch.Tensor]:
         """Tensors of the manifest's entries, or of others in the same bytes."""

@@ -75,11 +75,11 @@ def prepare_summed_copies(
     counts_destinations: bool = False,
 ) -> HostSummedCopies | DeviceSummedCopies:
     """Checksums cover the bit patterns of the sources' dtype or, with counts_destinations, the destinations'."""
-    if device.type == "cuda":
-        return DeviceSummedCopies(
-            copies, num_sums=num_sums, device=device, first_owner=first_owner, counts_destinations=counts_destinations
-        )
-    return HostSummedCopies(copies, num_sums=num_sums, counts_destinations=counts_destinations)
+    if device.type == "cpu":
+        return HostSummedCopies(copies, num_sums=num_sums, counts_destinations=counts_destinations)
+    return DeviceSummedCopies(
+        copies, num_sums=num_sums, device=device, first_owner=first_owner, counts_destinations=counts_destinations
+    )
 
 
 def prepare_checksums(views: Sequence[ViewChecksum], *, device: torch.device) -> HostChecksums | DeviceChecksums:
@@ -143,7 +143,7 @@ class HostChecksums:
         self._views = list(views)
         self._cast = [(slot, view) for slot, view in enumerate(views) if view.values.dtype != view.dtype]
         held = ((slot, view) for slot, view in enumerate(views) if view.values.dtype == view.dtype)
-        self._blocks = _host_blocks(_summed_view(view.values, view.where, slot, alignment=1) for slot, view in held)
+        self._blocks = _host_blocks(_summed_view(view, slot, alignment=1) for slot, view in held)
 
     @torch.no_grad()
     def read(self) -> list[int]:
@@ -249,7 +249,10 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 
 def copy_tables(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int) -> list[tuple[Dtypes, Table]]:
     """Tables per pair of source and destination dtype; a unit is 16 bytes of the smaller one."""
-    transfers = (Transfer(tuple(copy.destination.shape), *_sides(copy), lane=copy.owner) for copy in copies)
+    sides = ((memory_side(copy.source), memory_side(copy.destination)) for copy in copies)
+    transfers = (
+        Transfer(tuple(copy.destination.shape), *both, lane=copy.owner) for copy, both in zip(copies, sides, strict=True)
+    )
     return _tables(zip(map(_dtypes, copies), transfers, strict=True), device=device, first_owner=first_owner)
 
 
@@ -261,11 +264,9 @@ def summed_copy_tables(copies: Sequence[ViewCopy], *, device: torch.device, firs
 
 def checksum_tables(views: Sequence[ViewChecksum], *, device: torch.device) -> list[tuple[Dtypes, Table]]:
     """Tables per pair of stored and counted dtype; the slot is the view's index."""
-    transfers = (
-        ((view.values.dtype, view.dtype), _summed_view(view.values, view.where, slot, alignment=GROUP))
-        for slot, view in enumerate(views)
-    )
-    return _tables(transfers, vector=GROUP, device=device)
+    dtypes = ((view.values.dtype, view.dtype) for view in views)
+    transfers = (_summed_view(view, slot, alignment=GROUP) for slot, view in enumerate(views))
+    return _tables(zip(dtypes, transfers, strict=True), vector=GROUP, device=device)
 
 
 def _tables(
@@ -287,18 +288,15 @@ def _dtypes(copy: ViewCopy) -> Dtypes:
     return copy.source.dtype, copy.destination.dtype
 
 
-def _sides(copy: ViewCopy) -> tuple[Side, Side]:
-    return memory_side(copy.source), memory_side(copy.destination)
-
-
 def _summed_transfer(copy: ViewCopy, *, alignment: int) -> Transfer:
     assert copy.where is not None, "a copy that is summed"
     indices = _index_side(copy.where, alignment)
-    return Transfer(tuple(copy.destination.shape), *_sides(copy), slot=copy.slot, lane=copy.owner, indices=indices)
+    sides = memory_side(copy.source), memory_side(copy.destination)
+    return Transfer(tuple(copy.destination.shape), *sides, slot=copy.slot, lane=copy.owner, indices=indices)
 
 
-def _summed_view(values: torch.Tensor, where: Slice, slot: int, *, alignment: int) -> Transfer:
-    return Transfer(where.shape, memory_side(values), _index_side(where, alignment), slot=slot)
+def _summed_view(view: ViewChecksum, slot: int, *, alignment: int) -> Transfer:
+    return Transfer(view.where.shape, memory_side(view.values), _index_side(view.where, alignment), slot=slot)
 
 
 def _index_side(where: Slice, alignment: int) -> Side:

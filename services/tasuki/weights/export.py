@@ -68,6 +68,19 @@ class Replaced(Protocol):
         ...
 
 
+class _Described(NamedTuple):
+    """A manifest, its message and its digest; kept, because making them takes milliseconds."""
+
+    manifest: Manifest
+    message: bytes
+    digest: str
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> _Described:
+        message = to_proto(manifest).SerializeToString()
+        return cls(manifest, message, digest_of(message))
+
+
 class WeightExport:
     """One trainer rank's published weights: memory, manifest, and the socket that shares both.
 
@@ -97,12 +110,17 @@ class WeightExport:
         self._layout = lay_out(entries, rank=rank, num_ranks=num_ranks)
         self._generation = 0
         self._is_away = False
-        self._described: _Described | None = None
+        self._described = _Described.of(self._layout)
         self._opened_for: list[int] = []
         self._prepared: _Prepared | None = None
         self._prepared_for: list[int] = []
         with ExitStack() as cleanup:
-            self._memory = _memory(memory or ExportMemory(), device=self._device)
+            memory = memory or ExportMemory()
+            if memory.handles == "ipc":
+                assert not memory.leaves and memory.parameters is None
+                self._memory = IpcAllocation(device=self._device)
+            else:
+                self._memory = ChunkMemory(parameters=memory.parameters, device=self._device)
             cleanup.callback(self._memory.close)
             mapping, self._header_fd = create_sealed(f"tasuki-weights-{rank}", header_bytes(len(entries)))
             cleanup.callback(os.close, self._header_fd)
@@ -110,7 +128,7 @@ class WeightExport:
             cleanup.callback(self._header.close)
             self._header.write_state(ArenaState.EMPTY)
             self._arena = self._open()
-            self._server = FdServer(socket_path, message=self._message(), fds=self._arena.fds)
+            self._server = FdServer(socket_path, message=self._described.message, fds=self._arena.fds)
             cleanup.callback(self._server.close)
             self._cleanup = cleanup.pop_all()
 
@@ -120,7 +138,6 @@ class WeightExport:
         return self._memory.copies
 
     def handle(self) -> weights_pb2.WeightHandle:
-        assert self._described is not None
         return weights_pb2.WeightHandle(
             rank=self._arena.manifest.rank,
             socket_path=str(self._server.path),
@@ -138,9 +155,12 @@ class WeightExport:
         """
         if self._is_away or self._opened_for != self._addresses():
             self._hand_out_again()
-        prepared = self._prepare(frozenset() if replaced is None else replaced.names)
+        names = frozenset[str]() if replaced is None else replaced.names
+        if self._prepared is None or self._prepared.names != names:
+            sources = [shard.local.detach() for shard in self._shards]
+            self._prepared = _Prepared(self._arena, sources, names=names, device=self._device)
         self._header.write_state(ArenaState.WRITING)
-        sums = prepared.fill(replaced)
+        sums = self._prepared.fill(replaced)
         self._header.write_published(version, sums)
         return sum(entry.num_bytes for entry in self._arena.manifest.entries)
 
@@ -176,20 +196,19 @@ class WeightExport:
     def close(self) -> None:
         """Idempotent. Readers keep what they have mapped; nobody else gets a descriptor."""
         self._prepared = None
-        self._arena.release_tensors()
+        self._arena.tensors.clear()
         self._cleanup.close()
 
     def _hand_out_again(self) -> None:
         self._arena = self._open()
-        self._server.hand_out(self._message(), self._arena.fds)
+        self._server.hand_out(self._described.message, self._arena.fds)
         self._is_away = False
 
     def _open(self) -> WeightArena:
         manifest, tensors = self._memory.open(self._layout, [shard.local.detach() for shard in self._shards])
-        if self._described is None or manifest != self._described.manifest:
+        if manifest != self._described.manifest:
             check(manifest)
-            message = to_proto(manifest).SerializeToString()
-            self._described = _Described(manifest, message, digest_of(message))
+            self._described = _Described.of(manifest)
         self._generation += 1
         self._opened_for = self._addresses()
         places = [*self._opened_for, *(tensor.data_ptr() for tensor in tensors)]
@@ -198,27 +217,8 @@ class WeightExport:
         fds = [self._header_fd, *self._memory.fds]
         return WeightArena(manifest, kind=self._memory.kind, header=self._header, tensors=tensors, fds=fds)
 
-    def _message(self) -> bytes:
-        assert self._described is not None
-        return self._described.message
-
     def _addresses(self) -> list[int]:
         return [shard.local.data_ptr() for shard in self._shards]
-
-    def _prepare(self, names: frozenset[str]) -> _Prepared:
-        if self._prepared is None or self._prepared.names != names:
-            sources = [shard.local.detach() for shard in self._shards]
-            self._prepared = _Prepared(self._arena, sources, names=names, device=self._device)
-        return self._prepared
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """A checked manifest, its message and its digest; kept, because making them takes milliseconds."""
-
-    manifest: Manifest
-    message: bytes
-    digest: str
 
 
 class _Prepared:
@@ -256,10 +256,3 @@ class _Prepared:
         assert isinstance(self._copies, HostSummedCopies | DeviceSummedCopies)
         sums: list[int] = self._copies.sums().tolist()
         return [written.get(name, each) for name, each in zip(self._names, sums, strict=True)]
-
-
-def _memory(memory: ExportMemory, *, device: torch.device) -> ChunkMemory | IpcAllocation:
-    if memory.handles == "ipc":
-        assert not memory.leaves and memory.parameters is None
-        return IpcAllocation(device=device)
-    return ChunkMemory(parameters=memory.parameters, device=device)

@@ -103,9 +103,13 @@ def fetch(path: Path, *, timeout_s: float) -> tuple[bytes, list[int]]:
                 raise BadHandle(f"{path} sent {len(fds)} descriptors, and perhaps more; 1 to {MAX_FDS} fit", socket=path)
             return _read_message(peer, first, path=path, deadline=deadline), fds
         except BaseException:
-            for fd in fds:
-                os.close(fd)
+            close_all(fds)
             raise
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 @contextmanager
@@ -126,14 +130,13 @@ def _connected(path: Path, *, timeout_s: float) -> Iterator[socket.socket]:
 
 
 def _read_message(peer: socket.socket, received: bytes, *, path: Path | str, deadline: float) -> bytes:
-    frame = bytearray(received)
-    needed = _LENGTH.size
+    frame, needed = bytearray(received), _LENGTH.size
     while True:
         if len(frame) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(frame)
+            needed = _LENGTH.size + length
             if length > _MAX_MESSAGE_BYTES:
                 raise BadHandle(f"{path} announced a message of {length} bytes; {_MAX_MESSAGE_BYTES} are allowed", socket=path)
-            needed = _LENGTH.size + length
         if len(frame) >= needed:
             break
         peer.settimeout(max(0.001, deadline - time.monotonic()))

@@ -126,15 +126,11 @@ def _stranger(who: str) -> PeerUnavailable:
 
 def _peers(sockets: set[int]) -> list[int | None]:
     """User at the other end of each connection; None if it is not on this machine."""
-    rows = _established()
+    # Rows of the kernel's tables: number, local and remote address, state, two queues, timer, retransmits, user, timeout, inode.
+    lines = [line for table in _TABLES if table.exists() for line in table.read_text().splitlines()[1:]]
+    rows = [row for row in map(str.split, lines) if row[3] == _ESTABLISHED]
     user_of = {(row[1], row[2]): int(row[7]) for row in rows}
     return [user_of.get((row[2], row[1])) for row in rows if int(row[9]) in sockets]
-
-
-def _established() -> list[list[str]]:
-    """Rows of the kernel's tables: number, local and remote address, state, two queues, timer, retransmits, user, timeout, inode."""
-    lines = [line for table in _TABLES if table.exists() for line in table.read_text().splitlines()[1:]]
-    return [row for row in map(str.split, lines) if row[3] == _ESTABLISHED]
 
 
 def _sockets() -> set[int]:

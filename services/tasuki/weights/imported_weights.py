@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,7 +15,7 @@ from google.protobuf.message import DecodeError
 from tasuki.v1 import weights_pb2
 from tasuki.weights.checksum import checksum
 from tasuki.weights.chunk_memory import ImportedChunks
-from tasuki.weights.fd_socket import fetch
+from tasuki.weights.fd_socket import close_all, fetch
 from tasuki.weights.ipc_memory import ImportedAllocation
 from tasuki.weights.manifest import Entry, Manifest, check_complete, digest_of, entries_by_name, from_proto, header_bytes
 from tasuki.weights.split import indices_of
@@ -69,7 +68,7 @@ class ImportedWeights:
                     manifest = arena.manifest if sent == arena.message else _checked_manifest(sent, handle)
                     arena.renew(manifest, fds)
                 finally:
-                    _close(fds)
+                    close_all(fds)
             self._generations[index], self._leaves[index] = handle.generation, handle.leaves
 
     def is_current(self, published: weights_pb2.PublishedWeights) -> bool:
@@ -130,12 +129,9 @@ class ImportedWeights:
             header = arena.header.read()
             if header.version != version:
                 have = header.state.name.lower() if header.version is None else header.version
-                raise VersionOrder(
-                    f"asked for policy version {version}, but the arena of trainer rank {arena.manifest.rank} holds {have}",
-                    want=version,
-                    have=have,
-                    rank=arena.manifest.rank,
-                )
+                rank = arena.manifest.rank
+                text = f"asked for policy version {version}, but the arena of trainer rank {rank} holds {have}"
+                raise VersionOrder(text, want=version, have=have, rank=rank)
 
     def checksums(self) -> np.ndarray:
         """Published checksum of each whole tensor: uint64, in the order of `entries`."""
@@ -175,7 +171,13 @@ def import_weights(
 
     device: where they will be read. None, for a process without a device, maps only the headers of arenas on a GPU.
     """
-    _check_ranks(published.handles)
+    if not published.handles:
+        raise BadHandle("no weight handles were given")
+    for index, rank in enumerate(sorted(handle.rank for handle in published.handles)):
+        if rank != index:
+            wrong = f"rank {index} is missing" if rank > index else f"rank {rank} is there twice"
+            text = f"expected one weight handle for each trainer rank: of {len(published.handles)}, {wrong}"
+            raise BadHandle(text, rank=min(rank, index))
     deadline = time.monotonic() + timeout_s
     with ExitStack() as stack:
         arenas: list[WeightArena] = []
@@ -184,25 +186,12 @@ def import_weights(
             stack.callback(arena.close)
             arena.header.read()  # refuses an arena without a valid header
             arenas.append(arena)
-            if arena.manifest.num_ranks != len(published.handles):
-                text = (
-                    f"{len(published.handles)} weight handles were given, but the trainer has {arena.manifest.num_ranks} ranks"
-                )
-                raise BadHandle(text, num_ranks=arena.manifest.num_ranks)
+            if (num_ranks := arena.manifest.num_ranks) != len(published.handles):
+                text = f"{len(published.handles)} weight handles were given, but the trainer has {num_ranks} ranks"
+                raise BadHandle(text, num_ranks=num_ranks)
         check_complete([arena.manifest for arena in arenas])
         stack.pop_all()
     return ImportedWeights(published.handles, arenas, boot_id=published.boot_id)
-
-
-def _check_ranks(handles: Sequence[weights_pb2.WeightHandle]) -> None:
-    if not handles:
-        raise BadHandle("no weight handles were given")
-    for index, rank in enumerate(sorted(handle.rank for handle in handles)):
-        if rank != index:
-            wrong = f"rank {index} is missing" if rank > index else f"rank {rank} is there twice"
-            raise BadHandle(
-                f"expected one weight handle for each trainer rank: of {len(handles)}, {wrong}", rank=min(rank, index)
-            )
 
 
 def _named(handle: weights_pb2.WeightHandle) -> tuple[object, ...]:
@@ -217,72 +206,45 @@ _PLACES = {
 }
 
 
-def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float, device: torch.device | None) -> WeightArena:
-    if handle.kind not in _PLACES:
-        raise BadHandle(
-            f"trainer rank {handle.rank}: handles of kind {_kind_name(handle)} cannot be imported", rank=handle.rank
-        )
-    sent, fds = fetch(Path(handle.socket_path), timeout_s=timeout_s)
-    try:
-        arena = _map_arena(_checked_manifest(sent, handle), fds, handle=handle, device=device)
-        arena.message = sent
-        return arena
-    finally:
-        _close(fds)
-
-
 def _checked_manifest(sent: bytes, handle: weights_pb2.WeightHandle) -> Manifest:
     try:
         manifest = from_proto(weights_pb2.WeightManifest.FromString(sent))
     except DecodeError as error:
         raise BadHandle(f"{handle.socket_path} sent no manifest: {error}", rank=handle.rank) from error
     if manifest.rank != handle.rank or digest_of(sent) != handle.manifest_digest:
-        raise BadHandle(
-            f"{handle.socket_path} sent a manifest that differs from the handle of rank {handle.rank}", rank=handle.rank
-        )
+        text = f"{handle.socket_path} sent a manifest that differs from the handle of rank {handle.rank}"
+        raise BadHandle(text, rank=handle.rank)
     return manifest
 
 
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
-
-
-def _map_arena(
-    manifest: Manifest,
-    fds: Sequence[int],
-    *,
-    handle: weights_pb2.WeightHandle,
-    device: torch.device | None,
-) -> WeightArena:
-    wanted = _PLACES[handle.kind]
-    if bool(manifest.device_uuid) != (wanted == "cuda") or (device is not None and device.type != wanted):
-        place = f"GPU {manifest.device_uuid}" if manifest.device_uuid else "host memory"
-        raise BadHandle(
-            f"trainer rank {manifest.rank}: handle of kind {_kind_name(handle)} for weights in {place} cannot be imported on "
-            f"{device or 'the host'}",
-            rank=manifest.rank,
-        )
-    if (manifest.ipc_memory is not None) != (handle.kind == weights_pb2.HANDLE_KIND_CUDA_IPC):
-        raise BadHandle(f"trainer rank {manifest.rank}: its manifest is not one of {_kind_name(handle)}", rank=manifest.rank)
-    if len(fds) != 1 + len(manifest.chunk_bytes):
-        raise BadHandle(
-            f"trainer rank {manifest.rank} sent {len(fds)} descriptors for a header and {len(manifest.chunk_bytes)} chunks",
-            rank=manifest.rank,
-        )
-    header = Header(manifest, map_sealed(fds[0], header_bytes(len(manifest.entries)), rank=manifest.rank))
-    if not manifest.entries or (device is None and wanted == "cuda"):
-        return WeightArena(manifest, kind=handle.kind, header=header, tensors=())
-    memory = _map_memory(manifest, fds[1:], device=device or torch.device("cpu"))
-    return WeightArena(manifest, kind=handle.kind, header=header, tensors=memory.tensors(), memory=memory)
-
-
-def _map_memory(manifest: Manifest, fds: Sequence[int], *, device: torch.device) -> ImportedChunks | ImportedAllocation:
-    if device.type == "cuda":
-        _check_reach(manifest, device)
-    if manifest.ipc_memory is not None:
-        return ImportedAllocation(manifest, device=device)
-    return ImportedChunks(manifest, fds, device=device)
+def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float, device: torch.device | None) -> WeightArena:
+    rank, wanted, kind = handle.rank, _PLACES.get(handle.kind), _kind_name(handle)
+    if wanted is None:
+        raise BadHandle(f"trainer rank {rank}: handles of kind {kind} cannot be imported", rank=rank)
+    sent, fds = fetch(Path(handle.socket_path), timeout_s=timeout_s)
+    try:
+        manifest = _checked_manifest(sent, handle)
+        if bool(manifest.device_uuid) != (wanted == "cuda") or (device is not None and device.type != wanted):
+            place = f"GPU {manifest.device_uuid}" if manifest.device_uuid else "host memory"
+            text = f"trainer rank {rank}: handle of kind {kind} for weights in {place} cannot be imported on {device or 'the host'}"
+            raise BadHandle(text, rank=rank)
+        if (manifest.ipc_memory is not None) != (handle.kind == weights_pb2.HANDLE_KIND_CUDA_IPC):
+            raise BadHandle(f"trainer rank {rank}: its manifest is not one of {kind}", rank=rank)
+        if len(fds) != 1 + len(manifest.chunk_bytes):
+            text = f"trainer rank {rank} sent {len(fds)} descriptors for a header and {len(manifest.chunk_bytes)} chunks"
+            raise BadHandle(text, rank=rank)
+        header = Header(manifest, map_sealed(fds[0], header_bytes(len(manifest.entries)), rank=rank))
+        if not manifest.entries or (device is None and wanted == "cuda"):
+            return WeightArena(manifest, kind=handle.kind, header=header, tensors=(), message=sent)
+        place = device or torch.device("cpu")
+        if place.type == "cuda":
+            _check_reach(manifest, place)
+        ipc = manifest.ipc_memory is not None
+        memory = ImportedAllocation(manifest, device=place) if ipc else ImportedChunks(manifest, fds[1:], device=place)
+        tensors = memory.tensors()
+        return WeightArena(manifest, kind=handle.kind, header=header, tensors=tensors, memory=memory, message=sent)
+    finally:
+        close_all(fds)
 
 
 def _check_reach(manifest: Manifest, device: torch.device) -> None:

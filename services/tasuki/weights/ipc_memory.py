@@ -39,13 +39,14 @@ class IpcAllocation:
         if self._opened is None:
             entries, num_bytes = place(manifest.entries)
             storage = self._allocate(num_bytes).untyped_storage()
-            manifest = replace(
-                manifest,
-                arena_bytes=num_bytes,
-                entries=tuple(entries),
-                device_uuid=device_uuid(self._device),
-                ipc_memory=_share(storage),
-            )
+            try:
+                _, handle, size, offset, counter, counter_offset, _, _ = storage._share_cuda_()
+            except RuntimeError as error:
+                raise InternalError(f"CUDA provides no IPC handle for this memory: {str(error).splitlines()[0]}") from error
+            shared = weights_pb2.IpcMemory(handle=handle, num_bytes=size, offset=offset, process_id=os.getpid())
+            shared.counter, shared.counter_offset = counter, counter_offset
+            uuid = device_uuid(self._device)
+            manifest = replace(manifest, arena_bytes=num_bytes, entries=tuple(entries), device_uuid=uuid, ipc_memory=shared)
             self._opened = manifest, [tensor_in(storage, entry, device=self._device) for entry in entries]
         return self._opened
 
@@ -109,18 +110,3 @@ class ImportedAllocation(PeerMemory):
     def close(self) -> None:
         """Unmaps the memory once its last tensor is gone. Idempotent."""
         self._storage = None
-
-
-def _share(storage: torch.UntypedStorage) -> weights_pb2.IpcMemory:
-    try:
-        _, handle, num_bytes, offset, counter, counter_offset, _, _ = storage._share_cuda_()
-    except RuntimeError as error:
-        raise InternalError(f"CUDA provides no IPC handle for this memory: {str(error).splitlines()[0]}") from error
-    return weights_pb2.IpcMemory(
-        handle=handle,
-        num_bytes=num_bytes,
-        offset=offset,
-        counter=counter,
-        counter_offset=counter_offset,
-        process_id=os.getpid(),
-    )

@@ -110,9 +110,12 @@ def check(manifest: Manifest, *, alignment: int = ALIGNMENT) -> None:
     """
     if not 0 <= manifest.rank < manifest.num_ranks:
         raise BadHandle(f"manifest of rank {manifest.rank} of {manifest.num_ranks}", rank=manifest.rank)
+    seen: set[str] = set()
     for entry in manifest.entries:
         _check_content(entry)
-    _check_names(manifest)
+        if entry.name in seen:
+            raise BadHandle(f"{entry.name}: named twice in the manifest of rank {manifest.rank}", tensor=entry.name)
+        seen.add(entry.name)
     _check_places(manifest, alignment)
     _check_memory(manifest)
 
@@ -167,15 +170,8 @@ def from_proto(message: weights_pb2.WeightManifest, *, alignment: int = ALIGNMEN
         num_ranks=message.num_ranks,
         arena_bytes=message.arena_bytes,
         entries=tuple(
-            Entry(
-                name=entry.name,
-                dtype=entry.dtype,
-                global_shape=tuple(entry.global_shape),
-                offsets=tuple(entry.offsets),
-                sizes=tuple(entry.sizes),
-                arena_offset=entry.arena_offset,
-            )
-            for entry in message.entries
+            Entry(one.name, one.dtype, tuple(one.global_shape), tuple(one.offsets), tuple(one.sizes), one.arena_offset)
+            for one in message.entries
         ),
         device_uuid=message.device_uuid,
         chunk_bytes=tuple(message.chunk_bytes),
@@ -200,14 +196,6 @@ def _check_content(entry: Entry) -> None:
         raise BadHandle(f"{entry.name}: slice {box} is empty or not inside shape {entry.global_shape}", tensor=entry.name)
 
 
-def _check_names(manifest: Manifest) -> None:
-    seen: set[str] = set()
-    for entry in manifest.entries:
-        if entry.name in seen:
-            raise BadHandle(f"{entry.name}: named twice in the manifest of rank {manifest.rank}", tensor=entry.name)
-        seen.add(entry.name)
-
-
 def _check_places(manifest: Manifest, alignment: int) -> None:
     for entry in manifest.entries:
         start, end, step = entry.arena_offset, entry.arena_offset + entry.num_bytes, max(alignment, ELEMENT_BYTES[entry.dtype])
@@ -223,31 +211,21 @@ def _check_places(manifest: Manifest, alignment: int) -> None:
 
 def _check_memory(manifest: Manifest) -> None:
     """Raises BadHandle if the manifest names memory that cannot hold the arena."""
-    chunks, ipc = manifest.chunk_bytes, manifest.ipc_memory
+    chunks, ipc, rank, num_bytes = manifest.chunk_bytes, manifest.ipc_memory, manifest.rank, manifest.arena_bytes
     if not manifest.entries or not (manifest.device_uuid or chunks or ipc):
         return
-    if ipc is not None:
-        _check_ipc(manifest, ipc)
-    elif not 0 < len(chunks) <= MAX_CHUNKS or min(chunks) < 1 or sum(chunks) < manifest.arena_bytes:
-        raise BadHandle(
-            f"rank {manifest.rank}: {len(chunks)} chunks of {sum(chunks)} bytes cannot hold an arena of {manifest.arena_bytes} bytes "
-            f"(1 to {MAX_CHUNKS} chunks)",
-            rank=manifest.rank,
-        )
-
-
-def _check_ipc(manifest: Manifest, ipc: weights_pb2.IpcMemory) -> None:
-    if manifest.chunk_bytes or not manifest.device_uuid:
-        raise BadHandle(f"rank {manifest.rank}: memory is either an IPC handle on a GPU or chunks", rank=manifest.rank)
-    if not _IPC_HANDLE_BYTES <= len(ipc.handle) <= _MAX_NAME or len(ipc.counter) > _MAX_NAME:
-        raise BadHandle(
-            f"rank {manifest.rank}: an IPC handle of {len(ipc.handle)} bytes is truncated or malformed", rank=manifest.rank
-        )
-    if ipc.num_bytes < manifest.arena_bytes:
-        raise BadHandle(
-            f"rank {manifest.rank}: an allocation of {ipc.num_bytes} bytes cannot hold an arena of {manifest.arena_bytes} bytes",
-            rank=manifest.rank,
-        )
+    text = ""
+    if ipc is None:
+        if not 0 < len(chunks) <= MAX_CHUNKS or min(chunks) < 1 or sum(chunks) < num_bytes:
+            text = f"{len(chunks)} chunks of {sum(chunks)} bytes cannot hold an arena of {num_bytes} bytes (1 to {MAX_CHUNKS} chunks)"
+    elif chunks or not manifest.device_uuid:
+        text = "memory is either an IPC handle on a GPU or chunks"
+    elif not _IPC_HANDLE_BYTES <= len(ipc.handle) <= _MAX_NAME or len(ipc.counter) > _MAX_NAME:
+        text = f"an IPC handle of {len(ipc.handle)} bytes is truncated or malformed"
+    elif ipc.num_bytes < num_bytes:
+        text = f"an allocation of {ipc.num_bytes} bytes cannot hold an arena of {num_bytes} bytes"
+    if text:
+        raise BadHandle(f"rank {rank}: {text}", rank=rank)
 
 
 def _check_slices(name: str, entries: Sequence[Entry]) -> None:

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from tasuki.v1 import weights_pb2
 from tasuki.weights.chunk_memory import ExportedChunks, ImportedChunks, new_arena, tensors_at
-from tasuki.weights.fd_socket import FdServer, fetch
+from tasuki.weights.fd_socket import FdServer, close_all, fetch
 from tasuki.weights.manifest import Entry, Manifest, check, from_proto, place, to_proto
 from tasuki.weights.weight_arena import device_uuid
 from tasuki.wire.errors import BadHandle
@@ -37,7 +37,7 @@ class SharedBase:
         try:
             self._chunks = ImportedChunks(manifest, self._fds, device=device)
         except BaseException:
-            _close(self._fds)
+            close_all(self._fds)
             raise
 
     @property
@@ -47,9 +47,8 @@ class SharedBase:
 
     def tensors(self) -> dict[str, tuple[Entry, torch.Tensor]]:
         """The checkpoint's tensors by name."""
-        return {
-            entry.name: (entry, tensor) for entry, tensor in zip(self.manifest.entries, self._chunks.tensors(), strict=True)
-        }
+        pairs = zip(self.manifest.entries, self._chunks.tensors(), strict=True)
+        return {entry.name: (entry, tensor) for entry, tensor in pairs}
 
     def tensors_at(self, entries: Sequence[Entry]) -> list[torch.Tensor]:
         """Others in the same bytes."""
@@ -89,14 +88,7 @@ class WritableBase:
             assert exported.offset_of(self._address, self._num_bytes) == 0, "a new arena's first block is at its beginning"
             sizes = tuple(exported.sizes)
             uuid = device_uuid(self._device) if self._device.type == "cuda" else ""
-            manifest = Manifest(
-                rank=rank,
-                num_ranks=num_ranks,
-                arena_bytes=sum(sizes),
-                entries=tuple(entries),
-                device_uuid=uuid,
-                chunk_bytes=sizes,
-            )
+            manifest = Manifest(rank, num_ranks, sum(sizes), tuple(entries), uuid, sizes)
             check(manifest, alignment=_ALIGNMENT)
             return SharedBase(manifest, [os.dup(fd) for fd in exported.fds], device=self._device)
         finally:
@@ -120,7 +112,7 @@ def find_base(path: Path, *, device: torch.device) -> SharedBase | None:
         if len(fds) != len(manifest.chunk_bytes) or bool(manifest.device_uuid) != (device.type == "cuda"):
             raise BadHandle(f"{path} handed out {len(fds)} descriptors that are no base for {device}", socket=path)
     except (DecodeError, BadHandle) as error:
-        _close(fds)
+        close_all(fds)
         raise BadHandle(f"{path} handed out no base: {error}", socket=path) from error
     return SharedBase(manifest, fds, device=device)
 
@@ -133,8 +125,3 @@ def await_base(path: Path, *, device: torch.device, timeout_s: float) -> SharedB
             raise BadHandle(f"the engine has loaded no model within {timeout_s:g} s", socket=path)
         time.sleep(_POLL_S)
     return base
-
-
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -37,7 +37,16 @@ class Comparison:
         slices: defaultdict[str, list[Slice]] = defaultdict(list)
         for name, source in first_of:
             slices[name].append(source)
-        self._gaps = {name: gap for name in published.entries if (gap := _gap(_numel(published, name), slices[name]))}
+        # Defects of the slices whatever they hold.
+        self._gaps = {name: "no engine rank reads it" for name in published.entries if not slices[name]}
+        for name, of_tensor in slices.items():
+            numel = whole(published.entries[name][0].global_shape).numel
+            missing, repeated = count_uncovered(numel, of_tensor)
+            if of_tensor and (missing or repeated):
+                text = (
+                    f"of {numel} elements {missing} were not received and {repeated} were received as parts of different slices"
+                )
+                self._gaps[name] = text
 
     def agrees(self, sums: np.ndarray) -> bool:
         """sums: uint64, in the order of `held`."""
@@ -45,7 +54,10 @@ class Comparison:
 
     def refuse(self, sums: np.ndarray) -> None:
         """Raises WeightsCorrupt for sums that do not agree."""
-        problems = dict.fromkeys(self._names(self._differing(sums)), "engine ranks that hold the same slice differ")
+        problems = {
+            self._held[place][1]: "engine ranks that hold the same slice differ"
+            for place in self._differing(sums).nonzero()[0].tolist()
+        }
         problems = self._gaps | problems
         names = list(self._published.entries)
         for place in self._wrong(sums).nonzero()[0].tolist():
@@ -73,9 +85,6 @@ class Comparison:
         np.add.at(totals, self._tensor_of_part, sums[self._parts])
         return totals != self._published.checksums()
 
-    def _names(self, which: np.ndarray) -> list[str]:
-        return [self._held[place][1] for place in which.nonzero()[0].tolist()]
-
     def _find_fault(self, name: str, sums: np.ndarray) -> tuple[set[int], str]:
         """Reads the published memory again, if possible: returns the engine ranks at fault, and where the difference is."""
         if not self._published.is_mapped:
@@ -90,20 +99,6 @@ class Comparison:
             if held == name and checksum(values.as_strided(source.shape, source.strides, source.offset), source) != value
         }
         return wrong, f" (engine rank {_listed(wrong)})" if wrong else ""
-
-
-def _gap(numel: int, slices: Sequence[Slice]) -> str:
-    """Defect of the slices regardless of their contents; empty if there is none."""
-    if not slices:
-        return "no engine rank reads it"
-    missing, repeated = count_uncovered(numel, slices)
-    if missing or repeated:
-        return f"of {numel} elements {missing} were not received and {repeated} were received as parts of different slices"
-    return ""
-
-
-def _numel(published: ImportedWeights, name: str) -> int:
-    return whole(published.entries[name][0].global_shape).numel
 
 
 def _listed(ranks: set[int]) -> str:

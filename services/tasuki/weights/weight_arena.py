@@ -104,11 +104,8 @@ def map_sealed(fd: int, num_bytes: int, *, rank: int) -> mmap.mmap:
         raise BadHandle(f"rank {rank} sent a descriptor that is not a memfd", rank=rank) from error
     size = os.fstat(fd).st_size
     if size != num_bytes or seals & _FIXED_SIZE != _FIXED_SIZE:
-        raise BadHandle(
-            f"rank {rank} sent memory of {size} bytes, seals {seals:#x}; "
-            f"its manifest says {num_bytes} bytes, which must be sealed",
-            rank=rank,
-        )
+        text = f"rank {rank} sent memory of {size} bytes, seals {seals:#x}; its manifest says {num_bytes} bytes, which must be sealed"
+        raise BadHandle(text, rank=rank)
     return mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
 
 
@@ -136,6 +133,7 @@ class WeightArena:
 
     tensors: one per entry of the manifest, in its shape and dtype, in the memory itself; none if only the header is mapped.
     memory: of a peer; None for an owner and for a header alone. fds: the owner's, to share; the header's comes first.
+    message: the manifest as a peer sent it.
     """
 
     def __init__(
@@ -147,22 +145,18 @@ class WeightArena:
         tensors: Sequence[torch.Tensor],
         memory: PeerMemory | None = None,
         fds: Sequence[int] = (),
+        message: bytes | None = None,
     ) -> None:
         self.manifest, self.kind, self.header, self.fds = manifest, kind, header, list(fds)
-        self._tensors = list(tensors)
-        self.message: bytes | None = None
-        """The manifest as its owner sent it; None for an owner."""
+        self.tensors = list(tensors)
+        self.message = message
         self._memory = memory
         self.holds_memory = True
 
     @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        return self._tensors
-
-    @property
     def is_mapped(self) -> bool:
         """Whether more than the header is mapped."""
-        return len(self._tensors) == len(self.manifest.entries)
+        return len(self.tensors) == len(self.manifest.entries)
 
     def release(self) -> None:
         """Unmaps a peer's memory. Its tensors must not be used until `renew`."""
@@ -179,14 +173,10 @@ class WeightArena:
             self._memory.renew(fds[1:])
         self.holds_memory = True
 
-    def release_tensors(self) -> None:
-        """Releases the tensors, which must no longer be used."""
-        self._tensors.clear()
-
     def close(self) -> None:
         """Closes a reader's side: unmaps the memory, whose tensors must no longer be used."""
         self.header.close()
-        self.release_tensors()
+        self.tensors.clear()
         if self._memory is not None:
             self._memory.close()
             self._memory = None
