@@ -15,14 +15,7 @@ from tasuki.client import AsyncClient, Client, LossConfig, Phase, PpoLoss, Sampl
 from tasuki.client.types import FinishReason
 from tasuki.v1 import types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
-from tasuki.wire.errors import (
-    Asleep,
-    ChangeoverRunning,
-    DeadlineExceeded,
-    InvalidArgument,
-    NoGradients,
-    PeerUnavailable,
-)
+from tasuki.wire.errors import Asleep, ChangeoverRunning, DeadlineExceeded, InvalidArgument, NoGradients, PeerUnavailable
 from tests.integration.scripted_node import ScriptedNode, scripted_node
 from tests.limits import limit_s
 

@@ -16,11 +16,7 @@ from tasuki.config.load import load_config
 from tasuki.config.paths import fleet_target, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.doctor.finding import Verdict
-from tasuki.doctor.fleet import (
-    clock_finding,
-    fleet_findings,
-    gradients_finding,
-)
+from tasuki.doctor.fleet import clock_finding, fleet_findings, gradients_finding
 from tasuki.fleet.lead import FleetServicer
 from tasuki.fleet.nodes import FleetNodes
 from tasuki.rpc.port import port_at
@@ -51,12 +47,7 @@ def config(folder: Path) -> NodeConfig:
 def _member(rank: int, *, port: int) -> fleet_pb2.FleetNode:
     target = f"localhost:{port}"
     return fleet_pb2.FleetNode(
-        node_rank=rank,
-        boot_id=f"b{rank}",
-        coordinator_target=target,
-        trainer_target=target,
-        rollout_target=target,
-        num_ranks=1,
+        node_rank=rank, boot_id=f"b{rank}", coordinator_target=target, trainer_target=target, rollout_target=target, num_ranks=1
     )
 
 

@@ -115,10 +115,7 @@ TRIP = "IN (SELECT id FROM stages WHERE number IN (3, 4))"
             [f"DELETE FROM {table}" for table in ("results", "stages", "outcomes", "changeovers", "epochs")],
             "epoch 1, since the journal has numbered epochs up to 2",
         ),
-        (
-            ["UPDATE stages SET sequence = 2 * sequence WHERE epoch = 2 AND sequence > 9"],
-            "sequence 10, found 20",
-        ),
+        (["UPDATE stages SET sequence = 2 * sequence WHERE epoch = 2 AND sequence > 9"], "sequence 10, found 20"),
     ],
 )
 def test_what_is_missing_in_the_journal_is_found_out(

@@ -95,9 +95,7 @@ async def test_rollout_that_was_silent_at_the_begin_of_an_empty_changeover_is_no
     assert audit(history).violation is None
 
 
-async def test_a_stage_command_that_was_not_journalled_is_not_resumed_after_a_lost_service(
-    tmp_path: Path,
-) -> None:
+async def test_a_stage_command_that_was_not_journalled_is_not_resumed_after_a_lost_service(tmp_path: Path) -> None:
     failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()
     journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
     journal.begin_epoch("boot-1")

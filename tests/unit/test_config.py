@@ -41,12 +41,7 @@ def test_paths_in_overrides_are_relative_to_the_working_folder(tmp_path: Path, m
 
 
 def test_overrides_are_typed_as_in_toml_and_bare_words_are_strings(tmp_path: Path) -> None:
-    overrides = [
-        "trainer.num_ranks=4",
-        "trainer.learning_rate=1e-5",
-        "rollout.dtype=float32",
-        "trainer.checkpointing=full",
-    ]
+    overrides = ["trainer.num_ranks=4", "trainer.learning_rate=1e-5", "rollout.dtype=float32", "trainer.checkpointing=full"]
     config = load_config(write(tmp_path, MINIMAL), overrides=overrides)
     assert (config.trainer.num_ranks, config.trainer.learning_rate, config.rollout.dtype) == (4, 1e-5, "float32")
     assert config.trainer.checkpointing == "full"
@@ -122,11 +117,7 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["state_dir=1"], "state_dir", "give a path in quotes (got 1)"),
         (["model=3"], "model", "give a table (got 3)"),
         (["rollout.engine.x.y=1"], "rollout.engine.x", "give a number, a text, true or false, or a list of them"),
-        (
-            ['trainer.prefix_sharing="true"'],
-            "trainer.prefix_sharing",
-            "Input should be 'auto', True or False (got 'true')",
-        ),
+        (['trainer.prefix_sharing="true"'], "trainer.prefix_sharing", "Input should be 'auto', True or False (got 'true')"),
     ],
 )
 def test_settings_that_do_not_go_together_are_both_named(tmp_path: Path, overrides: list[str], field: str, other: str) -> None:

@@ -129,8 +129,7 @@ probe.subprocess.run = lambda argv, **options: run(["sh", "-c", "kill -9 $$"], *
 
 
 @pytest.mark.parametrize(
-    ("fault", "found"),
-    [(NO_CHUNK, "not a sealed memfd"), (OTHER_BYTES, "reads other bytes"), (READER_KILLED, "ended with -9")],
+    ("fault", "found"), [(NO_CHUNK, "not a sealed memfd"), (OTHER_BYTES, "reads other bytes"), (READER_KILLED, "ended with -9")]
 )
 def test_memory_that_does_not_pass_between_processes_is_found(fault: str, found: str, monkeypatch: pytest.MonkeyPatch):
     """fault: Python code for the writing process."""

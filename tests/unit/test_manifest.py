@@ -14,16 +14,7 @@ from hypothesis import strategies as st
 
 from tasuki.v1.weights_pb2 import IpcMemory
 from tasuki.weights.copy_box import Box, first_gap, first_overlap
-from tasuki.weights.manifest import (
-    ALIGNMENT,
-    Entry,
-    Manifest,
-    check,
-    check_complete,
-    from_proto,
-    lay_out,
-    to_proto,
-)
+from tasuki.weights.manifest import ALIGNMENT, Entry, Manifest, check, check_complete, from_proto, lay_out, to_proto
 from tasuki.wire.errors import BadHandle
 from tests.extent import examples
 from tests.limits import limit_s

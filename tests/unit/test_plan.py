@@ -7,16 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasuki.weights.plan import (
-    Constant,
-    CopyPlan,
-    FallbackWrite,
-    Piece,
-    Slice,
-    check_coverage,
-    count_uncovered,
-    whole,
-)
+from tasuki.weights.plan import Constant, CopyPlan, FallbackWrite, Piece, Slice, check_coverage, count_uncovered, whole
 from tasuki.wire.errors import WeightsCorrupt
 from tests.extent import examples
 

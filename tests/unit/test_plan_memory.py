@@ -38,10 +38,7 @@ def tag_bytes(planned: Plan, stage: PlanStage, *parts: Part) -> float:
 
 # GB on rank 0's GPU, as an H200's driver reported (tools/bench/plan_gpu.py), by size, ranks and micro-batches of a step: end of a step,
 # with the export arena, asleep, awake again.
-MEASURED = {
-    ("qwen2.5-0.5b", 2, 1): (9.977, 10.472, 2.289, 7.054),
-    ("qwen2.5-1.5b", 2, 2): (21.654, 23.200, 3.421, 17.850),
-}
+MEASURED = {("qwen2.5-0.5b", 2, 1): (9.977, 10.472, 2.289, 7.054), ("qwen2.5-1.5b", 2, 2): (21.654, 23.200, 3.421, 17.850)}
 
 
 @pytest.mark.parametrize(("size", "num_ranks", "num_micro_batches"), MEASURED)
@@ -55,10 +52,7 @@ def test_a_trainers_stages_are_predicted_within_5_percent_of_what_an_h200_showed
 
 # GB of rank 0's GPU after steps of 7B on two H200s, as the driver reported (tools/bench/trainer_step_gpu.py), by what is kept for backward,
 # last layers that keep everything, tokens of a micro-batch, completion tokens of one, and ranks that share it.
-STEPS = {
-    (Checkpointing.OFFLOADED, 5, 16_384, 8077, 1): 84.21,
-    (Checkpointing.ATTENTION, 19, 16_384, 8077, 1): 113.65,
-}
+STEPS = {(Checkpointing.OFFLOADED, 5, 16_384, 8077, 1): 84.21, (Checkpointing.ATTENTION, 19, 16_384, 8077, 1): 113.65}
 # The same when MLPs kept their product, as compiled ones do.
 WITH_PRODUCTS = {
     (Checkpointing.NONE, 0, 12_288, 6057, 1): 129.72,

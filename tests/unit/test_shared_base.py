@@ -205,8 +205,7 @@ W = torch.arange(48.0).view(SHAPE)
 
 
 @pytest.mark.parametrize(
-    ("offsets", "sizes"),
-    [((4, 0), (4, 6)), ((5, 0), (2, 6)), ((0, 0), (4, 6)), ((6, 0), (3, 6)), ((4, 1), (2, 5))],
+    ("offsets", "sizes"), [((4, 0), (4, 6)), ((5, 0), (2, 6)), ((0, 0), (4, 6)), ((6, 0), (3, 6)), ((4, 1), (2, 5))]
 )
 def test_a_shard_is_a_view_of_the_slice_that_contains_it_or_is_refused(
     offsets: tuple[int, ...], sizes: tuple[int, ...]
