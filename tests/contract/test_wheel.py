@@ -36,7 +36,8 @@ def test_wheel_holds_the_three_roots_as_one_namespace(wheel: Path) -> None:
     packages = {name.split("/")[1] for name in names if name.startswith("tasuki/")}
     assert packages == {
         "v1", "wire", "config", "models", "rpc", "memory", "planner", "weights", "algorithms",
-        "coordinator", "fleet", "trainer", "rollout", "node", "runs", "trackers", "doctor", "dashboard", "cli", "client",
+        "coordinator", "fleet", "trainer", "rollout", "node", "runs", "trackers", "doctor", "dashboard", "gateway",
+        "cli", "client",
     }  # fmt: skip
     assert {f"tasuki/{package}/py.typed" for package in packages} <= names
     assert "tasuki/memory/libtasuki_memory.so" in names

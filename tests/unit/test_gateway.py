@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from tasuki.client.episode import Asked, Episode, shown_message
 from tasuki.client.types import FinishReason, Sample, VersionSpan
+from tasuki.gateway.app import Refused
 from tasuki.gateway.chat_completions import completion, read_chat, read_messages
 from tasuki.gateway.messages import as_chat_request, as_message
-from tasuki.gateway.rollout import stopped
+from tasuki.gateway.rollout import Rollout, stopped
+from tasuki.gateway.sessions import MAX_SESSIONS, Sessions
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument
 from tests.models import EOS, char_tokenizer
@@ -200,3 +202,22 @@ def test_a_stop_text_that_a_changeover_has_split_ends_the_answer(tokenizer: Mode
     assert [(one.num_tokens, one.policy_version) for one in cut.version_spans] == [(2, 3), (1, 4)]
     assert stopped(joined, ["b"], tokenizer.decode).version_spans == ()
     assert stopped(joined, ["zz"], tokenizer.decode) is joined
+
+
+def test_sessions_are_told_apart_by_their_secrets_and_have_a_limit(tokenizer: ModelTokenizer):
+    sessions = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode), tokenizer, model="m", key="secret")
+    made = sessions.create("secret")
+    assert sessions.session(None, made.key) is sessions.session(made.id, made.key) is sessions.known(made.id, "secret") is made
+    other = sessions.session("chosen", "secret")
+    assert sessions.session(None, "secret") not in (made, other)
+    for wrong in ((made.id, other.key), (other.id, made.key), ("new", made.key), (None, "é"), (made.id, "")):
+        with pytest.raises(Refused) as refused:
+            sessions.session(*wrong)
+        assert refused.value.status == 401
+    for _ in range(MAX_SESSIONS - 2):
+        sessions.create("secret")
+    with pytest.raises(Refused, match="DELETE") as refused:
+        sessions.session("one more", "secret")
+    assert refused.value.status == 503
+    sessions.end(made)
+    assert sessions.session("one more", "secret").id == "one more"

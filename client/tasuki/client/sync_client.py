@@ -83,6 +83,7 @@ class Client:
     generate = _verb(AsyncClient.generate)
     generate_stream = _stream(AsyncClient.generate_stream)
     generate_until = _verb(AsyncClient.generate_until)
+    generate_if_served = _verb(AsyncClient.generate_if_served)
     begin_run = _verb(AsyncClient.begin_run)
     forward_backward = _verb(AsyncClient.forward_backward)
     forward_backward_custom = _verb(AsyncClient.forward_backward_custom)
