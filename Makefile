@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 
-# The first of these that SGLang 0.5.15 has wheels for; `make PYTHON=/path/to/python3.12 ...` names another.
+# The first of these that SGLang 0.5.17 has wheels for; `make PYTHON=/path/to/python3.12 ...` names another.
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do $$python -c \
   'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$python; break; }; done)
 UV_VERSION := 0.13.8
@@ -43,9 +43,11 @@ SAMPLED := $(filter-out $(MEASURED),$(shell grep -rl 'tests.extent import' tests
 GRID := tests/chaos/test_grid.py
 # The longest one last.
 PROOFS = $(filter-out $(GRID),$(wildcard tests/chaos/test_*.py)) $(SAMPLED) $(GRID)
+# What runs SGLang on a CPU.
+ENGINE_TESTS := tests/integration/test_engine_parts.py $(wildcard tests/integration/test_rollout*.py) tests/integration/test_weight_exchange.py
 TESTS := tests/unit tests/contract tests/integration tests/e2e tests/gpu
 
-.PHONY: help setup trackers demo example test test-all oracles chaos fleet containers check protos native lint types buf bench bench-memory-gpu bench-changeover-gpu bench-sync-gpu grpcurl jobset site clean
+.PHONY: help setup trackers demo example test test-all compat oracles chaos fleet containers check protos native lint types buf bench bench-memory-gpu bench-changeover-gpu bench-sync-gpu grpcurl jobset site clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +70,12 @@ test-all: test  ## the long tests, too, and whole proofs for PROOF_MINUTES (defa
 	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEASURED)
 	TASUKI_PROOF_MINUTES=$(or $(PROOF_MINUTES),45) TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PROOFS)
 	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(README_NODE)
+
+compat: native | $(UV)  ## rollout tests and the demo with another SGLang, its torch and transformers: SGLANG=0.5.23, in .compat-venv
+	$(UV) venv --quiet --clear --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" .compat-venv
+	$(PYTHON) tools/compat_requirements.py | $(UV) pip install --quiet --python .compat-venv/bin/python -r - "sglang==$(SGLANG)" "flash-attn-4>=4.0.0b18"
+	OMP_NUM_THREADS=1 .compat-venv/bin/python -m pytest $(ENGINE_TESTS) $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR)/protos:$(CURDIR)/services:$(CURDIR)/client .compat-venv/bin/python client/examples/demo/run.py --seed 0 --output runs/compat
 
 oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own functions
 	.oracles-venv/bin/python -m pytest -c tests/oracles/pytest.ini tests/oracles $(PYTEST_ARGS)
@@ -132,7 +140,7 @@ site: $(SITE)  ## the pages of docs/ as a site in runs/site, for a browser witho
 
 clean:  ## remove what make installed and built
 	$(MAKE) -s -C csrc clean
-	rm -rf .uv .venv .tools .bench-venv .oracles-venv .site-venv .example tools/node_modules .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .uv .venv .tools .bench-venv .oracles-venv .compat-venv .site-venv .example tools/node_modules .pytest_cache .ruff_cache .import_linter_cache
 
 $(UV):
 	@[ -n "$(PYTHON)" ] || { echo "no Python 3.11, 3.12 or 3.13 found (python3 is $$(python3 --version 2>&1 || true));" \

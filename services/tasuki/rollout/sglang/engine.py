@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import replace
+from inspect import iscoroutine
 from multiprocessing.context import ForkProcess, SpawnProcess
 from types import FrameType
 from typing import Any, cast
@@ -251,7 +252,10 @@ class RolloutEngine:
                 states[index].event.replica = replica
             if share:
                 with self._sockets.only(replica):
-                    self._requests._send_batch_request(tokenized[share.start : share.stop])
+                    sent = self._requests._send_batch_request(tokenized[share.start : share.stop])
+                    if iscoroutine(sent):  # since SGLang 0.5.23, where it waits for images alone
+                        with suppress(StopIteration):
+                            sent.send(None)
 
     def cut_all(self) -> None:
         """Ends every request with the tokens it has so far."""

@@ -27,11 +27,11 @@ class FirstSamples:
         """Whether requests wait for a later iteration."""
         return bool(self._held)
 
-    def recv_requests(self) -> list[Any]:
+    def recv_requests(self, **options: Any) -> list[Any]:
         """Called once in every iteration; returns what is to begin now."""
         self._iteration += 1
         delivered = self._due(self._iteration)
-        for message in self._receiver.recv_requests():
+        for message in self._receiver.recv_requests(**options):
             if not isinstance(message, BatchTokenizedGenerateReqInput):
                 # It may abort requests that are held.
                 delivered += [*self._due(self._iteration + self._num_iterations), message]

@@ -16,6 +16,7 @@ from sglang.srt.configs import model_config
 from sglang.srt.environ import envs
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.attention import attention_registry
+from sglang.srt.managers import io_struct
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.model_executor import model_runner
 from sglang.srt.runtime_context import get_context
@@ -111,9 +112,9 @@ class LendingReceiver:
     def __init__(self, receiver: Any, lock: EngineLock) -> None:
         self._receiver, self._lock = receiver, lock
 
-    def recv_requests(self) -> list[Any]:
+    def recv_requests(self, **options: Any) -> list[Any]:
         with self._lock.released():
-            return list(self._receiver.recv_requests())
+            return list(self._receiver.recv_requests(**options))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +196,10 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             staying=frozenset() if setup.config is None else _staying(setup.config, rank=setup.rank),
             base=None if setup.base is None else setup.base.base,
         )
+        if hasattr(
+            self.weight_updater, "begin_weight_update"
+        ):  # since SGLang 0.5.23, where commands come within an update alone
+            self.weight_updater.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
         engine_rank.receiver.warm_up()
         problem = self._record_ahead(engine_rank.receiver, adapter)
         lock.acquire()
