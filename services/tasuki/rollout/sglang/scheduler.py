@@ -196,10 +196,9 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             staying=frozenset() if setup.config is None else _staying(setup.config, rank=setup.rank),
             base=None if setup.base is None else setup.base.base,
         )
-        if hasattr(
-            self.weight_updater, "begin_weight_update"
-        ):  # since SGLang 0.5.23, where commands come within an update alone
-            self.weight_updater.begin_weight_update(io_struct.BeginWeightUpdateReqInput())
+        updater = cast(Any, self.weight_updater)
+        if hasattr(updater, "begin_weight_update"):  # SGLang 0.5.23 runs our commands within an update alone
+            updater.begin_weight_update(cast(Any, io_struct).BeginWeightUpdateReqInput())
         engine_rank.receiver.warm_up()
         problem = self._record_ahead(engine_rank.receiver, adapter)
         lock.acquire()
