@@ -18,6 +18,7 @@ from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.managers import io_struct
 from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.model_executor import model_runner
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import PortArgs, ServerArgs
@@ -305,6 +306,7 @@ def _select_gpu(gpu_id: int, pipe_writer: Connection) -> bool:
 def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
     """Makes SGLang create our scheduler instead of its own, and our parts instead of unsupported ones."""
     ignore_generation_config()
+    stop_at_the_last_token()
     sglang_scheduler.Scheduler = cast(Any, functools.partial(ReportingScheduler, setup=setup))
     if setup.base is not None:
         setup.base.install()
@@ -319,6 +321,29 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         model_runner.LoRAManager = UnpinnedLora
     # It would write a file for a data-parallel balancer to /dev/shm that nobody removes.
     sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
+
+
+def stop_at_the_last_token() -> None:
+    """Ends with STOP a completion that a stop token or text ends just as it is cut, or with its last allowed token.
+
+    SGLang looks at the cut and at the length first. What is cut would be continued after its end.
+    """
+    update = Req.update_finish_state
+
+    @functools.wraps(update)
+    def update_finish_state(self: Any, new_accepted_len: int = 1) -> None:
+        was_finished = self.finished()
+        update(self, new_accepted_len)
+        reason, length = self.finished_reason, self.finished_len
+        is_early = isinstance(reason, FINISH_LENGTH) or (isinstance(reason, FINISH_ABORT) and reason.status_code is None)
+        if was_finished or not is_early or not self.output_ids:
+            return
+        has_stopped = self._check_str_based_finish(new_accepted_len)
+        has_stopped = has_stopped or self._check_token_based_finish(self.output_ids[-new_accepted_len:])
+        if has_stopped and self.finished_len > self.sampling_params.max_new_tokens:  # by tokens that speculation drew beyond
+            self.finished_reason, self.finished_len = reason, length
+
+    Req.update_finish_state = update_finish_state
 
 
 def ignore_generation_config() -> None:
