@@ -47,6 +47,9 @@ _NOTE_EVERY = 128
 """Updates of a step after which they are recorded as made: the trainer remembers a thousand calls."""
 
 
+_Made = tuple[list[list[int]], list[Sample], Episodes | None]  # [P] prompts, [P * G] samples in order, and their episodes
+
+
 class Tokenizer(Protocol):
     def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
     def decode(self, token_ids: NDArray[np.int32]) -> str: ...
@@ -193,7 +196,7 @@ class RlLoop:
                 if has_greedy:
                     greedy = self.complete(rows, replace(self.sampling, temperature=0.0), num_samples=1)[1]
                 if is_carried:
-                    rows, prompts, samples = self.first_complete(step, call_number=call_number)
+                    rows, (prompts, samples, ran) = self.first_complete(step, call_number=call_number)
                 else:
                     prompts, samples, ran = self.make(rows, self.sampling, num_samples=size, call_number=call_number)
             if is_last:
@@ -227,39 +230,36 @@ class RlLoop:
         measure_samples(step, generated, group_size=settings.group_size)
         return groups
 
-    def first_complete(self, step: Step, *, call_number: int) -> tuple[list[Row], list[list[int]], list[Sample]]:
+    def first_complete(self, step: Step, *, call_number: int) -> tuple[list[Row], _Made]:
         """Generates until enough groups are complete, those cut before among them; the others are carried into the next step."""
         settings, carry, version = self.settings, self.carry, step.policy_version or 0
         step.metrics |= carry.drop_stale(oldest=version - settings.max_staleness)
-        rows = self.dataset.next_rows(settings.num_running_groups - len(carry.groups))
-        for number, row in enumerate(rows, start=step.step << _PART_BITS):
-            prompt = self.tokenizer.encode_prompt(row["prompt"], row)
-            carry.groups.append(CarriedGroup.begin(number, row, prompt, group_size=settings.group_size))
-        taken = carry.take(
-            self.client,
-            self.sampling,
-            num_groups=settings.prompts_per_step,
-            call_number=call_number,
-            on_progress=self.progress.counter(),
-        )
-        samples = [replace(sample, prompt_index=place) for place, group in enumerate(taken) for sample in group.samples]
-        step.metrics |= staleness(samples, policy_version=version) | {"carried_groups": float(len(carry.groups))}
-        return [group.row for group in taken], [list(group.prompt_token_ids) for group in taken], samples
+        num_new = settings.num_running_groups - len(carry.groups)
+        size, enough, count = settings.group_size, settings.prompts_per_step, self.progress.counter()
+        numbered = list(enumerate(self.dataset.next_rows(num_new), start=step.step << _PART_BITS))
+        if isinstance(self.rewards, EpisodePool):
+            carry.groups += [CarriedGroup.begin_episodes(number, row, group_size=size) for number, row in numbered]
+            taken = carry.take_episodes(self.client, self.rewards, self.sampling, num_groups=enough, on_progress=count)
+            ran = self.rewards.scored([one for group in taken for one in group.episodes], num_samples=size)
+            prompts, samples = ran.samples(num_samples=size)
+        else:
+            for number, row in numbered:
+                prompt = self.tokenizer.encode_prompt(row["prompt"], row)
+                carry.groups.append(CarriedGroup.begin(number, row, prompt, group_size=size))
+            taken = carry.take(self.client, self.sampling, num_groups=enough, call_number=call_number, on_progress=count)
+            samples = [replace(sample, prompt_index=place) for place, group in enumerate(taken) for sample in group.samples]
+            prompts, ran = [list(group.prompt_token_ids) for group in taken], None
+        drawn = [sample for group in taken for sample in group.drawn]
+        step.metrics |= staleness(drawn, policy_version=version) | {"carried_groups": float(len(carry.groups))}
+        return [group.row for group in taken], (prompts, samples, ran)
 
-    def make(
-        self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, call_number: int
-    ) -> tuple[list[list[int]], list[Sample], Episodes | None]:
-        """Generates completions, or runs episodes, whose tokens after the first prompt are the completion.
-
-        Returns [P] prompts and [P * num_samples] samples, in order, and the episodes.
-        """
+    def make(self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, call_number: int) -> _Made:
+        """Generates completions, or runs episodes, whose tokens after the first prompt are the completion."""
         if not isinstance(self.rewards, EpisodePool):
             return *self.complete(rows, sampling, num_samples=num_samples, call_number=call_number), None
         count = self.progress.counter()
         ran = self.rewards.run(self.client, rows, sampling, num_samples=num_samples, number=call_number, on_progress=count)
-        samples = [one.sample() for one in ran.episodes]
-        prompts = [np.asarray(sample.prompt_token_ids, dtype=np.int32).tolist() for sample in samples[::num_samples]]
-        return prompts, samples, ran
+        return *ran.samples(num_samples=num_samples), ran
 
     def complete(
         self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, call_number: int | None = None

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tasuki.client import Client, FinishReason, Phase, SamplingParams
+from tasuki.client.carry import CarriedGroup, Carry
 from tasuki.client.dataset import Row
 from tasuki.client.episode import Episodes
 from tasuki.client.episodes import EpisodePool
+from tasuki.config.train_schema import TrainConfig
+from tasuki.runs.rl_training import check_reward_rows
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 from tests.conftest import RunningNode
@@ -99,6 +104,12 @@ async def asks_wrongly(policy, prompt):
         except (TypeError, ValueError):
             pass
     return 1.0
+
+async def answers_twice(policy, prompt):
+    tokens = 50 if prompt == "long" else 2
+    first = await policy.generate([20, 21], max_new_tokens=tokens)
+    await policy.generate([*first.context, 7, 8], max_new_tokens=tokens)
+    return float(len(first.token_ids))
 
 async def careless(prompt): return 1.0
 def blocking(policy): return 1.0
@@ -233,6 +244,14 @@ def test_functions_that_are_no_episodes_are_refused(client: Client, folder: Path
     ):
         with pytest.raises(InvalidArgument, match=problem):
             run(client, folder, function, [])
+    for function, rewards_turns in (("rewards_turns", True), ("three_turns", False)):
+        with EpisodePool(f"agents:{function}", tokenizer=None, max_tokens=0, folders=[folder]) as pool:
+            assert pool.rewards_turns is rewards_turns
+            train = TrainConfig.model_validate(
+                {"dataset": "rows", "output_dir": "out", "episode": {"function": "agents:a"}, "algorithm": "reinforce_pp"}
+            )
+            with pytest.raises(InvalidArgument, match="policy.reward needs") if rewards_turns else nullcontext():
+                check_reward_rows(pool, train, rows=[], eval_rows=[])
     with pytest.raises(InvalidArgument, match=r"rows.jsonl: row 1 has only question"):
         run(client, folder, "three_turns", [{"question": "a"}])
 
@@ -254,3 +273,46 @@ def test_wrong_arguments_and_endless_loops_fail_their_episode_alone(client: Clie
     ran = run(client, folder, "never_ends", [{"prompt": "ab"}], max_turns=3, on_error="zero")
     assert ran.scores.rewards.tolist() == [0.0, 0.0]
     assert all("has had its 3 turns" in one.failure for one in ran.episodes)
+
+
+def test_episodes_outlive_a_changeover_and_go_on_from_their_tokens(client: Client, folder: Path):
+    prompts, sampling = ["long", "short", "long"], SamplingParams(max_new_tokens=50, ignore_eos=True)
+    carry = Carry([CarriedGroup.begin_episodes(number, {"prompt": one}, group_size=2) for number, one in enumerate(prompts)])
+    tokenizer = ModelTokenizer(folder / "tokenizer")
+    with EpisodePool("agents:answers_twice", tokenizer=tokenizer, max_tokens=120, folders=[folder]) as pool:
+
+        def take(num_groups: int) -> list[CarriedGroup]:
+            return carry.take_episodes(client, pool, sampling, num_groups=num_groups, on_progress=lambda *_: None)
+
+        (short,) = take(1)
+        assert [episode.reward for episode in short.episodes] == [2.0, 2.0]
+        waiting, again = carry.groups
+        before = [episode.drawn() for episode in waiting.episodes]
+        assert sum(one["episodes"].count(None) for one in carry.records()) == 4, "these begin again if the client dies"
+        samples = [replace(one, advantages=1.0) for episode in short.episodes for one in episode.training_samples()]
+        client.forward_backward(samples)
+        client.optim_step()
+        again.begin_again()
+        client.acquire(Phase.ROLLOUT)
+        version = client.trainer_state().policy_version
+        ran = pool.run(client, [{"prompt": "short"}], sampling, num_samples=2, number=1)
+        assert ran.scores.rewards.tolist() == [2.0, 2.0], "others may run between"
+        assert take(2) == [waiting, again]
+    for group in (waiting, again):
+        assert CarriedGroup.of(group.as_json()).as_json() == group.as_json()
+        for episode in group.episodes:
+            (sample,) = episode.training_samples()
+            assert (episode.reward, np.sum(sample.loss_mask), len(sample.completion_token_ids)) == (50.0, 100, 102)
+            assert sample.policy_version == version
+    for episode, drawn in zip(waiting.episodes, before, strict=True):
+        (sample,) = episode.training_samples()
+        tokens, log_probs = list(sample.completion_token_ids), list(sample.rollout_log_probs)
+        length = sum(len(one.token_ids) for one in drawn)
+        assert length and tokens[:length] == [token for one in drawn for token in one.token_ids]
+        assert log_probs[:length] == [value for one in drawn for value in one.rollout_log_probs]
+        spans = [(span.num_tokens, span.policy_version) for span in sample.version_spans]
+        assert spans == [(length, version - 1), (102 - length, version)]
+    assert all(not sample.version_spans for episode in again.episodes for sample in episode.training_samples())
+    client.forward_backward([replace(one, advantages=1.0) for each in waiting.episodes for one in each.training_samples()])
+    client.discard_gradients()
+    client.acquire(Phase.ROLLOUT)

@@ -12,12 +12,13 @@ import pytest
 from pydantic import ValidationError
 
 from tasuki.algorithms.loss_types import Correction, LossConfig
-from tasuki.client.carry import Carry, spans_of
+from tasuki.client.carry import Carry
 from tasuki.client.dataset import Dataset
 from tasuki.client.estimation import Estimator, EstimatorState
 from tasuki.client.generation import Part
 from tasuki.client.step import Step
 from tasuki.client.types import FinishReason, Sample, TrainingSample
+from tasuki.client.version_spans import spans_of
 from tasuki.config.train_schema import AdvantageConfig, TrainConfig
 from tasuki.runs.continuation import Continuation
 from tests.unit.loop_node import ROWS, LoopClient, by_number, changed, equal, loop_of, steps_of, train_config
@@ -168,7 +169,6 @@ def test_the_state_of_carried_groups_is_whole(tmp_path: Path) -> None:
         ({"oversample": 1.5, "max_staleness": 1, "num_mini_batches": 2}, "max_staleness"),
         ({"oversample": 1.5, "max_staleness": 1, "max_batches": 2}, "oversample"),
         ({"oversample": 1.5, "max_staleness": 1, "stop": ["."]}, "oversample"),
-        ({"oversample": 1.5, "max_staleness": 1, "reward": None, "episode": {"function": "agents:solve"}}, "oversample"),
         (
             {"oversample": 1.5, "max_staleness": 1, "advantages": AdvantageConfig(estimator=Estimator.GREEDY_BASELINE)},
             "oversample",

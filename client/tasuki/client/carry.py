@@ -1,12 +1,10 @@
 """Groups that outlive a changeover: a step takes the first complete ones; the others are cut, and continued after it from their tokens.
 
-A token keeps the version and the log-prob with which it was drawn. G: samples of a group.
+A token keeps the version and the log-prob with which it was drawn. G: samples, or episodes, of a group.
 """
 
 from __future__ import annotations
 
-import hashlib
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,12 +12,14 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from tasuki.client import encode
+from tasuki.client import encode, generation
 from tasuki.client.dataset import Row
+from tasuki.client.episode import Episode
+from tasuki.client.episodes import EpisodePool
 from tasuki.client.generation import Part
 from tasuki.client.sync_client import Client
-from tasuki.client.types import FinishReason, Sample, SamplingParams, VersionSpan
-from tasuki.v1 import types_pb2
+from tasuki.client.types import FinishReason, Sample, SamplingParams
+from tasuki.client.version_spans import continued, spans_of, unfinished
 from tasuki.wire.errors import InvalidArgument, PeerUnavailable
 
 _MAX_LOSSES = 4
@@ -28,89 +28,68 @@ _MAX_LOSSES = 4
 
 @dataclass(slots=True, eq=False)
 class CarriedGroup:
-    """A row, and the samples drawn for it so far."""
+    """A row, and the samples or episodes drawn for it so far."""
 
     id: int
     """Unique in the run; its calls' seeds follow from it."""
     row: Row
     prompt_token_ids: Sequence[int]
-    samples: list[Sample]
-    """[G]; cut ones are unfinished, and have no tokens before they begin."""
+    """Empty for episodes."""
+    samples: list[Sample] = field(default_factory=list)
+    """[G]; cut ones are unfinished, and have no tokens before they begin. Empty for episodes."""
+    episodes: list[Episode] = field(default_factory=list)
+    """[G]"""
 
     @classmethod
     def begin(cls, id: int, row: Row, prompt_token_ids: Sequence[int], *, group_size: int) -> CarriedGroup:  # noqa: A002
         """A group without tokens."""
-        prompt, none = np.array(prompt_token_ids, np.int32), np.zeros(0, np.int32)
-        samples = [
-            Sample(0, number, none, none.astype(np.float32), FinishReason.CUT, 0, prompt_token_ids=prompt)
-            for number in range(group_size)
-        ]
+        samples = [unfinished(prompt_token_ids, sample_index=number) for number in range(group_size)]
         return cls(id, row, prompt_token_ids, samples)
+
+    @classmethod
+    def begin_episodes(cls, id: int, row: Row, *, group_size: int) -> CarriedGroup:  # noqa: A002
+        return cls(id, row, (), [], [Episode(id * group_size + number, row) for number in range(group_size)])
 
     @property
     def is_complete(self) -> bool:
-        return not any(sample.finish_reason is FinishReason.CUT for sample in self.samples)
+        has_cut = any(sample.finish_reason is FinishReason.CUT for sample in self.samples)
+        return not has_cut and all(episode.has_ended for episode in self.episodes)
+
+    @property
+    def drawn(self) -> list[Sample]:
+        """The samples, or those of the episodes' turns."""
+        return [*self.samples, *(sample for episode in self.episodes for sample in episode.drawn())]
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(sample.token_ids) for sample in self.samples)
+        return sum(len(sample.token_ids) for sample in self.drawn)
 
     def oldest_version(self, newest: int) -> int:
         """Version of its oldest token; `newest` without any."""
-        return min((span.policy_version for sample in self.samples for span in spans_of(sample)), default=newest)
+        return min((span.policy_version for sample in self.drawn for span in spans_of(sample)), default=newest)
+
+    def begin_again(self) -> None:
+        self.samples = [unfinished(self.prompt_token_ids, sample_index=one.sample_index) for one in self.samples]
+        self.episodes = [Episode(episode.index, self.row) for episode in self.episodes]
 
     def as_json(self) -> dict[str, Any]:
-        samples = [b64encode(encode.sample_to_proto(sample).SerializeToString()).decode() for sample in self.samples]
-        return {"id": self.id, "row": self.row, "prompt_token_ids": list(map(int, self.prompt_token_ids)), "samples": samples}
+        """Of episodes that still run, nothing: they begin again."""
+        samples = [encode.sample_to_text(sample) for sample in self.samples]
+        fields = {"id": self.id, "row": self.row, "prompt_token_ids": list(map(int, self.prompt_token_ids)), "samples": samples}
+        return {**fields, "episodes": [episode.as_json() for episode in self.episodes]}
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> CarriedGroup:
         """Inverse of `as_json`. Raises InvalidArgument if the record is damaged."""
         try:
-            prompt = np.array(fields["prompt_token_ids"], np.int32)
-            samples = [types_pb2.Sample.FromString(b64decode(sample)) for sample in fields["samples"]]
-            made = [encode.sample_from_proto(one, prompt_index=0, prompt_token_ids=prompt) for one in samples]
-            return cls(int(fields["id"]), dict(fields["row"]), prompt.tolist(), made)
-        except (KeyError, TypeError, ValueError, DecodeError) as error:
+            prompt, row, number = list(map(int, fields["prompt_token_ids"])), dict(fields["row"]), int(fields["id"])
+            samples = [encode.sample_from_text(sample, prompt_token_ids=prompt) for sample in fields["samples"]]
+            episodes = fields.get("episodes", ())
+            made = [Episode.of(number * len(episodes) + place, row, one) for place, one in enumerate(episodes)]
+            return cls(number, row, prompt, samples, made)
+        except (KeyError, TypeError, ValueError, IndexError, DecodeError) as error:
             text = f"a carried group is damaged ({type(error).__name__}: {error}); resume from an earlier checkpoint"
             raise InvalidArgument("output_dir", text) from error
-
-
-def spans_of(sample: Sample) -> Sequence[VersionSpan]:
-    """The versions of its tokens; empty without tokens."""
-    if sample.version_spans or not len(sample.token_ids):
-        return sample.version_spans
-    return [VersionSpan(num_tokens=len(sample.token_ids), policy_version=sample.policy_version)]
-
-
-def merged(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
-    """Spans of which neighbours have different versions."""
-    found: list[VersionSpan] = []
-    for span in spans:
-        if found and found[-1].policy_version == span.policy_version:
-            num_tokens = found.pop().num_tokens + span.num_tokens
-            span = VersionSpan(num_tokens=num_tokens, policy_version=span.policy_version)
-        found.append(span)
-    return found
-
-
-def continued(before: Sample, after: Sample, *, max_new_tokens: int) -> Sample:
-    """`before` with the tokens that `after` has drawn from its prompt and tokens."""
-    token_ids = np.concatenate([before.token_ids, after.token_ids])
-    spans = merged([*spans_of(before), *spans_of(after)])
-    is_full = after.finish_reason is FinishReason.CUT and len(token_ids) >= max_new_tokens
-    return replace(
-        after,
-        prompt_index=before.prompt_index,
-        sample_index=before.sample_index,
-        token_ids=token_ids,
-        rollout_log_probs=np.concatenate([before.rollout_log_probs, after.rollout_log_probs]),
-        finish_reason=FinishReason.LENGTH if is_full else after.finish_reason,
-        policy_version=spans[-1].policy_version if spans else after.policy_version,
-        has_exact_log_probs=before.has_exact_log_probs and after.has_exact_log_probs,
-        prompt_token_ids=before.prompt_token_ids,
-        version_spans=spans if len(spans) > 1 else (),
-    )
 
 
 def staleness(samples: Sequence[Sample], *, policy_version: int) -> dict[str, float]:
@@ -141,11 +120,11 @@ class Carry:
         return [group.as_json() for group in self.groups]
 
     def drop_stale(self, *, oldest: int) -> dict[str, float]:
-        """Drops the samples of groups with a token of a version before `oldest`, whose rows are then generated again."""
+        """Drops what is drawn of groups with a token of a version before `oldest`, whose rows are then generated again."""
         stale = [group for group in self.groups if group.oldest_version(oldest) < oldest]
         metrics = {"dropped_groups": float(len(stale)), "dropped_tokens": float(sum(group.num_tokens for group in stale))}
         for group in stale:
-            group.samples = CarriedGroup.begin(0, {}, group.prompt_token_ids, group_size=len(group.samples)).samples
+            group.begin_again()
         return metrics
 
     def take(
@@ -181,9 +160,32 @@ class Carry:
             num_losses = 0 if samples else num_losses + 1
             if num_losses > _MAX_LOSSES:
                 raise PeerUnavailable(f"rollout was lost {num_losses} times before a sample was complete", peer="rollout")
-        taken = sorted(complete[:num_groups], key=lambda group: group.id)
-        self.groups = [group for group in self.groups if group not in taken]
-        return taken
+        return self._taken(complete[:num_groups])
+
+    def take_episodes(
+        self,
+        client: Client,
+        pool: EpisodePool,
+        sampling: SamplingParams,
+        *,
+        num_groups: int,
+        on_progress: Callable[[int, int], None],
+    ) -> list[CarriedGroup]:
+        """As `take`, of episodes: the turns being drawn are cut, while the functions run on."""
+        complete = [group for group in self.groups if group.is_complete]
+        episodes = [episode for group in self.groups for episode in group.episodes]
+
+        def is_enough() -> bool:
+            complete.extend(group for group in self.groups if group.is_complete and group not in complete)
+            return len(complete) >= num_groups
+
+        pool.advance(client, episodes, sampling, is_enough=is_enough, on_progress=on_progress)
+        assert is_enough()
+        return self._taken(complete[:num_groups])
+
+    def _taken(self, groups: Sequence[CarriedGroup]) -> list[CarriedGroup]:
+        self.groups = [group for group in self.groups if group not in groups]
+        return sorted(groups, key=lambda group: group.id)
 
 
 def _parts(
@@ -194,19 +196,14 @@ def _parts(
     for group in groups:
         unfinished = [sample for sample in group.samples if sample.finish_reason is FinishReason.CUT]
         if unfinished and not group.num_tokens:
-            number = _call_number(call_number, group.id, 0)
+            number = generation.number_of_call(call_number, group.id, 0)
             parts.append(Part(group.prompt_token_ids, sampling, len(group.samples), number))
             targets.append((group, None))
             continue
         for sample in unfinished:
             prompt = np.concatenate([np.array(group.prompt_token_ids, np.int32), sample.token_ids])
             left = replace(sampling, max_new_tokens=max_new_tokens - len(sample.token_ids))
-            number = _call_number(call_number, group.id, sample.sample_index + 1)
+            number = generation.number_of_call(call_number, group.id, sample.sample_index + 1)
             parts.append(Part(prompt, left, 1, number))
             targets.append((group, sample.sample_index))
     return parts, targets
-
-
-def _call_number(step: int, group: int, part: int) -> int:
-    digest = hashlib.sha256(f"{step}/{group}/{part}".encode()).digest()
-    return int.from_bytes(digest[:8], "big")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from numbers import Real
@@ -87,6 +88,17 @@ def sample_to_proto(sample: Sample) -> types_pb2.Sample:
     """Without the prompt: `sample_from_proto` takes it."""
     values = {name: getattr(sample, name) for name in types_pb2.Sample.DESCRIPTOR.fields_by_name}
     return types_pb2.Sample(**values | {"finish_reason": sample.finish_reason.number})
+
+
+def sample_to_text(sample: Sample) -> str:
+    """As JSON holds it; without the prompt."""
+    return b64encode(sample_to_proto(sample).SerializeToString()).decode()
+
+
+def sample_from_text(text: str, *, prompt_token_ids: Sequence[int]) -> Sample:
+    """Raises ValueError, or protobuf's DecodeError."""
+    prompt = np.array(prompt_token_ids, np.int32)
+    return sample_from_proto(types_pb2.Sample.FromString(b64decode(text)), prompt_index=0, prompt_token_ids=prompt)
 
 
 def enum_to_proto(kind: type[Phase | Role], value: object) -> Any:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.client import encode
+from tasuki.client.async_client import AsyncClient
 from tasuki.client.dataset import Row, prompt_problem
+from tasuki.client.generation import Part
 from tasuki.client.rewards import Scores
 from tasuki.client.turns import ChatDigest, Turn, Turns, TurnSample
 from tasuki.client.types import FinishReason, Sample, SamplingParams, TrainingSample
+from tasuki.client.version_spans import continued, unfinished
 from tasuki.client.worker_process import WorkerProcess
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, PeerUnavailable
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +52,45 @@ class Episode:
     """Time at which it last began to run by itself; None while it waits for the policy."""
     num_open: int = 0
     """Turns that the policy generates."""
+    has_ended: bool = False
+    cut: list[tuple[int, Asked]] = field(default_factory=list)
+    """Turns to be continued, each with the number of its question."""
+
+    def drawn(self) -> list[Sample]:
+        """What the policy has drawn, unfinished turns included."""
+        return [
+            *(turn.sample for turn in self.turns.turns),
+            *(asked.before for _, asked in self.cut if asked.before is not None),
+        ]
+
+    def as_json(self) -> dict[str, Any] | None:
+        """None while it runs."""
+        place = {id(turn): number for number, turn in enumerate(self.turns.turns)}
+        turns = [
+            [
+                None if turn.parent is None else place[id(turn.parent)],
+                turn.prompt_token_ids.tolist(),
+                encode.sample_to_text(turn.sample),
+            ]
+            for turn in self.turns.turns
+        ]
+        reward = None if math.isnan(self.reward) else self.reward
+        told = {"reward": reward, "failure": self.failure, "turn_rewards": self.turn_rewards, "turns": turns}
+        return {**told, "is_truncated": self.turns.is_truncated} if self.has_ended else None
+
+    @classmethod
+    def of(cls, index: int, row: Row, fields: Mapping[str, Any] | None) -> Episode:
+        """Inverse of `as_json`. Raises KeyError, IndexError, TypeError, ValueError or protobuf's DecodeError."""
+        if fields is None:
+            return cls(index, row)
+        turns = Turns(is_truncated=bool(fields["is_truncated"]))
+        for parent, prompt, sample in fields["turns"]:
+            before = None if parent is None else turns.turns[parent]
+            drawn = encode.sample_from_text(sample, prompt_token_ids=())
+            turns.add(Turn(before, np.array(prompt, np.int32), drawn))
+        reward = math.nan if fields["reward"] is None else float(fields["reward"])
+        told = {"turn_rewards": dict(fields["turn_rewards"]), "failure": str(fields["failure"])}
+        return cls(index, row, turns, reward=reward, has_ended=True, **told)
 
     def training_samples(self) -> list[TrainingSample]:
         """One for each branch with tokens to train, without advantages."""
@@ -88,6 +132,11 @@ class Episodes:
     episodes: Sequence[Episode]
     scores: Scores
 
+    def samples(self, *, num_samples: int) -> tuple[list[list[int]], list[Sample]]:
+        """The first prompt of each row, and a sample of each of its `num_samples` episodes."""
+        samples = [one.sample() for one in self.episodes]
+        return [np.asarray(one.prompt_token_ids, dtype=np.int32).tolist() for one in samples[::num_samples]], samples
+
     def figures(self) -> dict[str, float]:
         turns = [len(one.turns.turns) for one in self.episodes]
         branches = [len(one.training_samples()) for one in self.episodes]
@@ -117,6 +166,11 @@ class Asked:
     """None for a prompt of token ids."""
     stop: Sequence[str] = ()
     """Texts that end the answer, and are not shown."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    call_number: int = 0
+    session_key: str = ""
+    before: Sample | None = None
+    """What was drawn before a changeover."""
 
     @classmethod
     def of(cls, kind: str, fields: Mapping[str, Any], row: Row, *, turns: Turns, tokenizer: ChatTokenizer) -> Asked:
@@ -162,6 +216,23 @@ class Asked:
         told = {"token_ids": token_ids, "log_probs": log_probs, "context": context, "finish_reason": reason, "shown": shown}
         return {**answer, **told, "turn": len(turns.turns) - 1}
 
+    async def draw(self, client: AsyncClient, *, is_carried: bool) -> Sample:
+        """is_carried: whether a changeover cuts it at once; what is drawn until then has FinishReason.CUT."""
+        prompt = np.concatenate([self.token_ids_before, self.new_token_ids])
+        if not is_carried:
+            number, key = self.call_number, self.session_key
+            (sample,) = await client.generate([prompt], self.sampling, call_number=number, session_key=key)
+            return sample
+        before, most = self.before or unfinished(prompt), self.sampling.max_new_tokens
+        assert most is not None
+        left = replace(self.sampling, max_new_tokens=most - len(before.token_ids))
+        part = Part(np.concatenate([prompt, before.token_ids]), left, 1, self.call_number, self.session_key)
+        try:
+            samples = await client.generate_if_served(part)
+        except PeerUnavailable:
+            samples = []
+        return continued(before, samples[0], max_new_tokens=most) if samples and len(samples[0].token_ids) else before
+
 
 def shown_message(answer: Mapping[str, Any], stop: Sequence[str]) -> dict[str, Any]:
     """The assistant's message as clients of a chat API see it: a call that cannot be read is text, as it was written."""
@@ -175,13 +246,12 @@ def shown_message(answer: Mapping[str, Any], stop: Sequence[str]) -> dict[str, A
 
 
 class Batch:
-    """The episodes of one call."""
+    """The episodes of one call, or of all that outlive changeovers."""
 
-    def __init__(
-        self, episodes: Sequence[Episode], number: int, sampling: SamplingParams, on_progress: Callable[[int, int], None]
-    ) -> None:
-        self.episodes, self.number, self.sampling, self._on_progress = episodes, number, sampling, on_progress
-        self._num_ended = self._num_tokens = 0
+    def __init__(self, number: int, sampling: SamplingParams, *, is_carried: bool = False) -> None:
+        self.number, self.sampling, self.is_carried = number, sampling, is_carried
+        self.told_meanwhile: list[Sequence[Any]] = []
+        """Messages of its episodes that came while another batch ran."""
         self.running: dict[int, Episode] = {}
         self.worker_of: dict[int, WorkerProcess] = {}
         self.generated: set[Future[Sample]] = set()
@@ -190,6 +260,20 @@ class Batch:
         self.arrived: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         self.wake, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._closing = threading.Lock()
+
+    def begin(self, episodes: Sequence[Episode], on_progress: Callable[[int, int], None]) -> None:
+        self.episodes, self._on_progress = episodes, on_progress
+        self._num_ended = self._num_tokens = 0
+
+    def release(self, workers: Collection[WorkerProcess]) -> list[Episode]:
+        """Forgets the running episodes that are not wanted any more, which it returns, and those whose worker has ended."""
+        wanted, now = {id(episode) for episode in self.episodes}, time.monotonic()
+        for episode in self.running.values():
+            episode.runs_since = episode.runs_since and now  # what it has told meanwhile is yet to be read
+        unwanted = [episode for episode in self.running.values() if id(episode) not in wanted]
+        kept = {run: one for run, one in self.running.items() if id(one) in wanted and self.worker_of[run] in workers}
+        self.running = kept
+        return unwanted
 
     def count(self, *, ended: int = 0, tokens: int = 0) -> None:
         self._num_ended, self._num_tokens = self._num_ended + ended, self._num_tokens + tokens

@@ -71,9 +71,12 @@ class _Episodes:
                 os._exit(0)  # tools may still run in threads
             loop.call_soon_threadsafe(self._take, *message)
 
-    def _take(self, episode: int, number: int | None, fields: dict[str, Any]) -> None:
-        """Takes one message of the client: an episode to run, or an answer of the policy."""
-        if number is None:
+    def _take(self, episode: int, number: int | None, fields: dict[str, Any] | None) -> None:
+        """Takes one message of the client: an episode to run, or to end, or an answer of the policy."""
+        if fields is None:
+            if (task := self._tasks.get(episode)) is not None:
+                task.cancel()
+        elif number is None:
             self._timeout_s = fields["timeout_s"]
             self._tasks[episode] = asyncio.create_task(self._episode(episode, **fields))
         elif (answer := self._answers.pop((episode, number), None)) is not None and not answer.done():

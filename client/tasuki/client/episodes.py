@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import os
@@ -12,6 +11,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import connection
@@ -22,15 +22,15 @@ from typing import Any, Literal
 import numpy as np
 
 from tasuki.client.aside import Aside
-from tasuki.client.async_client import AsyncClient
 from tasuki.client.dataset import Row
 from tasuki.client.episode import Asked, Batch, ChatTokenizer, Episode, Episodes, credit_turns
 from tasuki.client.episode_worker import BLOCKED
+from tasuki.client.generation import number_of_call
 from tasuki.client.reward_worker import Signature
 from tasuki.client.rewards import START_TIMEOUT_S, Scores, source_of
 from tasuki.client.sync_client import Client
 from tasuki.client.turns import Turns
-from tasuki.client.types import FinishReason, Sample, SamplingParams
+from tasuki.client.types import FinishReason, Phase, Sample, SamplingParams
 from tasuki.client.worker_process import WorkerEnded, WorkerProcess
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 
@@ -82,8 +82,10 @@ class EpisodePool:
         self._starting = set(self._workers)
         self._ids, self._key = itertools.count(), uuid.uuid4().hex
         self._aside = Aside("tasuki-episodes")
+        self._carried: Batch | None = None
         try:
             self._signature = self._aside.call(self._read_signature)
+            self.rewards_turns = self._signature.rewards_turns
         except BaseException:
             self.close()
             raise
@@ -99,6 +101,8 @@ class EpisodePool:
         for worker in self._workers:
             worker.end()
         self._aside.close()
+        if self._carried is not None:
+            self._carried.close()
 
     def check_rows(self, rows: Sequence[Row], *, path: Path | str) -> None:
         """Raises InvalidArgument for an argument that a row does not have."""
@@ -132,37 +136,82 @@ class EpisodePool:
         Raises RewardFailed naming episode, row and cause if an episode fails and on_error is "fail".
         """
         episodes = [Episode(index, rows[index // num_samples]) for index in range(len(rows) * num_samples)]
-        batch = Batch(episodes, number, sampling, on_progress)
-        is_over = threading.Event()  # also if the caller is interrupted
-        try:
-            self._aside.call(lambda: self._run(client, batch, is_over))
-        finally:
-            is_over.set()
+        batch = Batch(number, sampling)
+        batch.begin(episodes, on_progress)
+        self._run_aside(client, batch, lambda: False)
+        return self.scored(episodes, num_samples=num_samples)
+
+    def advance(
+        self,
+        client: Client,
+        episodes: Sequence[Episode],
+        sampling: SamplingParams,
+        *,
+        is_enough: Callable[[], bool],
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        """Runs episodes until `is_enough`, then begins phase TRAIN, which cuts the turns being drawn: the next call continues them.
+
+        The functions and their tools run on meanwhile. Episodes of earlier calls that are not among `episodes` end. Raises as `run`.
+        """
+        self._carried = self._carried or Batch(-1, sampling, is_carried=True)
+        self._carried.begin(episodes, on_progress)
+        self._run_aside(client, self._carried, is_enough)
+
+    def scored(self, episodes: Sequence[Episode], *, num_samples: int) -> Episodes:
+        """Ended episodes, `num_samples` of each row, with their rewards."""
         for first in range(0, len(episodes), num_samples):
             credit_turns(episodes[first : first + num_samples], discount=self._discount, failed=self._failed_reward)
-        return Episodes(batch.episodes, self._scores(batch.episodes, num_samples))
+        return Episodes(episodes, self._scores(episodes))
 
-    def _run(self, client: Client, batch: Batch, is_over: threading.Event) -> None:
-        waiting = deque(batch.episodes)
+    def _run_aside(self, client: Client, batch: Batch, is_enough: Callable[[], bool]) -> None:
+        is_over = threading.Event()  # also if the caller is interrupted
         try:
-            while (waiting or batch.running) and not is_over.is_set():
+            self._aside.call(lambda: self._run(client, batch, is_over, is_enough))
+        finally:
+            is_over.set()
+
+    def _run(self, client: Client, batch: Batch, is_over: threading.Event, is_enough: Callable[[], bool]) -> None:
+        is_kept = False
+        for episode in batch.release(self._workers):
+            self._send(batch, episode, None, None)
+        waiting = deque(one for one in batch.episodes if not one.has_ended and one.id not in batch.running)
+        try:
+            while (waiting or batch.running) and not is_over.is_set() and not is_enough():
                 for episode in self._begun(batch, waiting):
                     batch.running[episode.id] = episode
+                cut = [(episode, *asked) for episode in batch.running.values() for asked in episode.cut]
+                if cut:
+                    client.acquire(Phase.ROLLOUT)  # unless the node is in it
+                for episode, number, asked in cut:
+                    episode.cut.clear()
+                    self._draw(client, batch, episode, number, asked)
+                for run, *message in batch.told_meanwhile:
+                    if run in batch.running:
+                        self._take(client, batch, batch.running[run], *message)
+                batch.told_meanwhile.clear()
                 if not batch.lost:
                     batch.lost += self._told(client, batch, timeout_s=0.0 if batch.arrived.qsize() else _LOOK_EVERY_S)
-                    while batch.arrived.qsize():
-                        self._answer(batch, *batch.arrived.get())
-                lost = dict(batch.lost or self._overdue(batch))
+                    self._take_arrived(batch)
+                lost = {worker: how for worker, how in batch.lost or self._overdue(batch) if worker in self._workers}
                 batch.lost.clear()
                 for worker, how in lost.items():
                     waiting.extend(self._lost(batch, worker, how))
+            if batch.is_carried and not is_over.is_set():
+                client.begin_acquire(Phase.TRAIN)
+            while batch.is_carried and batch.generated and not is_over.is_set():
+                connection.wait([batch.wake], _LOOK_EVERY_S)
+                self._take_arrived(batch)
+            is_kept = batch.is_carried and not is_over.is_set()
         finally:
-            for generated in batch.generated:
-                generated.cancel()
-            if batch.running:
-                for worker in self._workers:
-                    self._replace(worker)
-            batch.close()
+            if not is_kept:
+                for generated in batch.generated:
+                    generated.cancel()
+                if batch.running:
+                    for worker in self._workers:
+                        self._replace(worker)
+                batch.close()
+                self._carried = None if batch.is_carried else self._carried
 
     def _begun(self, batch: Batch, waiting: deque[Episode]) -> list[Episode]:
         """Gives the waiting episodes to the workers in turn."""
@@ -177,7 +226,7 @@ class EpisodePool:
             has_suspect |= bool(episode.num_losses)
             worker = ready[episode.index % len(ready)]
             episode.turns, episode.num_runs, episode.num_open = Turns(), episode.num_runs + 1, 0
-            episode.id, episode.num_refused = next(self._ids), 0
+            episode.id, episode.num_refused, episode.cut = next(self._ids), 0, []
             taken = self._signature.taken
             arguments = {name: value for name, value in episode.row.items() if taken is None or name in taken}
             if self._program is not None:
@@ -188,7 +237,7 @@ class EpisodePool:
             self._send(batch, episode, None, {"arguments": arguments, "timeout_s": self._timeout_s})
         return begun
 
-    def _send(self, batch: Batch, episode: Episode, number: int | None, fields: Mapping[str, Any]) -> None:
+    def _send(self, batch: Batch, episode: Episode, number: int | None, fields: Mapping[str, Any] | None) -> None:
         worker = batch.worker_of[episode.id]
         try:
             worker.ask((episode.id, number, fields), timeout_s=math.inf)
@@ -199,8 +248,6 @@ class EpisodePool:
         """Waits a moment for the workers and the policy. Returns the workers that have ended, and how."""
         readable = set(connection.wait([batch.wake, *(each for worker in self._workers for each in worker.waits())], timeout_s))
         ended: list[tuple[WorkerProcess, str]] = []
-        if batch.wake in readable:
-            os.read(batch.wake, 1 << 16)
         for worker in list(self._workers):
             try:
                 message = worker.answer(readable)
@@ -213,6 +260,8 @@ class EpisodePool:
                 self._starting.discard(worker)
             elif (episode := batch.running.get(message[0])) is not None:
                 self._take(client, batch, episode, *message[1:])
+            elif self._carried is not None:
+                self._carried.told_meanwhile.append(message)
         return ended
 
     def _take(self, client: Client, batch: Batch, episode: Episode, number: int | None, kind: str, fields: Any) -> None:
@@ -224,7 +273,8 @@ class EpisodePool:
             episode.reward, episode.failure, episode.turn_rewards = fields
             if episode.failure and self._on_error == "fail":
                 raise self._failed(episode, batch)
-            del batch.running[episode.id]
+            episode.has_ended = True
+            del batch.running[episode.id], batch.worker_of[episode.id]
             batch.count(ended=1)
             return
         try:
@@ -242,20 +292,30 @@ class EpisodePool:
                 self._send(batch, episode, number, _NO_TURN if episode.num_refused < _MAX_REFUSED else over)
                 return
             wanted = [limit for limit in (fields["max_new_tokens"], batch.sampling.max_new_tokens, room) if limit is not None]
+            call = number_of_call(batch.number, episode.index, len(episode.turns.turns) + episode.num_open)
             sampling = replace(batch.sampling, max_new_tokens=min(wanted), stop=turn.stop or batch.sampling.stop)
+            turn = replace(turn, sampling=sampling, call_number=call, session_key=f"{self._key}-{episode.id}")
         except InvalidArgument as error:
             self._send(batch, episode, number, {"error": error.message})
             return
         except (TypeError, ValueError, OverflowError) as error:  # arguments have no types
             self._send(batch, episode, number, {"error": f"{kind}: {error}"})
             return
-        call = _call_number(batch.number, episode.index, len(episode.turns.turns) + episode.num_open)
-        session = f"{self._key}-{episode.id}"
-        generated = client.submit(partial(_generate, turn=turn, sampling=sampling, call_number=call, session_key=session))
+        assert number is not None
+        self._draw(client, batch, episode, number, turn)
+
+    def _draw(self, client: Client, batch: Batch, episode: Episode, number: int, asked: Asked) -> None:
+        generated = client.submit(partial(asked.draw, is_carried=batch.is_carried))
         batch.generated.add(generated)
         episode.num_open += 1
         episode.runs_since = None
-        generated.add_done_callback(partial(batch.arrive, episode, episode.id, number, turn))
+        generated.add_done_callback(partial(batch.arrive, episode, episode.id, number, asked))
+
+    def _take_arrived(self, batch: Batch) -> None:
+        with suppress(BlockingIOError):
+            os.read(batch.wake, 1 << 16)
+        while batch.arrived.qsize():
+            self._answer(batch, *batch.arrived.get())
 
     def _answer(self, batch: Batch, episode: Episode, run: int, number: int, asked: Asked, done: Future[Sample]) -> None:
         """Records a turn and passes it to its episode."""
@@ -266,6 +326,9 @@ class EpisodePool:
         assert self._tokenizer is not None
         try:
             sample = done.result()
+            if batch.is_carried and sample.finish_reason is FinishReason.CUT:
+                episode.cut.append((number, replace(asked, before=sample)))
+                return
             told = asked.answered(sample, turns=episode.turns, tokenizer=self._tokenizer)
         except InvalidArgument as error:  # of what the episode has asked
             self._send(batch, episode, number, {"error": error.message})
@@ -293,7 +356,7 @@ class EpisodePool:
             if episode.num_losses < _MAX_LOSSES and episode.num_runs < _MAX_RUNS:
                 again.append(episode)
                 continue
-            episode.failure = how
+            episode.failure, episode.has_ended = how, True
             if self._on_error == "fail":
                 raise self._failed(episode, batch)
         if not lost and worker in self._starting:
@@ -325,25 +388,12 @@ class EpisodePool:
                     raise InvalidArgument("episode.function", f"cannot use {self._function}: {signature.problem}")
                 return signature
 
-    def _scores(self, episodes: Sequence[Episode], num_samples: int) -> Scores:
+    def _scores(self, episodes: Sequence[Episode]) -> Scores:
         rewards = np.array([self._failed_reward if one.failure else one.reward for one in episodes], np.float32)
         return Scores(rewards, sum(bool(one.failure) for one in episodes), {"episode": rewards})
 
     def _failed(self, episode: Episode, batch: Batch) -> RewardFailed:
-        size = len({id(one.row) for one in batch.episodes})
-        prompt = episode.index * size // len(batch.episodes)
-        text = f"episode {self._function} failed for sample {episode.index} (prompt {prompt}): {episode.failure}"
-        return RewardFailed(text, sample=episode.index, prompt=prompt, cause=episode.failure, reward="episode")
-
-
-async def _generate(
-    client: AsyncClient, *, turn: Asked, sampling: SamplingParams, call_number: int, session_key: str
-) -> Sample:
-    prompt = np.concatenate([turn.token_ids_before, turn.new_token_ids])
-    (sample,) = await client.generate([prompt], sampling, call_number=call_number, session_key=session_key)
-    return sample
-
-
-def _call_number(number: int, episode: int, turn: int) -> int:
-    digest = hashlib.sha256(f"{number}/{episode}/{turn}".encode()).digest()
-    return int.from_bytes(digest[:8], "big")
+        sample, size = batch.episodes.index(episode), len({id(one.row) for one in batch.episodes})
+        prompt = sample * size // len(batch.episodes)
+        text = f"episode {self._function} failed for sample {sample} (prompt {prompt}): {episode.failure}"
+        return RewardFailed(text, sample=sample, prompt=prompt, cause=episode.failure, reward="episode")

@@ -119,13 +119,18 @@ def estimate_advantages(
     return Estimate(estimated, EstimatorState(coef, state.baseline.updated(shaped_PG.reshape(-1))), metrics)
 
 
+def check_turn_rewards(settings: AdvantageConfig) -> None:
+    """Raises InvalidArgument unless turns may have rewards of their own."""
+    if settings.estimator not in (Estimator.GROUP_MEAN, Estimator.LEAVE_ONE_OUT) or settings.kl_coef:
+        problem = 'policy.reward needs "group_mean" or "leave_one_out", and advantages.kl_coef = 0 (loss.kl_coef may be set)'
+        raise InvalidArgument("train.advantages.estimator", problem)
+
+
 def _by_turn(
     samples: Sequence[TrainingSample], places: Sequence[int], shape_PG: tuple[int, ...], *, settings: AdvantageConfig
 ) -> list[TrainingSample]:
     """Gives the tokens of each turn its own advantage: its return, estimated beside those of the same turn in its group."""
-    if settings.estimator not in (Estimator.GROUP_MEAN, Estimator.LEAVE_ONE_OUT) or settings.kl_coef:
-        problem = 'policy.reward needs "group_mean" or "leave_one_out", and advantages.kl_coef = 0 (loss.kl_coef may be set)'
-        raise InvalidArgument("train.advantages.estimator", problem)
+    check_turn_rewards(settings)
     of_episode: list[TrainingSample | None] = [None] * math.prod(shape_PG)
     for place, sample in zip(places, samples, strict=True):
         of_episode[place] = sample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import uuid
 from collections.abc import AsyncIterator, Sequence, Sized
 from dataclasses import dataclass
@@ -76,6 +77,11 @@ class Part:
     num_samples: int
     call_number: int | None = None
     session_key: str | None = None
+
+
+def number_of_call(step: int, owner: int, part: int) -> int:
+    """A call's number, from a step's, a group's or episode's, and that of its part or turn."""
+    return int.from_bytes(hashlib.sha256(f"{step}/{owner}/{part}".encode()).digest()[:8], "big")
 
 
 def requests_of(parts: Sequence[Part]) -> list[Request]:

@@ -10,6 +10,7 @@ import json
 import math
 import numbers
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable, Sequence
@@ -41,6 +42,8 @@ class Signature(NamedTuple):
     file: str = ""
     scope: Literal["completion", "group", "batch"] = "completion"
     """What one call scores. A function that takes `completions` scores a group, or with `prompts` the batch."""
+    rewards_turns: bool = False
+    """Whether an episode's function calls `policy.reward`; not known of what it calls."""
 
 
 def is_worker() -> bool:
@@ -108,7 +111,11 @@ def read_signature(*source: *Source, is_async: bool = False) -> Signature:
         if one in names and several in names:
             return Signature(f"it takes both `{one}` and `{several}`; take one of them")
     needed = [parameter.name for parameter in required if parameter.kind in _NAMED]
-    return Signature("", None if takes_any else names, needed, file, scope)
+    try:
+        rewards_turns = is_async and re.search(r"\bpolicy\.reward\(", inspect.getsource(called)) is not None
+    except (OSError, TypeError):  # it has no source
+        rewards_turns = False
+    return Signature("", None if takes_any else names, needed, file, scope, rewards_turns)
 
 
 def score(source: Source, arguments: dict[str, object], num_completions: int | None) -> list[Answer]:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.client.carry import merged, spans_of
 from tasuki.client.types import FinishReason, Sample, TrainingSample, VersionSpan
+from tasuki.client.version_spans import merged, spans_of
 
 Message = Mapping[str, Any]
 
@@ -166,7 +166,7 @@ def _joined(path: Sequence[Turn], trained: set[int], *, is_truncated: bool) -> S
         token_ids=np.concatenate(token_ids),
         rollout_log_probs=np.concatenate(log_probs),
         finish_reason=FinishReason.LENGTH if is_truncated else last.finish_reason,
-        policy_version=last.policy_version,
+        policy_version=spans[-1].policy_version if spans else last.policy_version,
         temperature=last.temperature,
         has_exact_log_probs=all(turn.sample.has_exact_log_probs for turn in path),
         prompt_token_ids=path[0].prompt_token_ids,

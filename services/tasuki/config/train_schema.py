@@ -353,8 +353,6 @@ class TrainConfig(Schema):
         if self.max_staleness < self.num_updates:
             problem = f"is {self.max_staleness}; with oversample above 1 it must be at least the {self.num_updates} versions of a step"
             yield "max_staleness", problem
-        if self.episode is not None:
-            yield key, "above 1 is for single completions, not for train.episode"
         if self.max_batches > 1:
             yield key, "above 1 and max_batches above 1 exclude each other"
         if self.stop:

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.client.async_client import AsyncClient
-from tasuki.client.carry import continued, merged, spans_of
 from tasuki.client.generation import Part
 from tasuki.client.types import FinishReason, Phase, Sample, SamplingParams, VersionSpan
+from tasuki.client.version_spans import continued, merged, spans_of
 from tasuki.wire.errors import NodeDown, PeerUnavailable, TasukiError
 
 _LOOK_EVERY_S = 0.1

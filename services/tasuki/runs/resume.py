@@ -93,7 +93,10 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
     write_durably(marker, earlier.head.id)
     if found.first_step or found.pending is not None:
         origin = found.checkpoint or f"the node's own policy version {node_version}"
-        _tell(f"resuming from {origin}: step {found.first_step} of {settings.num_steps}")
+        groups = found.carried if found.pending is None else found.pending.carried
+        num_open = sum(list(group.get("episodes", ())).count(None) for group in groups)
+        begun = f"; {num_open} open episodes begin again" if num_open else ""
+        _tell(f"resuming from {origin}: step {found.first_step} of {settings.num_steps}{begun}")
     else:
         _tell(f"there is no complete checkpoint in {settings.output_dir}: restarting at step 0")
     return found

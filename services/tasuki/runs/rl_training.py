@@ -13,7 +13,7 @@ from shutil import which
 from tasuki.client.carry import Carry
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.episodes import EpisodePool
-from tasuki.client.estimation import EstimatorState
+from tasuki.client.estimation import EstimatorState, check_turn_rewards
 from tasuki.client.progress import Progress
 from tasuki.client.rewards import NamedReward, RewardPool
 from tasuki.client.rl_loop import RlLoop
@@ -174,7 +174,9 @@ def reward_functions(train: TrainConfig) -> tuple[str, list[str]]:
 def check_reward_rows(
     rewards: RewardPool | EpisodePool, train: TrainConfig, *, rows: Sequence[Row], eval_rows: Sequence[Row]
 ) -> None:
-    """Raises InvalidArgument for a function that takes what a row lacks."""
+    """Raises InvalidArgument for a function that takes what a row lacks, or gives rewards that the advantages do not take."""
+    if isinstance(rewards, EpisodePool) and rewards.rewards_turns:
+        check_turn_rewards(train.advantages)
     key, _ = reward_functions(train)
     with field_as_key(key.partition(".")[2], key):
         rewards.check_rows(rows, path=train.dataset)

@@ -1,0 +1,54 @@
+"""Versions by token of what is drawn over several changeovers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tasuki.client.encode import TokenIds
+from tasuki.client.types import FinishReason, Sample, VersionSpan
+
+
+def spans_of(sample: Sample) -> Sequence[VersionSpan]:
+    """The versions of its tokens; empty without tokens."""
+    if sample.version_spans or not len(sample.token_ids):
+        return sample.version_spans
+    return [VersionSpan(num_tokens=len(sample.token_ids), policy_version=sample.policy_version)]
+
+
+def merged(spans: Iterable[VersionSpan]) -> list[VersionSpan]:
+    """Successive spans of one version as one."""
+    found: list[VersionSpan] = []
+    for span in spans:
+        if found and found[-1].policy_version == span.policy_version:
+            span = VersionSpan(num_tokens=found.pop().num_tokens + span.num_tokens, policy_version=span.policy_version)
+        found.append(span)
+    return found
+
+
+def unfinished(prompt_token_ids: TokenIds, *, sample_index: int = 0) -> Sample:
+    """A sample without tokens, to be continued."""
+    none = np.zeros(0, np.int32)
+    prompt = np.array(prompt_token_ids, np.int32)
+    return Sample(0, sample_index, none, none.astype(np.float32), FinishReason.CUT, 0, prompt_token_ids=prompt)
+
+
+def continued(before: Sample, after: Sample, *, max_new_tokens: int) -> Sample:
+    """`before` with the tokens that `after` has drawn from its prompt and tokens."""
+    token_ids = np.concatenate([before.token_ids, after.token_ids])
+    spans = merged([*spans_of(before), *spans_of(after)])
+    is_full = after.finish_reason is FinishReason.CUT and len(token_ids) >= max_new_tokens
+    return replace(
+        after,
+        prompt_index=before.prompt_index,
+        sample_index=before.sample_index,
+        token_ids=token_ids,
+        rollout_log_probs=np.concatenate([before.rollout_log_probs, after.rollout_log_probs]),
+        finish_reason=FinishReason.LENGTH if is_full else after.finish_reason,
+        policy_version=spans[-1].policy_version if spans else after.policy_version,
+        has_exact_log_probs=before.has_exact_log_probs and after.has_exact_log_probs,
+        prompt_token_ids=before.prompt_token_ids,
+        version_spans=spans if len(spans) > 1 else (),
+    )
