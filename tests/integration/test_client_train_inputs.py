@@ -19,8 +19,8 @@ from tasuki.config.paths import journal_path, training_log_path
 from tasuki.node.start import check_state_folder
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile, read_steps
-from tasuki.runs.inputs import read_inputs
 from tasuki.runs.recipe import recipe
+from tasuki.runs.rl_training import read_rl
 from tasuki.runs.sft_training import read_sft
 from tasuki.wire.errors import InvalidArgument
 from tests.models import make_model, save_checkpoint
@@ -87,7 +87,7 @@ def test_a_plan_says_how_many_rows_it_has_judged(config: Path, capsys: pytest.Ca
 
 def test_the_longest_sample_is_the_longest_prompt_with_a_whole_completion(config: Path):
     (config.parent / "train.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "abcdefg"}\n{"prompt": "a"}\n')
-    assert read_inputs(load_config(config)).longest_sample == 7 + 32
+    assert read_rl(load_config(config)).longest_sample == 7 + 32
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def test_a_table_is_trained_by_its_loop_and_told_by_its_figures(tmp_path: Path, 
     assert [(step.step, step.policy_version) for step in steps] == [(0, 0), (1, 1), (2, 2)]
     assert client.verbs()[-1] == "export_model"
     assert (progress.record().activity, progress.record().step) == ("export", 2)
-    training.draw(steps)
+    training.draw(training.settings.output_dir, steps)
     assert (tmp_path / "run" / "curve.png").exists()
-    summary = training.summary(steps, seconds=1.0, changeovers=3, policy_version=2)
+    summary = training.summarize(steps, seed=training.seed, seconds=1.0, changeovers=3, policy_version=2)
     assert (summary["steps"], summary["changeovers"], summary["policy_version"]) == (2, 3, 2)
     assert summary["mean_reward_last" if table == "train" else "loss_last"] == (1.0 if table == "train" else 1.5)

@@ -10,11 +10,12 @@ import pytest
 from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
-from tasuki.config.paths import training_output_path
+from tasuki.config.paths import RUN_CONFIG, training_output_path
+from tasuki.config.save import save_config
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile
 from tasuki.runs.recipe import file_digest
-from tasuki.runs.recorded_run import find_run, write_run_config
+from tasuki.runs.recorded_run import find_run
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 CONFIG = """
@@ -37,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
     config = load_config(tmp_path / "node.toml")
     recipe = {"sft.eval_dataset": file_digest(tmp_path / "held-out.jsonl")}
     write_head(tmp_path / "run", RunHead("a", 0, recipe, {"folder": "/there", "config_dir": str(tmp_path)}))
-    write_run_config(tmp_path / "run", config)
+    save_config(config, tmp_path / "run" / RUN_CONFIG)
     MetricsFile(tmp_path / "run", STEPS)
     training_output_path(tmp_path / "node").write_text(f"{tmp_path / 'run'}\n")
     return tmp_path

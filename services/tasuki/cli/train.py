@@ -18,7 +18,8 @@ from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.environment import otlp_endpoint, otlp_headers_file
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder
-from tasuki.config.paths import client_target, training_log_path
+from tasuki.config.paths import RUN_CONFIG, client_target, training_log_path
+from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.node.exit_report import explained
 from tasuki.node.fleet_place import check_run
@@ -27,17 +28,16 @@ from tasuki.node.processes import continue_children
 from tasuki.node.start import check_state_folder, running_node
 from tasuki.rpc.logs import check_telemetry
 from tasuki.runs.archive import archived
+from tasuki.runs.continuation import MakeLoop
 from tasuki.runs.earlier_run import EarlierRun, begun_at, run_has_ended
-from tasuki.runs.folder import MetricsFile, changeovers_of, name_run, write_summary
-from tasuki.runs.inputs import check_output, read_inputs
+from tasuki.runs.folder import MetricsFile, changeovers_of, check_output, name_run, write_summary
 from tasuki.runs.kept_checkpoints import best_checkpoint, remove_checkpoints
 from tasuki.runs.metrics_tail import METRICS
 from tasuki.runs.progress import duration
-from tasuki.runs.recorded_run import write_run_config
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
-from tasuki.runs.rl_training import RlTraining
+from tasuki.runs.rl_training import read_rl
 from tasuki.runs.sft_training import read_sft
-from tasuki.runs.training import MakeLoop, SaveRequest, Training
+from tasuki.runs.training import SaveRequest, Training
 from tasuki.trackers.adapters import check_installed
 from tasuki.trackers.sending import tracked
 from tasuki.wire.errors import InvalidArgument, NodeDown, NodeRunning, ServiceFailed
@@ -50,7 +50,7 @@ def read_training(config: NodeConfig, *, now: datetime | None = None) -> Trainin
     """
     if config.sft is not None:
         return read_sft(config, config.sft, now=now)
-    return RlTraining(read_inputs(config, now=now))
+    return read_rl(config, now=now)
 
 
 def check_data(config: NodeConfig) -> None:
@@ -206,7 +206,7 @@ def _train(
             if earlier is None
             else go_on(client, config, settings, earlier)
         )
-        write_run_config(settings.output_dir, config)
+        save_config(config, settings.output_dir / RUN_CONFIG)
         name_run(config.state_dir, settings.output_dir)
         # From here on the node's records belong to this run.
         with archived(config.state_dir, settings.output_dir):
@@ -227,9 +227,11 @@ def _train(
             make_loop(client, dataset, start).run(report, first_step=start.first_step, pending=start.pending)
             changeovers = changeovers_of(start.steps) + client.state().num_changeovers - num_changeovers
             policy_version = client.trainer_state().policy_version
-    training.draw(metrics.steps)
+    training.draw(settings.output_dir, metrics.steps)
     seconds = sum(step.total_seconds() for step in start.steps) + time.monotonic() - started
-    summary = training.summary(metrics.steps, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
+    summary = training.summarize(
+        metrics.steps, seed=config.seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version
+    )
     if best := best_checkpoint(settings.output_dir, metrics.steps):
         summary |= {"best_checkpoint": best[0].name, "best_checkpoint_step": best[1].step}
     write_summary(settings.output_dir, summary)

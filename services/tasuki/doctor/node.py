@@ -25,8 +25,7 @@ from tasuki.planner.node import node_of
 from tasuki.planner.trainer_bytes import run_disk
 from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.port import check_ports
-from tasuki.runs.inputs import read_inputs
-from tasuki.runs.rl_training import check_reward_rows, open_rewards, reward_functions
+from tasuki.runs.rl_training import check_reward_rows, open_rewards, read_rl, reward_functions
 from tasuki.runs.sft_training import read_sft
 from tasuki.trackers.adapters import check_installed
 from tasuki.wire.address import split_host_port
@@ -99,7 +98,7 @@ def node_findings(
 def check_datasets(config: NodeConfig, *, has_model: bool) -> Iterable[Finding]:
     """Checks that a run could start with its data, using the model's tokenizer as `tasuki train` does before its first step."""
     if config.train is not None:
-        yield _check_data("train", config.train, (lambda: read_inputs(config)) if has_model else None)
+        yield _check_data("train", config.train, (lambda: read_rl(config)) if has_model else None)
     if (sft := config.sft) is not None:
         yield _check_data("sft", sft, (lambda: read_sft(config, sft)) if has_model else None)
 

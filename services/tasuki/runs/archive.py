@@ -43,7 +43,8 @@ def archived(state_dir: Path, output_dir: Path) -> Iterator[None]:
         yield
     finally:
         try:
-            copy_archive(state_dir, output_dir)
+            if output_dir.resolve() != state_dir.resolve():
+                _copy_all(state_dir, output_dir)
             node_file.unlink(missing_ok=True)
         except (OSError, sqlite3.Error) as error:
             sys.stderr.write(f"tasuki: some files for an audit could not be copied to {output_dir}: {error}\n")
@@ -61,10 +62,8 @@ def archive_folder(folder: Path) -> Path:
         return folder
 
 
-def copy_archive(state_dir: Path, output_dir: Path) -> None:
+def _copy_all(state_dir: Path, output_dir: Path) -> None:
     """Copies the journal last, so that it contains every command that the services logged."""
-    if output_dir.resolve() == state_dir.resolve():
-        return
     for process in _PROCESSES:
         target = log_path(output_dir, process)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

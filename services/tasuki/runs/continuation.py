@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import PendingStep
+from tasuki.client.rl_loop import RlLoop
+from tasuki.client.sft_loop import SftLoop
 from tasuki.client.step import Step
+from tasuki.client.sync_client import Client
 from tasuki.runs.earlier_run import EarlierRun
 from tasuki.runs.settings import RunSettings
 from tasuki.wire.errors import InvalidArgument, VersionOrder
@@ -35,6 +38,10 @@ class Continuation:
             dataset.seek(self.position)
 
 
+MakeLoop = Callable[[Client, Dataset[Any], Continuation], RlLoop | SftLoop]
+"""Makes the loop of a run with the state of the continuation, on an existing dataset."""
+
+
 def continuation(
     earlier: EarlierRun, *, node_version: int, is_of_run: bool, pending: PendingStep | None = None
 ) -> Continuation:
@@ -44,10 +51,18 @@ def continuation(
     or restarts. pending: the last step whose updates began. Raises VersionOrder if the node has later weights of unknown origin.
     """
     saved, saved_version = earlier.num_saved_steps, earlier.saved_version
-    kept = _until(earlier)
+    # Of the checkpoint's steps, the last may have no line yet.
+    by_number = {step.step: step for step in earlier.steps if step.step < saved}
+    if earlier.loop is not None:
+        by_number.setdefault(earlier.loop.step.step, earlier.loop.step)
+    kept = [by_number[number] for number in sorted(by_number)]
     position, carried = (None, ()) if earlier.loop is None else (earlier.loop.position, earlier.loop.carried)
     if is_of_run:
-        learned = _after(earlier.steps, saved)
+        # Consecutive steps, without a final one that only evaluated.
+        later = [step for step in earlier.steps if step.step >= saved]
+        learned = [step for number, step in enumerate(later, start=saved) if step.step == number]
+        if learned and learned[-1].is_evaluation:
+            learned.pop()
         version = learned[-1].next_version() if learned else saved_version
         first = saved + len(learned)
         has_begun = pending is not None and (pending.step.step, pending.step.policy_version) == (first, version)
@@ -82,18 +97,3 @@ def check_num_steps(num_done: int, settings: RunSettings) -> None:
             settings.length_key,
             f"makes {settings.num_steps} steps, but the run has done {num_done}; raise it, or start another run",
         )
-
-
-def _until(earlier: EarlierRun) -> list[Step]:
-    """The steps of the checkpoint; the last may have no line yet."""
-    found = {step.step: step for step in earlier.steps if step.step < earlier.num_saved_steps}
-    if earlier.loop is not None:
-        found.setdefault(earlier.loop.step.step, earlier.loop.step)
-    return [found[number] for number in sorted(found)]
-
-
-def _after(steps: Sequence[Step], first: int) -> list[Step]:
-    """Consecutive steps from `first` on, without a final step that only evaluated."""
-    later = [step for step in steps if step.step >= first]
-    whole = [step for number, step in enumerate(later, start=first) if step.step == number]
-    return whole[:-1] if whole and whole[-1].is_evaluation else whole

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from tasuki.client.durable import named_if_full, open_private, write_durably
 from tasuki.client.step import Step
 from tasuki.config.paths import training_output_path
+from tasuki.runs.settings import RunSettings
 from tasuki.wire.denied_path import named_if_denied
-from tasuki.wire.errors import DiskFull, InvalidArgument
+from tasuki.wire.errors import DiskFull, InvalidArgument, PathExists
 from tasuki.wire.line_reader import LineReader
 from tasuki.wire.regular_file import open_regular
 from tasuki.wire.stages import HOLDS
@@ -75,6 +76,15 @@ def _step(line: bytes, where: str) -> Step:
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         text = f"{where} is not a step: {error}; remove the line or the file: a run can resume from a checkpoint without it"
         raise InvalidArgument("output_dir", text) from error
+
+
+def check_output(settings: RunSettings) -> None:
+    """Raises PathExists if the output folder contains an earlier run."""
+    output_dir = settings.output_dir
+    for name in (*RUN_FILES, CHECKPOINTS):
+        if (output_dir / name).exists():
+            text = f"{output_dir / name} exists from an earlier run; choose another folder, or continue that run with --resume"
+            raise PathExists(f"{settings.table}.output_dir: {text}", path=output_dir)
 
 
 def name_run(state_dir: Path, output_dir: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tasuki.wire.line_reader import LineReader
 from tasuki.wire.regular_file import open_regular
@@ -69,17 +69,10 @@ def _figures(line: bytes) -> StepFigures | None:
     for table, prefix in _TABLES.items():
         inner = values.pop(table, None)
         values |= {f"{prefix}{name}": value for name, value in inner.items()} if isinstance(inner, dict) else {}
-    return StepFigures(number, {name: float(value) for name, value in values.items() if _is_figure(name, value)})
+    named = {name: value for name, value in values.items() if len(name) <= _MAX_NAME_CHARS and name.isprintable()}
+    return StepFigures(number, {name: float(value) for name, value in named.items() if _is_finite(value)})
 
 
-def _is_figure(name: str, value: Any) -> bool:
-    try:
-        return (
-            len(name) <= _MAX_NAME_CHARS
-            and name.isprintable()
-            and isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and math.isfinite(value)
-        )
-    except OverflowError:  # an integer too large for a float
-        return False
+def _is_finite(value: object) -> bool:
+    """Whether it is a number that a float can hold; an integer may be too large."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -10,7 +10,6 @@ from tasuki.client.loop_state import checkpoint_order, complete_checkpoints
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
 from tasuki.config.paths import RUN_CONFIG, training_output_path
-from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.node.hub import with_local_files
 from tasuki.runs.earlier_run import RunHead, read_head
@@ -19,11 +18,6 @@ from tasuki.runs.recipe import file_digest
 from tasuki.trainer.durable.saves import FACTS_FILE
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import read_path
-
-
-def write_run_config(output_dir: Path, config: NodeConfig) -> None:
-    """Records the configuration with which the run's latest command trains."""
-    save_config(config, output_dir / RUN_CONFIG)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def begin(client: Client, config: NodeConfig, settings: RunSettings, *, config_d
 def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: EarlierRun) -> Continuation:
     """Brings the node to where the run resumes, and removes everything later.
 
-    Raises VersionOrder if the node has later weights of another run, InvalidArgument for a key, and the errors of `load`.
+    Raises VersionOrder if the node has later weights of another run, InvalidArgument for a key or a damaged checkpoint.
     """
     marker = training_run_path(config.state_dir)
     is_of_run = marker.is_file() and read_regular(marker) == earlier.head.id.encode()
@@ -83,7 +83,13 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
             _check_saves(earlier, settings)
         _discard_gradients(client)  # ordered after commands still running on the trainer, such as an export
         if found.checkpoint is not None:
-            _load(client, found.checkpoint, policy_version=earlier.saved_version)
+            try:
+                loaded = client.load(found.checkpoint)
+            except (InvalidArgument, PathNotFound) as error:
+                raise damaged_checkpoint(found.checkpoint, error.message) from error
+            if loaded != earlier.saved_version:
+                problem = f"{found.checkpoint} has policy version {loaded}, but its {LOOP_FILE} says {earlier.saved_version}"
+                raise damaged_checkpoint(found.checkpoint, problem)
         elif not found.first_step:
             client.begin_run()
         if found.checkpoint is not None or not found.first_step:
@@ -96,9 +102,9 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
         groups = found.carried if found.pending is None else found.pending.carried
         num_open = sum(list(group.get("episodes", ())).count(None) for group in groups)
         begun = f"; {num_open} open episodes begin again" if num_open else ""
-        _tell(f"resuming from {origin}: step {found.first_step} of {settings.num_steps}{begun}")
+        sys.stderr.write(f"resuming from {origin}: step {found.first_step} of {settings.num_steps}{begun}\n")
     else:
-        _tell(f"there is no complete checkpoint in {settings.output_dir}: restarting at step 0")
+        sys.stderr.write(f"there is no complete checkpoint in {settings.output_dir}: restarting at step 0\n")
     return found
 
 
@@ -113,18 +119,6 @@ def _check_saves(earlier: EarlierRun, settings: RunSettings, *, other_way: str =
 def _discard_gradients(client: Client) -> None:
     for role in role_versions(client.trainer_state()):
         client.discard_gradients(role=role)
-
-
-def _load(client: Client, checkpoint: Path, *, policy_version: int) -> None:
-    """Raises InvalidArgument if the checkpoint is damaged or its version differs from its loop.json."""
-    try:
-        loaded = client.load(checkpoint)
-    except (InvalidArgument, PathNotFound) as error:
-        raise damaged_checkpoint(checkpoint, error.message) from error
-    if loaded != policy_version:
-        raise damaged_checkpoint(
-            checkpoint, f"{checkpoint} has policy version {loaded}, but its {LOOP_FILE} says {policy_version}"
-        )
 
 
 def _remove_incomplete(checkpoints: Path, earlier: EarlierRun) -> None:
@@ -156,7 +150,3 @@ def _make_way(output_dir: Path, earlier: EarlierRun) -> None:
         _remove(model)  # of the same step, or exported by a client that then died
     else:
         model.rename(kept)
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(f"{line}\n")

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 from tasuki.client.carry import Carry
-from tasuki.client.dataset import Dataset, Row
+from tasuki.client.dataset import Dataset, Row, read_jsonl, row_place
 from tasuki.client.episodes import EpisodePool
 from tasuki.client.estimation import EstimatorState, check_turn_rewards
 from tasuki.client.progress import Progress
 from tasuki.client.rewards import NamedReward, RewardPool
 from tasuki.client.rl_loop import RlLoop
 from tasuki.client.sample_dump import SampleDump
-from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
+from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import RewardConfig, TrainConfig
-from tasuki.runs.continuation import Continuation
+from tasuki.models.config_json import read_json_object, size
+from tasuki.node.model_folder import check_model_folder
+from tasuki.runs.continuation import Continuation, MakeLoop
 from tasuki.runs.folder import EVALUATIONS, SAMPLES, draw_curve, summarize
-from tasuki.runs.inputs import TrainInputs
 from tasuki.runs.settings import RunSettings, field_as_key
 from tasuki.runs.tokenizer import ModelTokenizer
-from tasuki.runs.training import MakeLoop
 from tasuki.wire.errors import InvalidArgument, NotInstalled
 from tasuki.wire.extras import install_extras
 
@@ -39,47 +41,53 @@ _EVAL_TEXTS = 256
 class RlTraining:
     """Trains on rewards of completions."""
 
-    inputs: TrainInputs
+    train: TrainConfig
+    tokenizer: ModelTokenizer
+    rows: list[Row]
+    eval_rows: list[Row]
+    longest_sample: int
+    """Tokens of the longest prompt in `rows` plus the longest allowed completion; of the longest allowed episode."""
+    seed: int
 
     @property
     def settings(self) -> RunSettings:
-        return rl_run_settings(self.inputs.train)
+        return rl_run_settings(self.train)
 
     @property
     def eval_every(self) -> int | None:
-        train = self.inputs.train
-        return train.eval_every or train.num_steps if self.inputs.eval_rows else None
-
-    @property
-    def longest_sample(self) -> int:
-        return self.inputs.longest_sample
+        return self.train.eval_every or self.train.num_steps if self.eval_rows else None
 
     @property
     def now(self) -> datetime:
-        return self.inputs.tokenizer.now
+        return self.tokenizer.now
 
     def dataset(self) -> Dataset[Row]:
-        return Dataset(self.inputs.rows, seed=self.inputs.seed)
+        return Dataset(self.rows, seed=self.seed)
 
     @contextmanager
     def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool], progress: Progress) -> Iterator[MakeLoop]:
-        inputs = self.inputs
+        train = self.train
+        num_groups, dumps = train.samples.groups_per_step, (None, None)
+        if num_groups:
+            samples = SampleDump(train.output_dir / SAMPLES, groups_per_step=num_groups, seed=self.seed)
+            evaluations = SampleDump(train.output_dir / EVALUATIONS, groups_per_step=0, num_texts=_EVAL_TEXTS, seed=self.seed)
+            dumps = (samples, evaluations)
         with (
-            open_rewards(inputs.train, folders, tokenizer=inputs.tokenizer, max_tokens=inputs.longest_sample) as rewards,
-            _sample_dump(inputs, SAMPLES) as dump,
-            _sample_dump(inputs, EVALUATIONS) as eval_dump,
+            open_rewards(train, folders, tokenizer=self.tokenizer, max_tokens=self.longest_sample) as rewards,
+            dumps[0] or nullcontext() as dump,
+            dumps[1] or nullcontext() as eval_dump,
         ):
-            check_reward_rows(rewards, inputs.train, rows=inputs.rows, eval_rows=inputs.eval_rows)
+            check_reward_rows(rewards, train, rows=self.rows, eval_rows=self.eval_rows)
 
             def loop(client: Client, dataset: Dataset[Row], start: Continuation) -> RlLoop:
                 state = EstimatorState.of(start.steps[-1].estimator if start.steps else {})
                 return RlLoop(
                     client,
                     dataset,
-                    inputs.eval_rows,
-                    inputs.tokenizer,
+                    self.eval_rows,
+                    self.tokenizer,
                     rewards,
-                    inputs.train,
+                    train,
                     state,
                     dump,
                     eval_dump,
@@ -90,22 +98,82 @@ class RlTraining:
 
             yield loop
 
-    def summary(self, steps: Sequence[Step], *, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
-        seed = self.inputs.seed
-        return summarize(steps, seed=seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
-
-    def draw(self, steps: Sequence[Step]) -> None:
-        draw_curve(self.inputs.train.output_dir, steps)
+    summarize = staticmethod(summarize)
+    draw = staticmethod(draw_curve)
 
 
-def _sample_dump(inputs: TrainInputs, name: str) -> AbstractContextManager[SampleDump | None]:
-    num_groups = inputs.train.samples.groups_per_step
-    if not num_groups:
-        return nullcontext()
-    folder = inputs.train.output_dir / name
-    if name == EVALUATIONS:
-        return SampleDump(folder, groups_per_step=0, num_texts=_EVAL_TEXTS, seed=inputs.seed)
-    return SampleDump(folder, groups_per_step=num_groups, seed=inputs.seed)
+def read_rl(config: NodeConfig, *, now: datetime | None = None) -> RlTraining:
+    """now: as of ModelTokenizer. Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
+    train = config.train
+    if train is None:
+        raise InvalidArgument("train", "the configuration has neither a [train] nor an [sft] table: nothing to train")
+    check_model_folder(config.model.path)
+    with field_as_key("dataset", "train.dataset"):
+        rows = read_jsonl(train.dataset, columns=train.columns)
+    with field_as_key("dataset", "train.eval_dataset"):
+        eval_rows = [] if train.eval_dataset is None else read_jsonl(train.eval_dataset, columns=train.columns)
+    table = read_json_object(config.model.path / "config.json", field="model.path")
+    vocab_size: Any = table.get("vocab_size")  # unknown families may keep it elsewhere
+    if isinstance(vocab_size, int) and (unknown := [token for token in train.stop_token_ids if token >= vocab_size]):
+        problem = f"{unknown[0]} is not a token id of the model; give 0 to {vocab_size - 1}"
+        raise InvalidArgument("train.stop_token_ids", problem, vocab_size=vocab_size)
+    tokenizer = ModelTokenizer(config.model.path, now=now)
+    context = config.rollout.context_length
+    if context is None:
+        context = size(table, "max_position_embeddings", default=config.most_micro_batch_tokens)
+    limit = min(context, config.most_micro_batch_tokens)
+    if train.episode is not None and train.episode.max_tokens is not None:
+        if train.episode.max_tokens > limit:
+            raise InvalidArgument(
+                "train.episode.max_tokens", f"is {train.episode.max_tokens}; a sample may have {limit} tokens"
+            )
+        limit = train.episode.max_tokens
+    check = partial(_longest_sample, tokenizer=tokenizer, limit=limit, max_prompt_tokens=train.max_prompt_tokens)
+    key, max_new_tokens = "train.max_new_tokens", train.max_new_tokens
+    with field_as_key("dataset", "train.dataset"):
+        longest = check(rows, key=key, max_new_tokens=max_new_tokens, path=train.dataset)
+    if train.eval.max_new_tokens is not None:
+        key, max_new_tokens = "train.eval.max_new_tokens", train.eval.max_new_tokens
+    with field_as_key("dataset", "train.eval_dataset"):
+        check(eval_rows, key=key, max_new_tokens=max_new_tokens, path=str(train.eval_dataset))
+    return RlTraining(train, tokenizer, rows, eval_rows, longest if train.episode is None else limit, config.seed)
+
+
+def _longest_sample(
+    rows: Sequence[Row],
+    *,
+    tokenizer: ModelTokenizer,
+    limit: int,
+    key: str,
+    max_new_tokens: int,
+    path: Path | str,
+    max_prompt_tokens: int | None,
+) -> int:
+    """Returns the tokens of the longest prompt plus max_new_tokens; 0 without rows.
+
+    limit: tokens of prompt plus completion. max_prompt_tokens: as configured. Raises InvalidArgument naming the first row whose prompt
+    is too long or leaves no room for max_new_tokens; or `key`, which sets max_new_tokens, if it leaves no room for any prompt.
+    """
+    if rows and max_new_tokens >= limit:
+        text = f"is {max_new_tokens}, which leaves no room for a prompt: prompt plus completion may have {limit} tokens"
+        raise InvalidArgument(key, text, limit=limit)
+    longest = 0
+    for index, row in enumerate(rows):
+        try:
+            num_tokens = len(tokenizer.encode_prompt(row["prompt"], row))
+        except InvalidArgument as error:
+            raise InvalidArgument("dataset", f"{row_place(path, index)}: {error.message}") from error
+        if not num_tokens:
+            raise InvalidArgument("dataset", f"{row_place(path, index)}: the prompt has no tokens")
+        if max_prompt_tokens is not None and num_tokens > max_prompt_tokens:
+            text = f"is {max_prompt_tokens}, but {row_place(path, index)}: the prompt has {num_tokens} tokens; raise it, or remove the row"
+            raise InvalidArgument("train.max_prompt_tokens", text, num_tokens=num_tokens)
+        if num_tokens > limit - max_new_tokens:
+            room = f"with {key}, at most {limit - max_new_tokens} fit"
+            text = f"{row_place(path, index)}: the prompt has {num_tokens} tokens; {room}; shorten or remove it"
+            raise InvalidArgument("dataset", text, num_tokens=num_tokens)
+        longest = max(longest, num_tokens + max_new_tokens)
+    return longest
 
 
 def rl_run_settings(train: TrainConfig) -> RunSettings:

@@ -21,12 +21,50 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import SftConfig
 from tasuki.models.families import read_model_shape
 from tasuki.node.model_folder import check_model_folder
-from tasuki.runs.continuation import Continuation
+from tasuki.runs.continuation import Continuation, MakeLoop
 from tasuki.runs.folder import draw_points, save_figure
 from tasuki.runs.settings import RunSettings, field_as_key
 from tasuki.runs.tokenizer import ModelTokenizer
-from tasuki.runs.training import MakeLoop
 from tasuki.wire.errors import InvalidArgument
+
+
+def summarize_sft(
+    steps: Sequence[Step], *, seed: int, seconds: float, changeovers: int, policy_version: int
+) -> dict[str, object]:
+    """Losses are in nats per token; None if not measured."""
+    held_out, losses, num_tokens = (
+        [step.metrics[name] for step in steps if name in step.metrics] for name in ("eval/loss", "loss", "num_tokens")
+    )
+    return {
+        "eval_loss_before": held_out[0] if held_out else None,
+        "eval_loss_after": held_out[-1] if held_out else None,
+        "loss_last": losses[-1] if losses else None,
+        "seconds": round(seconds, 1),
+        "steps": sum(not step.is_evaluation for step in steps),
+        "num_tokens": int(sum(num_tokens)),
+        "changeovers": changeovers,
+        "seed": seed,
+        "policy_version": policy_version,
+    }
+
+
+def draw_sft_curve(output_dir: Path, steps: Sequence[Step]) -> None:
+    """Draws curve.png by step: losses above, gradient norm below."""
+    from matplotlib.figure import Figure  # takes half a second to import; no other command draws
+
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    loss, norm = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    for name, label, color, marker in (("loss", "batch", "tab:blue", ""), ("eval/loss", "held-out", "tab:orange", "o")):
+        draw_points(loss, [(step.step, step.metrics.get(name)) for step in steps], label=label, color=color, marker=marker)
+    draw_points(norm, [(step.step, step.grad_norm) for step in steps], label="before clipping", color="tab:gray")
+    loss.set_ylabel("loss")
+    norm.set_ylabel("gradient norm")
+    norm.set_xlabel("step")
+    for axes in (loss, norm):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(loc="upper right")
+    save_figure(output_dir, figure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +111,8 @@ class SftTraining:
 
         yield loop
 
-    def summary(self, steps: Sequence[Step], *, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
-        return summarize_sft(steps, seed=self.seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
-
-    def draw(self, steps: Sequence[Step]) -> None:
-        draw_sft_curve(self.sft.output_dir, steps)
+    summarize = staticmethod(summarize_sft)
+    draw = staticmethod(draw_sft_curve)
 
 
 def read_sft(config: NodeConfig, sft: SftConfig, *, now: datetime | None = None) -> SftTraining:
@@ -100,44 +135,3 @@ def _max_tokens(config: NodeConfig, sft: SftConfig) -> int:
     if sft.max_tokens is not None and sft.max_tokens > limit:
         raise InvalidArgument("sft.max_tokens", f"is {sft.max_tokens}, above {name} of {limit}; lower it")
     return limit if sft.max_tokens is None else sft.max_tokens
-
-
-def summarize_sft(
-    steps: Sequence[Step], *, seed: int, seconds: float, changeovers: int, policy_version: int
-) -> dict[str, object]:
-    """Losses are in nats per token; None if not measured."""
-    held_out, losses, num_tokens = (_known(steps, name) for name in ("eval/loss", "loss", "num_tokens"))
-    return {
-        "eval_loss_before": held_out[0] if held_out else None,
-        "eval_loss_after": held_out[-1] if held_out else None,
-        "loss_last": losses[-1] if losses else None,
-        "seconds": round(seconds, 1),
-        "steps": sum(not step.is_evaluation for step in steps),
-        "num_tokens": int(sum(num_tokens)),
-        "changeovers": changeovers,
-        "seed": seed,
-        "policy_version": policy_version,
-    }
-
-
-def draw_sft_curve(output_dir: Path, steps: Sequence[Step]) -> None:
-    """Draws curve.png by step: losses above, gradient norm below."""
-    from matplotlib.figure import Figure  # takes half a second to import; no other command draws
-
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    loss, norm = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    for name, label, color, marker in (("loss", "batch", "tab:blue", ""), ("eval/loss", "held-out", "tab:orange", "o")):
-        draw_points(loss, [(step.step, step.metrics.get(name)) for step in steps], label=label, color=color, marker=marker)
-    draw_points(norm, [(step.step, step.grad_norm) for step in steps], label="before clipping", color="tab:gray")
-    loss.set_ylabel("loss")
-    norm.set_ylabel("gradient norm")
-    norm.set_xlabel("step")
-    for axes in (loss, norm):
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(loc="upper right")
-    save_figure(output_dir, figure)
-
-
-def _known(steps: Sequence[Step], name: str) -> list[float]:
-    return [step.metrics[name] for step in steps if name in step.metrics]
