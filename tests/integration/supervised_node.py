@@ -91,7 +91,7 @@ def main() -> int:
     from tasuki.config.lock import StateLock
     from tasuki.config.paths import socket_dir
     from tasuki.node.services import ServiceCommand
-    from tasuki.node.supervisor import supervise
+    from tasuki.node.supervisor import Supervisor
     from tasuki.rpc.logs import configure_logging
 
     configure_logging("supervisor")
@@ -108,10 +108,9 @@ def main() -> int:
         for name, kind in kinds.items()
     ]
     environment = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH")}
-    return supervise(
+    supervisor = Supervisor(
         state_dir,
         services,
-        lock=StateLock(int(sys.argv[2])),
         starter_fd=int(sys.argv[3]),
         environment=environment,
         max_restarts=int(sys.argv[4]),
@@ -119,6 +118,7 @@ def main() -> int:
         progress_s=300.0,
         check_start=partial(check_start, state_dir),
     )
+    return supervisor.supervise(StateLock(int(sys.argv[2])))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tasuki.config.lock import StateLock, disk_full_at
 from tasuki.config.paths import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.node.services import node_services
-from tasuki.node.supervisor import supervise
+from tasuki.node.supervisor import Supervisor
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import check_files
 from tasuki.wire.errors import ServiceFailed, TasukiError
@@ -33,10 +33,9 @@ def main(state_dir: Path, *, lock_fd: int, starter_fd: int) -> int:
     configure_logging("supervisor")
     try:
         config = load_config(config_path(state_dir))
-        return supervise(
+        supervisor = Supervisor(
             state_dir,
             node_services(config),
-            lock=StateLock(lock_fd),
             starter_fd=starter_fd,
             environment=service_environment(os.environ),
             max_restarts=config.restart.max_restarts,
@@ -44,6 +43,7 @@ def main(state_dir: Path, *, lock_fd: int, starter_fd: int) -> int:
             progress_s=config.coordinator.progress_s,
             check_start=functools.partial(check_restart, config),
         )
+        return supervisor.supervise(StateLock(lock_fd))
     except TasukiError as error:
         sys.stderr.write(printable(f"tasuki: error {error.reason}: {error.message}") + "\n")
         return 1 if isinstance(error, ServiceFailed) else 2

@@ -36,6 +36,7 @@ _LOG_BYTES = 16_000_000
 _STOP_TIMEOUT_S = 10.0
 _START = "tasuki up CONFIG"
 _LOOK_EVERY_S = 0.1
+_NONE: Mapping[str, int] = MappingProxyType({})
 _log = logging.getLogger("tasuki.node")
 
 
@@ -79,8 +80,8 @@ def write_exit_report(
     *,
     reason: str,
     first: str | None,
-    exit_codes: Mapping[str, int] = MappingProxyType({}),
-    restarts: Mapping[str, int] = MappingProxyType({}),
+    exit_codes: Mapping[str, int] = _NONE,
+    restarts: Mapping[str, int] = _NONE,
 ) -> None:
     """Reports how the node ended. `first`: the service that ended unexpectedly; exit codes as in `reap`. restarts: number of restarts
     of each service.

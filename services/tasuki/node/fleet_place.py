@@ -21,9 +21,20 @@ def check_place(config: NodeConfig) -> None:
     """
     if config.fleet is None:
         return
-    _check_interface(config.fleet.interface)
+    interface, leader = config.fleet.interface, config.fleet.leader
+    if interface is not None and interface not in (usable := interfaces_with_address()):
+        problem = f'"{interface}" has no address on this machine; {", ".join(usable)} have one'
+        raise InvalidArgument("fleet.interface", problem)
     if config.fleet.node_rank == 0:
-        _check_is_free(fleet_port(config).target, leader=config.fleet.leader)
+        host, port = split_host_port(fleet_port(config).target)
+        try:
+            bind_once(host, port)
+        except OSError as error:
+            advice = (
+                f"choose another port (--leader, MASTER_PORT) on all nodes; `ss -ltnp sport = :{port}` shows who listens there"
+            )
+            problem = f"node 0 cannot serve on {host}:{port}: {error.strerror}; {advice}"
+            raise NodeRunning(f"fleet.leader: {problem}", address=leader) from error
     elif problem := fleet_port_problem(config):
         key, text = problem
         raise InvalidArgument(key, f"{key} {text}")
@@ -50,22 +61,3 @@ def _check_output(config: NodeConfig, *, node: NodeConfig) -> None:
         except (InvalidArgument, PermissionDenied) as error:
             advice = "choose another, or restart all nodes with it in paths.write"
             raise InvalidArgument(f"{name}.output_dir", f"{error.message}; {advice}") from error
-
-
-def _check_interface(name: str | None) -> None:
-    """Before the trainers try to connect over it."""
-    if name is None:
-        return
-    usable = interfaces_with_address()
-    if name not in usable:
-        raise InvalidArgument("fleet.interface", f'"{name}" has no address on this machine; {", ".join(usable)} have one')
-
-
-def _check_is_free(target: str, *, leader: str) -> None:
-    host, port = split_host_port(target)
-    try:
-        bind_once(host, port)
-    except OSError as error:
-        advice = f"choose another port (--leader, MASTER_PORT) on all nodes; `ss -ltnp sport = :{port}` shows who listens there"
-        problem = f"node 0 cannot serve on {host}:{port}: {error.strerror}; {advice}"
-        raise NodeRunning(f"fleet.leader: {problem}", address=leader) from error

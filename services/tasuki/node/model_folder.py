@@ -24,9 +24,8 @@ def check_model_folders(config: NodeConfig) -> None:
         critic = config.trainer.critic.path or config.model.path
         shape = read_model_shape(critic)
         check_critic_model(config, read_model_shape(config.model.path), shape)
-        check_stored(
-            critic, shape, key="trainer.critic.path", is_critic=True
-        )  # without a path, the policy's folder may have its head
+        # Without a path, the policy's folder may have its head.
+        check_stored(critic, shape, key="trainer.critic.path", is_critic=True)
 
 
 def check_planned_folder(path: Path, *, key: str = "model.path") -> bool:
@@ -50,36 +49,27 @@ def check_model_folder(path: Path, *, key: str = "model.path") -> None:
     check_stored.
     """
     with named_if_denied(path, key=key):
-        _check_files(path, key)
-
-
-def _check_files(path: Path, key: str) -> None:
-    if not path.is_dir():
-        raise PathNotFound(f"{key}: {path} is not a folder; give a Hugging Face model folder", path=path)
-    config = path / "config.json"
-    if not config.is_file():
-        found = "'s config.json is not a regular file" if config.exists() else " has no config.json"
-        raise PathNotFound(f"{key}: {path}{found}; give a Hugging Face model folder", path=config)
-    table = read_json_object(config, field=key)
-    if not table.get("architectures"):
-        raise InvalidArgument(key, f"{config} has no `architectures`, so the model is unknown")
-    check_stored(path, read_model(table).shape, key=key)
-    if (path / "generation_config.json").is_file():
-        read_json_object(path / "generation_config.json", field=key)
-    for file in sorted({*model_files(path), *other_files(path)}):
-        _check_readable(file, key=key)
-    if not (path / "tokenizer_config.json").is_file():
-        raise PathNotFound(f"{key}: {path} has no tokenizer_config.json; save the tokenizer into the folder", path=path)
-    with suppress(NotInstalled):  # `tasuki plan` needs no libraries
-        read_tokenizer(path)
-        read_stop_token_ids(path, vocab_size=None)
-
-
-def _check_readable(file: Path, *, key: str) -> None:
-    """Distinguishes an unreadable file from a missing one. An export copies it at the end of a run."""
-    try:
-        open_regular(file).close()
-    except PermissionError:
-        raise
-    except OSError as error:
-        raise InvalidArgument(key, f"{file} cannot be read ({error.strerror}): check its links") from error
+        if not path.is_dir():
+            raise PathNotFound(f"{key}: {path} is not a folder; give a Hugging Face model folder", path=path)
+        config = path / "config.json"
+        if not config.is_file():
+            found = "'s config.json is not a regular file" if config.exists() else " has no config.json"
+            raise PathNotFound(f"{key}: {path}{found}; give a Hugging Face model folder", path=config)
+        table = read_json_object(config, field=key)
+        if not table.get("architectures"):
+            raise InvalidArgument(key, f"{config} has no `architectures`, so the model is unknown")
+        check_stored(path, read_model(table).shape, key=key)
+        if (path / "generation_config.json").is_file():
+            read_json_object(path / "generation_config.json", field=key)
+        for file in sorted({*model_files(path), *other_files(path)}):  # an export copies the others at the end of a run
+            try:
+                open_regular(file).close()
+            except PermissionError:
+                raise
+            except OSError as error:
+                raise InvalidArgument(key, f"{file} cannot be read ({error.strerror}): check its links") from error
+        if not (path / "tokenizer_config.json").is_file():
+            raise PathNotFound(f"{key}: {path} has no tokenizer_config.json; save the tokenizer into the folder", path=path)
+        with suppress(NotInstalled):  # `tasuki plan` needs no libraries
+            read_tokenizer(path)
+            read_stop_token_ids(path, vocab_size=None)

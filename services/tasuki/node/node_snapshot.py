@@ -52,9 +52,7 @@ class NodeReader:
     """Reads a running node. Close it, or use it as a context manager."""
 
     def __init__(self, config: NodeConfig) -> None:
-        self._state_dir = config.state_dir
-        targets = node_targets(config)
-        ports = config.port_targets
+        self._state_dir, targets, ports = config.state_dir, node_targets(config), config.port_targets
         self._addresses = {name: f"{target} and {ports[name]}" if ports else target for name, target in targets.items()}
         self._channels = {name: open_blocking_channel(target) for name, target in targets.items()}
         self.coordinator = CoordinatorServiceStub(self._channels["coordinator"])
@@ -89,9 +87,8 @@ class NodeReader:
         """Like `read`, but without changeovers, and without memory, which would involve the ranks."""
         absent: dict[str, str] = {}
         ask = functools.partial(self._ask, absent)
-        node = ask(
-            "coordinator", self.coordinator.GetState, coordinator_pb2.GetStateRequest(), coordinator_pb2.GetStateResponse()
-        )
+        node_request, node = coordinator_pb2.GetStateRequest(), coordinator_pb2.GetStateResponse()
+        node = ask("coordinator", self.coordinator.GetState, node_request, node)
         trainer_request, rollout_request = trainer_pb2.GetTrainerStateRequest(), rollout_pb2.GetRolloutStateRequest()
         return NodeSnapshot(
             node=node.state,

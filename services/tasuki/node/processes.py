@@ -75,11 +75,12 @@ def kill_service(name: str, *, kill_s: float, watch: Callable[[dict[int, int]], 
     """
     killed: set[int] = set()
     left: set[int] = set()
+    mark = f"{SERVICE_VARIABLE}={name}".encode()
 
     def remaining() -> list[int]:
         nonlocal left
         below = descendants(os.getpid())
-        ours = {pid for pid in below if _belongs_to(pid, name)}
+        ours = {pid for pid in below if mark in _environment(pid)}
         killed.update(ours)
         # The environment of an exiting process cannot be read: one that was not seen before may be the service's.
         left = ours | {pid for pid in below if is_exiting(pid) or (pid in left and not has_ended(pid))}
@@ -120,12 +121,11 @@ def _kill(remaining: Callable[[], list[int]], *, kill_s: float, watch: Callable[
     return left
 
 
-def _belongs_to(pid: int, service: str) -> bool:
+def _environment(pid: int) -> list[bytes]:
     try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # the process has just ended
-        return False
-    return f"{SERVICE_VARIABLE}={service}".encode() in environment
+        return []
 
 
 def shared_memory() -> set[Path]:

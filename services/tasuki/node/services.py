@@ -46,44 +46,40 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
     shared = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(socket_dir(config.state_dir))}
     is_cpu = config.device == "cpu"
     threads = {"OMP_NUM_THREADS": str(rank_threads()), "OMP_WAIT_POLICY": wait_policy()} if is_cpu else {}
-    launch = [sys.executable, "-P", "-m", "tasuki.trainer.launch", "--num-ranks", str(config.trainer.num_ranks)]
     preload = ["--preload", "tasuki.trainer.serve"] if is_cpu else []
+    ranks = ["--num-ranks", str(config.trainer.num_ranks)]
+    python = [sys.executable, "-P", "-m"]
+    services: list[ServiceCommand] = []
+    if config.fleet is not None:
+        fleet = ServiceCommand(
+            name="fleet",
+            argv=[*python, "tasuki.fleet", *arguments],
+            target=fleet_target(config) if config.fleet.node_rank == 0 else "",
+            environment=shared,
+            final_codes=(EXIT_REFUSED, EXIT_FLEET_ENDED),
+        )
+        services.append(fleet)
     return [
-        *_fleet_service(config, shared),
+        *services,
         ServiceCommand(
             name="coordinator",
-            argv=[sys.executable, "-P", "-m", "tasuki.coordinator", *arguments],
+            argv=[*python, "tasuki.coordinator", *arguments],
             target=targets["coordinator"],
             environment=shared,
         ),
         ServiceCommand(
             name="rollout",
-            argv=[sys.executable, "-P", "-m", "tasuki.rollout", *arguments],
+            argv=[*python, "tasuki.rollout", *arguments],
             target=targets["rollout"],
             environment={**shared, **threads},
         ),
         ServiceCommand(
             name="trainer",
-            argv=[*launch, *preload, "--", "-m", "tasuki.trainer", *arguments],
+            argv=[*python, "tasuki.trainer.launch", *ranks, *preload, "--", "-m", "tasuki.trainer", *arguments],
             target=targets["trainer"],
             environment={**shared, "OMP_NUM_THREADS": "1", **threads},
             after="rollout" if config.served_adapter is not None or not is_cpu else None,
         ),
-    ]
-
-
-def _fleet_service(config: NodeConfig, environment: dict[str, str]) -> list[ServiceCommand]:
-    """The node's fleet service. Node 0 leads and serves the fleet."""
-    if config.fleet is None:
-        return []
-    return [
-        ServiceCommand(
-            name="fleet",
-            argv=[sys.executable, "-P", "-m", "tasuki.fleet", "--config", str(config_path(config.state_dir))],
-            target=fleet_target(config) if config.fleet.node_rank == 0 else "",
-            environment=environment,
-            final_codes=(EXIT_REFUSED, EXIT_FLEET_ENDED),
-        )
     ]
 
 
@@ -121,10 +117,8 @@ _KEPT = frozenset({"PWD", OTLP_HEADERS, "OTEL_EXPORTER_OTLP_CLIENT_KEY", "OTEL_E
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables whose name and value tell of no secret. No service needs one; trackers and rewards run below `tasuki train`."""
-    return {name: value for name, value in environment.items() if not _tells_of_secret(name, value)}
-
-
-def _tells_of_secret(name: str, value: str) -> bool:
-    if _SECRET_VALUE.search(value) is not None:
-        return True
-    return name not in _KEPT and _SECRET_NAME.search(name) is not None
+    return {
+        name: value
+        for name, value in environment.items()
+        if _SECRET_VALUE.search(value) is None and (name in _KEPT or _SECRET_NAME.search(name) is None)
+    }

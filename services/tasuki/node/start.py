@@ -47,14 +47,7 @@ from tasuki.rpc.process_start import read_start_seconds, serves_line
 from tasuki.v1 import coordinator_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.wire.channel import open_blocking_channel
-from tasuki.wire.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    NodeDown,
-    NotInstalled,
-    PeerUnavailable,
-    from_rpc_error,
-)
+from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, NodeDown, NotInstalled, PeerUnavailable, from_rpc_error
 from tasuki.wire.extras import install_extras
 
 # Each may contain all samples since a checkpoint.
@@ -199,9 +192,15 @@ def running_node(config: NodeConfig, *, may_start: bool = True, tell: Tell = to_
     may_start: False raises NodeDown instead of starting one. Raises InvalidArgument naming a key in which the running node differs.
     """
     check_node_runs_with(config)
-    if holder(config.state_dir, name=NODE_LOCK) is not None and _stays(config, tell=tell):
-        yield
-        return
+    if holder(config.state_dir, name=NODE_LOCK) is not None:
+        # It may end instead of serving, as after its starter was killed.
+        try:
+            wait_until_serving(config, tell=tell, supervisor=None)
+        except NodeDown:
+            pass
+        else:
+            yield
+            return
     if not may_start:
         raise node_down(config.state_dir)
     node = start_node(config, tell=tell)
@@ -212,15 +211,6 @@ def running_node(config: NodeConfig, *, may_start: bool = True, tell: Tell = to_
             node.stop(tell=tell)
         except DeadlineExceeded as error:  # the body of the block reports how the run ended
             tell(f"tasuki: {error.message}")
-
-
-def _stays(config: NodeConfig, *, tell: Tell) -> bool:
-    """Returns True once the running node serves; False if it ends instead, as after its starter was killed."""
-    try:
-        wait_until_serving(config, tell=tell, supervisor=None)
-    except NodeDown:
-        return False
-    return True
 
 
 def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subprocess.Popen[bytes]:

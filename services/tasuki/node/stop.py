@@ -54,7 +54,8 @@ def stop_node(state_dir: Path, *, tell: Callable[[str], None] = to_stderr) -> bo
             if time.monotonic() > deadline and all(has_ended(one) and not is_exiting(one) for one in below):
                 _kill(guard_pid, signal.SIGKILL)
         now = time.monotonic()
-        exiting_pid = _exiting(pid, guard_pid if is_guard_left else 0)
+        roots = (pid, guard_pid if is_guard_left else 0)
+        exiting_pid = next((one for root in roots if root for one in (root, *descendants(root)) if is_exiting(one)), 0)
         if exiting_pid:
             # The supervisor, which waits for it, then has its usual time.
             deadline = max(deadline, min(now + STOP_TIMEOUT_S, started + EXIT_LIMIT_S))
@@ -65,22 +66,13 @@ def stop_node(state_dir: Path, *, tell: Callable[[str], None] = to_stderr) -> bo
             why = cannot_be_killed(exiting_pid) if exiting_pid else _stuck(pid)
             raise DeadlineExceeded(f"the node has not stopped in {deadline - started:.0f} s: {why}", pid=exiting_pid or pid)
         time.sleep(_POLL_S)
-    _remove_what_is_left(state_dir)
-    return len(asked) > 1
-
-
-def _exiting(*roots: int) -> int:
-    """A process that is exiting, among `roots` other than 0 and the processes below them; otherwise 0."""
-    return next((pid for root in roots if root for pid in (root, *descendants(root)) if is_exiting(pid)), 0)
-
-
-def _remove_what_is_left(state_dir: Path) -> None:
-    """Removes what a supervisor and a guard left that were killed at once, unless a service runs on its own in `state_dir`."""
+    # Of a supervisor and a guard that were killed at once, unless a service runs on its own.
     names = {path.stem for path in state_dir.glob("*.lock")}
     if NODE_LOCK in names and all(holder(state_dir, name=name) is None for name in names - {TRAINING_LOCK}):
         with suppress(NodeRunning), StateLock.take(state_dir, name=NODE_LOCK):
             remove_model_copy(state_dir)
             shutil.rmtree(socket_dir(state_dir), ignore_errors=True)
+    return len(asked) > 1
 
 
 def _shares_lock(pid: int, state_dir: Path) -> bool:

@@ -19,23 +19,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tasuki.config.lock import StateLock
-from tasuki.config.paths import (
-    FIRST_START_VARIABLE,
-    LAUNCHED_VARIABLE,
-    REQUESTED_BY,
-    exit_path,
-    log_path,
-    restart_request_path,
-)
+from tasuki.config.paths import FIRST_START_VARIABLE, LAUNCHED_VARIABLE, REQUESTED_BY, exit_path, log_path, restart_request_path
 from tasuki.memory.host import host_memory, num_memory_kills
 from tasuki.node.exit_report import KILLED_FOR_MEMORY, read_log, write_exit_report
-from tasuki.node.processes import (
-    SERVICE_VARIABLE,
-    ResourceTracker,
-    continue_stopped,
-    end_descendants,
-    kill_service,
-)
+from tasuki.node.processes import SERVICE_VARIABLE, ResourceTracker, continue_stopped, end_descendants, kill_service
 from tasuki.node.rotation import KEPT_LOGS, rotate, rotate_open
 from tasuki.node.services import ServiceCommand, listens
 from tasuki.node.watchdog import Watchdog, dump_stacks
@@ -57,13 +44,12 @@ _WINDOW_S = 600.0
 
 
 class Supervisor:
-    """The services of one node, as children of this process."""
+    """The services of one node, as children of a process that `supervise` forks."""
 
     def __init__(
         self,
         state_dir: Path,
         services: Sequence[ServiceCommand],
-        resources: ResourceTracker,
         *,
         starter_fd: int,
         environment: Mapping[str, str],
@@ -72,10 +58,16 @@ class Supervisor:
         progress_s: float,
         check_start: Callable[[str], None],
     ) -> None:
+        """max_restarts: of each service, within ten minutes. stall_s, progress_s: see Watchdog.
+
+        starter_fd: read end of a pipe. A byte detaches the node from its starter; end of file alone stops it.
+        check_start: raises a TasukiError while a service could not start again, such as without its certificate; it is started once it
+        can.
+        """
         self._state_dir = state_dir
-        self._resources = resources
+        self._resources = ResourceTracker(state_dir)
         self._environment = environment
-        self._guard_pid = os.getppid()
+        self._guard_pid = os.getpid()
         self._starter_fd: int | None = starter_fd
         os.set_blocking(starter_fd, False)
         self._services = {service.name: service for service in services}
@@ -89,12 +81,30 @@ class Supervisor:
         self._check_start = check_start
         self._hindered: dict[str, str] = {}
         """Services that could not start again -> why."""
-        self._restarts = RestartPolicy(max_restarts=max_restarts)
+        self._max_restarts = max_restarts
+        self._restart_times: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._num_restarts: Counter[str] = Counter()
         self._num_memory_kills = num_memory_kills()
         self._watchdog = Watchdog(state_dir, stall_s=stall_s, progress_s=progress_s)
 
-    def run(self) -> int:
-        """Returns 0 if asked to stop, 1 if a service failed too often or the supervisor itself failed."""
+    def supervise(self, lock: StateLock) -> int:
+        """Runs and restarts the services until one has ended too often, someone asks for a stop, or the starter ends without detaching
+        the node. This process becomes the guard. Returns 0 if asked to stop, 1 if a service or the supervisor failed.
+        """
+        adopt_orphans()
+        # Polled once per tick, so that no signal handler interrupts anything.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        pid = os.fork()
+        if pid:
+            assert self._starter_fd is not None
+            os.close(self._starter_fd)
+            return _guard(self._state_dir, pid, self._resources, lock=lock)
+        die_with_parent(self._guard_pid, signal.SIGTERM)
+        adopt_orphans()
+        lock.sign(os.getpid())
+        return self._run()
+
+    def _run(self) -> int:
         reason, first, code = "", None, 0
         try:
             while not reason:
@@ -111,22 +121,19 @@ class Supervisor:
         # The fleet service reports the reason to the other nodes.
         write_exit_report(self._state_dir, reason=reason, first=first)
         try:
-            self._end_services()
+            self._resources.scan()
+            for pid in self._pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
+            # A stopped process would not receive it, and others wait for that one.
+            continue_stopped(descendants(os.getpid()))
+            end_descendants(grace_s=GRACE_S, kill_s=KILL_S, watch=self._note)
         finally:
             self._resources.remove()
             write_exit_report(
-                self._state_dir, reason=reason, first=first, exit_codes=self._exit_codes, restarts=self._restarts.counts
+                self._state_dir, reason=reason, first=first, exit_codes=self._exit_codes, restarts=self._num_restarts
             )
         return code
-
-    def _end_services(self) -> None:
-        self._resources.scan()
-        for pid in self._pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-        # A stopped process would not receive it, and others wait for that one.
-        continue_stopped(descendants(os.getpid()))
-        end_descendants(grace_s=GRACE_S, kill_s=KILL_S, watch=self._watch_end)
 
     def _start_what_can(self) -> None:
         now = time.monotonic()
@@ -198,7 +205,9 @@ class Supervisor:
             return f"{REQUESTED_BY} {asked.name}", None
         if self._starter_is_gone():
             return "the process that started the node ended", None
-        self._see_who_serves()
+        for service in self._pids.values():
+            if service.name not in self._served and (not service.target or listens(service.target)):
+                self._served.add(service.name)
         for name in self._services:
             rotate_open(log_path(self._state_dir, name), keep=KEPT_LOGS)
         ended = self._ended()
@@ -208,11 +217,6 @@ class Supervisor:
             if why:
                 return why + lack, name
         return "", None
-
-    def _see_who_serves(self) -> None:
-        for service in self._pids.values():
-            if service.name not in self._served and (not service.target or listens(service.target)):
-                self._served.add(service.name)
 
     def _ended(self) -> dict[str, str]:
         """Services that ended unexpectedly, or must be killed because they hang or a restart was requested, and which of these."""
@@ -251,9 +255,15 @@ class Supervisor:
             return f"{name} ended with exit code {code}"
         if name not in self._served:
             return f"{name} {how} before it served"
-        pause_s = self._restarts.next_pause(name, now=time.monotonic())
-        if pause_s is None:
+        now, times = time.monotonic(), self._restart_times[name]
+        while times and now - times[0] > _WINDOW_S:
+            times.popleft()
+        if len(times) >= self._max_restarts:
             return f"{name} {how}, more often than restart.max_restarts allows"
+        times.append(now)
+        self._num_restarts[name] += 1
+        recent = sum(now - restarted <= _PAUSE_WINDOW_S for restarted in times)
+        pause_s = min(_FIRST_PAUSE_S * 2 ** (recent - 1), _LONGEST_PAUSE_S)
         self._resources.scan()
         try:
             num_killed = kill_service(name, kill_s=KILL_S, watch=self._watch_kill)
@@ -264,7 +274,7 @@ class Supervisor:
         self._pids = {pid: service for pid, service in self._pids.items() if service.name != name}
         self._waiting[name] = time.monotonic() + pause_s
         _log.warning(
-            "event=restart service=%s number=%d killed=%d pause_s=%.1f", name, self._restarts.counts[name], num_killed, pause_s
+            "event=restart service=%s number=%d killed=%d pause_s=%.1f", name, self._num_restarts[name], num_killed, pause_s
         )
         return ""
 
@@ -281,15 +291,11 @@ class Supervisor:
 
     def _watch_kill(self, ended: Mapping[int, int]) -> None:
         """Serves the other services while one is killed, which may take long."""
-        self._resources.poll()
         self._ended_meanwhile.update(self._note(ended))
-
-    def _watch_end(self, ended: Mapping[int, int]) -> None:
-        self._resources.poll()
-        self._note(ended)
 
     def _note(self, ended: Mapping[int, int]) -> list[str]:
         """Records the exit codes of services and returns their names."""
+        self._resources.poll()
         names: list[str] = []
         for pid, code in ended.items():
             service = self._pids.pop(pid, None)
@@ -319,72 +325,6 @@ def _fresh_log(path: Path) -> BinaryIO:
     except OSError as error:
         _log.error("event=no_log path=%s error=%s", path, error)
         return Path(os.devnull).open("wb")
-
-
-class RestartPolicy:
-    """Allows `max_restarts` of each service within ten minutes, with a pause that doubles each time."""
-
-    def __init__(self, *, max_restarts: int) -> None:
-        self._max = max_restarts
-        self._times: defaultdict[str, deque[float]] = defaultdict(deque)
-        self.counts: Counter[str] = Counter()
-
-    def next_pause(self, service: str, *, now: float) -> float | None:
-        """Counts a restart and returns the seconds to wait before it; None if the limit is reached."""
-        times = self._times[service]
-        while times and now - times[0] > _WINDOW_S:
-            times.popleft()
-        if len(times) >= self._max:
-            return None
-        times.append(now)
-        self.counts[service] += 1
-        recent = sum(now - time <= _PAUSE_WINDOW_S for time in times)
-        return min(_FIRST_PAUSE_S * 2 ** (recent - 1), _LONGEST_PAUSE_S)
-
-
-def supervise(
-    state_dir: Path,
-    services: Sequence[ServiceCommand],
-    *,
-    lock: StateLock,
-    starter_fd: int,
-    environment: Mapping[str, str],
-    max_restarts: int,
-    stall_s: float,
-    progress_s: float,
-    check_start: Callable[[str], None] = lambda _: None,
-) -> int:
-    """Runs and restarts the services until one has ended too often, someone asks for a stop, or the starter ends without detaching the
-    node.
-
-    max_restarts: of each service, see RestartPolicy. stall_s, progress_s: see Watchdog.
-    starter_fd: read end of a pipe. A byte detaches the node from its starter; end of file alone stops it.
-    check_start: raises a TasukiError while a service could not start again, such as without its certificate; it is started once it can.
-    """
-    adopt_orphans()
-    # Polled once per tick, so that no signal handler interrupts anything.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    guard_pid = os.getpid()
-    resources = ResourceTracker(state_dir)
-    pid = os.fork()
-    if pid:
-        os.close(starter_fd)
-        return _guard(state_dir, pid, resources, lock=lock)
-    die_with_parent(guard_pid, signal.SIGTERM)
-    adopt_orphans()
-    lock.sign(os.getpid())
-    supervisor = Supervisor(
-        state_dir,
-        services,
-        resources,
-        starter_fd=starter_fd,
-        environment=environment,
-        max_restarts=max_restarts,
-        stall_s=stall_s,
-        progress_s=progress_s,
-        check_start=check_start,
-    )
-    return supervisor.run()
 
 
 def _guard(state_dir: Path, supervisor_pid: int, resources: ResourceTracker, *, lock: StateLock) -> int:
