@@ -89,7 +89,7 @@ def test_metrics_of_services_are_joined_under_one_name_and_told_apart_by_a_label
         Histogram("h", "Some.", registry=registry).observe(value)
         return registry
 
-    answers = {Service.TRAINER: generate_latest(registry(value=3.0)), Service.ROLLOUT: None}
+    answers = {Service.TRAINER: generate_latest(registry(value=3.0))}
     own = [GaugeMetricFamily("plain", "One.", 1.0)]
     whole = _whole_text(registry(value=2.0), answers, own).decode()
     families = {family.name: family for family in text_string_to_metric_families(whole)}

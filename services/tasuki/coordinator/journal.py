@@ -97,12 +97,8 @@ class Journal:
     def begin_changeover(self, request_id: str, *, origin: Stage, target: Phase) -> str:
         """Records the start of a changeover from `origin` to `target`. Returns its id. On disk with its first intent, or its outcome."""
         with self._until_next_commit():
-            now = time.time()
-            return id_text(
-                self._insert(
-                    "changeovers", epoch=self.epoch, request_id=request_id, origin=origin, target=target, start_time=now
-                )
-            )
+            places, now = {"origin": origin, "target": target}, time.time()
+            return id_text(self._insert("changeovers", epoch=self.epoch, request_id=request_id, **places, start_time=now))
 
     def end_changeover(
         self, changeover_id: str, *, seconds: float, policy_version: int | None = None, error: TasukiError | None = None
@@ -302,31 +298,15 @@ class Journal:
         ]
 
     def _result(
-        self,
-        intent: Intent,
-        status: StageStatus,
-        outcome: Outcome,
-        *,
-        seconds: float,
-        error: TasukiError | None = None,
+        self, intent: Intent, status: StageStatus, outcome: Outcome, *, seconds: float, error: TasukiError | None = None
     ) -> pb.StageEvent:
-        now = time.time()
-        reason, message = (error.reason, error.message) if error else ("", "")
         of_outcome = (outcome.num_bytes, outcome.answer, outcome.policy_version)
-        self._unwritten.append((intent.id, status, now, seconds, *of_outcome, reason, message))
+        of_error = (error.reason, error.message) if error else ("", "")
+        self._unwritten.append((intent.id, status, time.time(), seconds, *of_outcome, *of_error))
         self._hit(f"{intent.stage}.note")
         self._write_results()
         self._hit(f"{intent.stage}.noted")
-        return pb.StageEvent(
-            changeover_id=intent.changeover_id,
-            stage=intent.stage.number,
-            status=status.number,
-            time=timestamp(now),
-            seconds=seconds,
-            bytes=outcome.num_bytes,
-            error_reason=reason,
-            error_message=message,
-        )
+        return self.events(intent.changeover_id)[-1]
 
     def _insert(self, table: str, **columns: object) -> int:
         """Adds a row. Returns its id."""

@@ -15,15 +15,7 @@ from tasuki.coordinator.journal import Journal, Outcome, ending, timestamp
 from tasuki.coordinator.operations import LOSSES, Operation, Operations, attempt_ids
 from tasuki.coordinator.phases import Observed, advance, leads_to, phase_of, since_phase
 from tasuki.v1.coordinator_pb2 import NodeState, StageEvent
-from tasuki.wire.errors import (
-    DiskFull,
-    EnginePoisoned,
-    Interrupted,
-    PeerUnavailable,
-    StageOrder,
-    StaleEpoch,
-    TasukiError,
-)
+from tasuki.wire.errors import DiskFull, EnginePoisoned, Interrupted, PeerUnavailable, StageOrder, StaleEpoch, TasukiError
 from tasuki.wire.stages import HOLDS, NEXT, Phase, Stage, StageStatus
 from tasuki.wire.tracing import NO_TRACER, Tracer
 

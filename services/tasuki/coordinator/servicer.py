@@ -144,8 +144,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         found = self._journal.changeovers(limit=size + 1, before=int(token) if token else None)
         page = found[:size]
         return pb.ListChangeoversResponse(
-            changeovers=page,
-            next_page_token=str(id_number(page[-1].changeover_id)) if len(found) > size else "",
+            changeovers=page, next_page_token=str(id_number(page[-1].changeover_id)) if len(found) > size else ""
         )
 
     async def Plan(self, request: pb.PlanRequest, context: _Context) -> pb.PlanResponse:

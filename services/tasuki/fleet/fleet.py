@@ -18,15 +18,7 @@ from tasuki.fleet.nodes import NodePeer
 from tasuki.fleet.rules import TRAIN, common_place, errors_of, place, serves, worst
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2 import NodeState
-from tasuki.wire.errors import (
-    FleetEnded,
-    Interrupted,
-    NotJoined,
-    PeerUnavailable,
-    PermissionDenied,
-    StageOrder,
-    TasukiError,
-)
+from tasuki.wire.errors import FleetEnded, Interrupted, NotJoined, PeerUnavailable, PermissionDenied, StageOrder, TasukiError
 from tasuki.wire.stages import Phase, Stage
 from tasuki.wire.tracing import NO_TRACER, Tracer
 

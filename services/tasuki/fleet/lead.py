@@ -90,11 +90,7 @@ def make_server(
         return await answered(stub.Plan(request, timeout=_PLAN_TIMEOUT_S))
 
     coordinator = CoordinatorServicer(
-        fleet,
-        journal,
-        plan,
-        instance=instance,
-        port_targets={"trainer": address, "rollout": address},
+        fleet, journal, plan, instance=instance, port_targets={"trainer": address, "rollout": address}
     )
     store = RankStoreServicer(fleet=config.fleet.name, attempt=config.fleet.attempt, num_nodes=config.fleet.num_nodes)
     # SGLang uses seeds on a CPU only.

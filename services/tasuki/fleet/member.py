@@ -85,7 +85,13 @@ def callable_node(
 
     peer: gRPC's name for the caller. certified: names and addresses in the node's certificate; none without TLS. Raises InvalidArgument.
     """
-    hosts = None if not certified or peer.startswith("unix:") else _hosts(node, certified, peer, resolve)
+    hosts = None
+    if certified and not peer.startswith("unix:"):
+        # Names in the certificate for the host at `peer`; its address comes first.
+        address = split_host_port(_host_port(peer))[0]
+        named = [f"{node.host}{name[1:]}" if name.startswith("*.") else name for name in certified if "/" not in name]
+        own = (name for name in named if name == address or address in resolve(name))
+        hosts = sorted(own, key=lambda name: name != address)
     found = FleetNode()
     found.CopyFrom(node)
     for field in _TARGETS:
@@ -96,13 +102,6 @@ def callable_node(
 def _differing(leader: Mapping[str, str], node: Mapping[str, str]) -> list[str]:
     """Keys whose values differ, or that only one of the two has."""
     return sorted(key for key in {*leader, *node} if leader.get(key) != node.get(key))
-
-
-def _hosts(node: FleetNode, certified: Sequence[str], peer: str, resolve: Resolve) -> list[str]:
-    """Names in the node's certificate for the host at `peer`; its address comes first."""
-    address = split_host_port(_host_port(peer))[0]
-    named = [f"{node.host}{name[1:]}" if name.startswith("*.") else name for name in certified if "/" not in name]
-    return sorted((name for name in named if name == address or address in resolve(name)), key=lambda name: name != address)
 
 
 def _callable_target(field: str, target: str, *, peer: str, hosts: Sequence[str] | None) -> str:
@@ -132,6 +131,4 @@ def _callable_target(field: str, target: str, *, peer: str, hosts: Sequence[str]
 
 def _host_port(peer: str) -> str:
     """ "10.0.0.2:4711" of gRPC's "ipv4:10.0.0.2:4711"."""
-    if peer.startswith("unix:"):
-        return peer
-    return peer.partition(":")[2].replace("%5B", "[").replace("%5D", "]")
+    return peer if peer.startswith("unix:") else peer.partition(":")[2].replace("%5B", "[").replace("%5D", "]")

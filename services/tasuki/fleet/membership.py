@@ -37,23 +37,10 @@ from tasuki.wire.errors import (
     TasukiError,
 )
 
-_PER_NODE = {
-    "trainer": ("devices",),
-    "rollout": ("devices",),
-    "metrics": ("listen",),
-    "fleet": ("node_rank", "interface"),
-}
+_PER_NODE = {"trainer": ("devices",), "rollout": ("devices",), "metrics": ("listen",), "fleet": ("node_rank", "interface")}
 """Keys that may differ between nodes, like every path, [security], [paths] and [track]."""
 _PER_NODE_TABLES = ("listen", "security", "paths", "track")
-_PACKAGES = (
-    "torch",
-    "transformers",
-    "sglang",
-    "sglang-kernel",
-    "flash-attn-4",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-)
+_PACKAGES = ("torch", "transformers", "sglang", "sglang-kernel", "flash-attn-4", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 """Packages whose other versions give other numbers, or do not connect."""
 _KEY_DIGITS = 16
 

@@ -50,7 +50,6 @@ _READ_TIMEOUT_S = 10.0
 _PASSING = (*PASSING, PeerUnavailable, DeadlineExceeded, FleetEnded)
 """Errors after which a repeated command is sent to the nodes again: each recognizes its id if it has already run it."""
 _Answer = TypeVar("_Answer")
-_Scored = TypeVar("_Scored", trainer_pb2.TokenLogProbs, trainer_pb2.TokenValues)
 
 
 def _validated(method: str, *, version: str = "policy_version") -> Any:
@@ -102,12 +101,12 @@ class TrainerFront(TrainerServiceServicer):
         self, request: trainer_pb2.DiscardGradientsRequest, context: Any
     ) -> trainer_pb2.DiscardGradientsResponse:
         calls = self._calls(context)
-        return await self._gate.once(request, lambda: calls.first("DiscardGradients", request))
+        return (await self._gate.once(request, lambda: calls.unary("DiscardGradients", request)))[0]
 
     async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: Any) -> trainer_pb2.ExportModelResponse:
         """Exported by node 0: each node has all weights."""
         calls = TrainerCalls(self._nodes.all()[:1], remaining_s(context))
-        return await self._gate.once(request, lambda: calls.first("ExportModel", request))
+        return (await self._gate.once(request, lambda: calls.unary("ExportModel", request)))[0]
 
     async def ComputeLogProbs(
         self, request_iterator: AsyncIterator[trainer_pb2.ComputeLogProbsRequest], context: Any
@@ -165,7 +164,10 @@ class TrainerFront(TrainerServiceServicer):
     async def _score(
         self, method: str, request: Any, samples: Sequence[TrainingSample], context: Any, *, first: Sequence[Any] = ()
     ) -> list[Any]:
-        """Scores in the order of the samples. Nodes without samples are not called, since scoring involves no other node."""
+        """Scores in the order of the samples. Nodes without samples are not called, since scoring involves no other node.
+
+        Raises InternalError if a node has not scored its whole share.
+        """
         shares, calls = self._shares(_required(samples)), self._calls(context)
 
         async def score(rank: int, stub: Any) -> list[Any]:
@@ -176,7 +178,13 @@ class TrainerFront(TrainerServiceServicer):
             call = getattr(stub, method)(iter(messages), timeout=calls.remaining_s)
             return [scored async for response in call for scored in response.samples]
 
-        return _in_order(await calls.on_shares(shares, score), shares, num_samples=len(samples))
+        rows: dict[int, Any] = {}
+        for rank, (scored, share) in enumerate(zip(await calls.on_shares(shares, score), shares, strict=True)):
+            if len(scored) != len(share):
+                text = f"the trainer of node {rank} answered for {len(scored)} of {len(share)} samples"
+                raise InternalError(text, node_rank=rank)
+            rows.update(zip(share, scored, strict=True))
+        return [rows[position] for position in range(len(samples))]
 
     def _calls(self, context: Any) -> TrainerCalls:
         """Raises NotJoined and FleetEnded."""
@@ -205,12 +213,8 @@ class TrainerCalls:
         """Sends the same request to all nodes and returns their answers. part: of a command that is split at a node."""
         return await self.on_all(lambda _, stub: getattr(stub, method)(_at_node(request, part=part), timeout=self.remaining_s))
 
-    async def first(self, method: str, request: Any) -> Any:
-        """Same as `unary`, for answers that are alike."""
-        return (await self.unary(method, request))[0]
-
     async def validated(self, method: str, request: Any, *, version: str) -> Any:
-        """Same as `first`, after all nodes have validated the request and reported the same `version`."""
+        """One of the answers, which are alike, after all nodes have validated the request and reported the same `version`."""
         validating = type(request)()
         validating.CopyFrom(request)
         validating.validate_only = True
@@ -324,15 +328,3 @@ def _merged(
         num_micro_batches=sum(answer.num_micro_batches for answer in answers),
         log_probs=[rows[position] for position in log_probs_of if position in rows],
     )
-
-
-def _in_order(scores: Sequence[Sequence[_Scored]], shares: _Shares, *, num_samples: int) -> list[_Scored]:
-    """Raises InternalError if a node has not scored its whole share."""
-    rows: dict[int, _Scored] = {}
-    for rank, (scored, share) in enumerate(zip(scores, shares, strict=True)):
-        if len(scored) != len(share):
-            raise InternalError(
-                f"the trainer of node {rank} answered for {len(scored)} of {len(share)} samples", node_rank=rank
-            )
-        rows.update(zip(share, scored, strict=True))
-    return [rows[position] for position in range(num_samples)]

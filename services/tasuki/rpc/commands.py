@@ -54,11 +54,7 @@ class CommandGate:
     """
 
     def __init__(
-        self,
-        failpoints: Failpoints = NO_FAILPOINTS,
-        *,
-        boot_id: str = "",
-        passing: tuple[type[TasukiError], ...] = PASSING,
+        self, failpoints: Failpoints = NO_FAILPOINTS, *, boot_id: str = "", passing: tuple[type[TasukiError], ...] = PASSING
     ) -> None:
         """failpoints: each command hits one named after its stage or itself before it runs, and one with ".done" after.
 

@@ -9,6 +9,7 @@ import ssl
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -51,7 +52,14 @@ class HttpPort(ThreadingHTTPServer):
 
         Over TLS the certificate determines the name. The port may differ, as through a tunnel.
         """
-        return self.tls is not None or (header is not None and is_loopback(_bare_host(header)))
+        if self.tls is not None or header is None:
+            return self.tls is not None
+        host, _, port = header.rpartition(":") if not header.endswith("]") else (header, "", "")
+        name = host if host and port.isdecimal() else header
+        bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
+        with suppress(ValueError):
+            bare = str(ipaddress.ip_address(bare))
+        return is_loopback(bare.lower())
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._room.acquire(blocking=False):
@@ -118,17 +126,6 @@ def _names_of(certificate: Mapping[str, Any]) -> dict[str, list[bytes]]:
         "peer_spiffe_id": [ids[0].encode()] if ids and len(uris) == 1 else [],
         "x509_common_name": [name.encode() for name in names],
     }
-
-
-def _bare_host(header: str) -> str:
-    """Host without port and brackets."""
-    host, _, port = header.rpartition(":") if not header.endswith("]") else (header, "", "")
-    name = host if host and port.isdecimal() else header
-    bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
-    try:
-        return str(ipaddress.ip_address(bare))
-    except ValueError:
-        return bare.lower()
 
 
 def _tls_of(security: SecurityConfig) -> Reloaded[ssl.SSLContext]:

@@ -97,10 +97,7 @@ STALENESS = MetricName(
     "Optimizer steps between the weights that began a sample and those it trained.",
 )
 SPANS = MetricName(
-    "tasuki_spans_total",
-    "counter",
-    ("outcome",),
-    "Spans: sent, failed at the receiver, or dropped from a full queue.",
+    "tasuki_spans_total", "counter", ("outcome",), "Spans: sent, failed at the receiver, or dropped from a full queue."
 )
 RUN_STEP = MetricName("tasuki_run_step", "gauge", (), "The last step that the run on the node has finished.")
 RUN_REWARD = MetricName("tasuki_run_reward", "gauge", ("name",), "Mean reward of the step's samples; each reward by its name.")

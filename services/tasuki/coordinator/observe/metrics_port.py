@@ -29,11 +29,10 @@ Text = Callable[[], Coroutine[Any, Any, bytes]]
 async def serve_metrics(config: NodeConfig, text: Text) -> None:
     """Serves until cancelled. An address in use is retried; meanwhile the node only lacks metrics."""
     assert config.metrics.listen is not None
-    is_told = False
-    while True:
+    server, is_told = None, False
+    while server is None:
         try:
             server = MetricsServer(config, config.metrics.listen, text, loop=asyncio.get_running_loop())
-            break
         except (OSError, TasukiError) as error:
             if not is_told:
                 _log.error("event=metrics_not_served listen=%s error=%s", config.metrics.listen, error)

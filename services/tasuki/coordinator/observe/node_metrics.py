@@ -50,18 +50,10 @@ class NodeMetrics:
     """
 
     def __init__(
-        self,
-        registry: CollectorRegistry,
-        *,
-        config: NodeConfig,
-        node: Node,
-        journal: Journal,
-        peers: Peers,
-        planning: Planning,
+        self, registry: CollectorRegistry, *, config: NodeConfig, node: Node, journal: Journal, peers: Peers, planning: Planning
     ) -> None:
         self._registry, self._config, self._node = registry, config, node
-        self._journal, self._peers = journal, peers
-        self._planning = planning
+        self._journal, self._peers, self._planning = journal, peers, planning
         self._planned: PlanResponse | None = None
         gpus = gpus_of(config)
         self._num_gpus = len({*gpus.trainer, *gpus.rollout})
@@ -87,12 +79,11 @@ class NodeMetrics:
             return self._made[1]
 
     async def _make(self) -> bytes:
-        texts, *_ = await asyncio.gather(
-            asyncio.gather(*map(self._of_service, Service)), self._read_run(), self._plan(), *map(self._measure, Service)
-        )
-        answers: dict[Service, bytes | None] = dict(zip(Service, texts, strict=True))
-        for service, text in answers.items():
-            if text is None:
+        answers: dict[Service, bytes] = {}
+        reads = (self._read_service(service, answers) for service in Service)
+        await asyncio.gather(*reads, self._read_run(), self._plan(), *map(self._measure, Service))
+        for service in Service:
+            if service not in answers:
                 self._usages.pop(service, None)
         own = [*self._state_families(answers), *self._memory_families(), *self._run.families()]
         return await asyncio.to_thread(_whole_text, self._registry, answers, own)
@@ -105,12 +96,9 @@ class NodeMetrics:
             self._changeovers.labels(self._journal.target_of(event.changeover_id), status).inc()
             self._gpu_seconds.labels("changeover").inc(event.seconds * self._num_gpus)
 
-    async def _of_service(self, service: Service) -> bytes | None:
-        """Metrics of one service; None if it does not answer."""
-        try:
-            return await self._peers.metrics(service, timeout_s=_READ_TIMEOUT_S)
-        except TasukiError:
-            return None
+    async def _read_service(self, service: Service, answers: dict[Service, bytes]) -> None:
+        with suppress(TasukiError):
+            answers[service] = await self._peers.metrics(service, timeout_s=_READ_TIMEOUT_S)
 
     async def _measure(self, service: Service) -> None:
         """Measures memory, except during a changeover, whose stages would wait for the ranks' answers."""
@@ -128,11 +116,11 @@ class NodeMetrics:
             async with asyncio.timeout(_READ_TIMEOUT_S):
                 await asyncio.to_thread(self._run.read)
 
-    def _state_families(self, answers: Mapping[Service, bytes | None]) -> Iterable[Metric]:
+    def _state_families(self, answers: Mapping[Service, bytes]) -> Iterable[Metric]:
         up, phase, gpus = SERVICE_UP.gauges(), PHASE.gauges(), GPUS.gauges()
         up.add_metric(["coordinator"], 1)
-        for service, text in answers.items():
-            up.add_metric([service], text is not None)
+        for service in Service:
+            up.add_metric([service], service in answers)
         now = Phase.of(self._node.state().phase)
         for name in (*Phase, _CHANGEOVER):
             phase.add_metric([name], name == (now or _CHANGEOVER))
@@ -162,12 +150,11 @@ class NodeMetrics:
         return mapped, staying, planned_memory(self._planned, at, device=self._config.device), free, total
 
 
-def _whole_text(registry: CollectorRegistry, answers: Mapping[Service, bytes | None], own: Sequence[Metric]) -> bytes:
+def _whole_text(registry: CollectorRegistry, answers: Mapping[Service, bytes], own: Sequence[Metric]) -> bytes:
     """Text with one family of each name: of the coordinator's registry, the services' answers and `own`."""
     families = of_service(registry.collect(), "coordinator")
     for service, text in answers.items():
-        if text is not None:
-            families += of_service(text_string_to_metric_families(text.decode()), service)
+        families += of_service(text_string_to_metric_families(text.decode()), service)
     whole = CollectorRegistry(auto_describe=False)
     whole.register(_Families(joined([*families, *own])))
     return generate_latest(whole)

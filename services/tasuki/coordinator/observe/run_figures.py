@@ -100,12 +100,9 @@ def _step(line: bytes) -> Step | None:
 def _numbers(table: object) -> dict[str, float]:
     if not isinstance(table, dict):
         return {}
-    return {name: value for name, value in table.items() if _is_number(value) and _is_label(name)}
-
-
-def _is_label(name: str) -> bool:
-    """Whether the name can be encoded as a label; a lone surrogate cannot."""
-    return len(name) <= _MAX_NAME_CHARS and name.isprintable()
+    # As a label, a lone surrogate cannot be encoded.
+    named = {name: value for name, value in table.items() if len(name) <= _MAX_NAME_CHARS and name.isprintable()}
+    return {name: value for name, value in named.items() if _is_number(value)}
 
 
 def _is_number(value: object) -> bool:
