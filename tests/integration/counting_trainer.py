@@ -14,10 +14,7 @@ from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import (
-    InvalidArgument,
-    StageOrder,
-)
+from tasuki.wire.errors import InvalidArgument, StageOrder
 
 NAME = "tasuki.v1.TrainerService"
 

@@ -32,13 +32,7 @@ from tasuki.v1.fleet_pb2 import FleetCommand, FleetNode
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceServicer, RolloutServiceStub, add_RolloutServiceServicer_to_server
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import (
-    FleetMismatch,
-    HeldByFleet,
-    NotJoined,
-    StaleEpoch,
-    StaleSequence,
-)
+from tasuki.wire.errors import FleetMismatch, HeldByFleet, NotJoined, StaleEpoch, StaleSequence
 from tasuki.wire.tracing import NO_TRACER, Tracer, open_tracer
 from tests.otlp import ReceivedSpan, receiving
 from tests.ports import free_port
@@ -62,12 +56,7 @@ def config_of(folder: Path, rank: int, leader: str) -> NodeConfig:
     write_sparse_weights(model)
     fleet = {"name": "f", "num_nodes": 2, "node_rank": rank, "leader": leader, "attempt": 1}
     return NodeConfig.model_validate(
-        {
-            "state_dir": folder / f"n{rank}",
-            "model": {"path": model},
-            "security": {"insecure": True},
-            "fleet": fleet,
-        }
+        {"state_dir": folder / f"n{rank}", "model": {"path": model}, "security": {"insecure": True}, "fleet": fleet}
     )
 
 

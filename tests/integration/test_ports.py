@@ -18,15 +18,7 @@ from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import PeerUnavailable, PermissionDenied
 from tests.integration.counting_trainer import command
-from tests.integration.port_node import (
-    make_certs,
-    make_tokens,
-    mtls,
-    port_config,
-    port_node,
-    tokens,
-    write_secret,
-)
+from tests.integration.port_node import make_certs, make_tokens, mtls, port_config, port_node, tokens, write_secret
 from tests.refusal import refused
 
 KINDS = ["certificate", "token over TLS", "token on loopback"]

@@ -21,14 +21,7 @@ from tasuki.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2
 from tasuki.v1.metrics_pb2 import GetMetricsRequest
 from tasuki.v1.metrics_pb2_grpc import MetricsServiceStub
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import (
-    DeadlineRequired,
-    InternalError,
-    InvalidArgument,
-    NodeRunning,
-    PeerUnavailable,
-    from_rpc_error,
-)
+from tasuki.wire.errors import DeadlineRequired, InternalError, InvalidArgument, NodeRunning, PeerUnavailable, from_rpc_error
 from tests.integration.counting_trainer import NAME, CountingTrainer, Served, command, serving
 from tests.refusal import refused
 

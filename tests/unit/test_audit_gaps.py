@@ -7,10 +7,8 @@ import json
 import os
 import re
 import shutil
-import sqlite3
 import struct
 import zlib
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
 from tasuki.wire.stages import Phase, Service
 from tests.unit.simulated_node import SimulatedNode
+from tests.unit.test_audit import change
 from tests.unit.virtual_time import VirtualTimeLoop
 
 # Intents of the run below: stages 1 to 5, 6 to 9, 10 to 14 and 15 to 18 in epoch 1, and likewise in epoch 2 after a new trainer.
@@ -55,13 +54,6 @@ async def _live(folder: Path) -> None:
 def run(whole: Path, tmp_path: Path) -> Path:
     """Copies the state folder for a test to damage."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
-
-
-def change(run: Path, *statements: str) -> None:
-    with closing(sqlite3.connect(run / "journal.sqlite")) as db:
-        for statement in statements:
-            assert db.execute(statement).rowcount != 0, statement
-        db.commit()
 
 
 def edit(run: Path, service: str, pattern: str, text: str) -> None:

@@ -24,12 +24,8 @@ async def test_acquire_runs_the_stages_in_order_and_tells_each(node: Node, servi
     ]
     assert services.asked == [("run", stage) for stage in TO_ROLLOUT]
     state = node.state()
-    assert (Phase.of(state.phase), state.policy_version, state.num_changeovers, state.changeover_id) == (
-        Phase.ROLLOUT,
-        0,
-        1,
-        "",
-    )
+    assert (Phase.of(state.phase), state.policy_version, state.num_changeovers) == (Phase.ROLLOUT, 0, 1)
+    assert not state.changeover_id
 
 
 async def test_acquire_of_the_phase_that_holds_tells_held_and_asks_nothing(node: Node, services: FakeServices) -> None:

@@ -78,10 +78,7 @@ def test_stage_without_a_result_is_unresolved_and_remains_started(journal: Journ
     assert journal.unresolved() == [lost]
     assert [
         (Stage.of(event.stage), StageStatus.of(event.status), event.bytes) for event in journal.changeovers(limit=1)[0].stages
-    ] == [
-        (Stage.LOAD_WEIGHTS, StageStatus.DONE, 7),
-        (Stage.RESUME_WEIGHTS, StageStatus.STARTED, 0),
-    ]
+    ] == [(Stage.LOAD_WEIGHTS, StageStatus.DONE, 7), (Stage.RESUME_WEIGHTS, StageStatus.STARTED, 0)]
     assert journal.last(Stage.LOAD_WEIGHTS) == Outcome(num_bytes=7, answer=b"handles", policy_version=3)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import stat
@@ -24,8 +23,6 @@ from tasuki.node.start import make_private
 from tasuki.rpc.process_start import StartSeconds, read_start_seconds
 from tasuki.wire.errors import InvalidArgument
 from tests.conftest import ENVIRONMENT
-from tests.sparse_weights import write_sparse_weights
-from tests.unit.memory_folder import write_tokenizer
 
 
 def test_modules_in_the_working_folder_are_not_imported(tmp_path: Path) -> None:
@@ -119,32 +116,11 @@ def test_files_of_earlier_starts_become_private_and_an_open_folder_is_named(tmp_
 
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
 
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 128,
-    "max_position_embeddings": 64,
-}
 
-
-@pytest.fixture
-def node(tmp_path: Path) -> Path:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES}))
-    write_tokenizer(model)
-    write_sparse_weights(model)
-    file = tmp_path / "node.toml"
-    file.write_text('state_dir = "node"\n[model]\npath = "model"\n')
-    return file
-
-
-def refused(node: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def refused(node_file: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """Runs `tasuki up` on CUDA and returns its one-line error; no node was started."""
-    assert main(["up", str(node), "--set", 'device="cuda"']) == 2
-    assert not (node.parent / "node").exists()
+    assert main(["up", str(node_file), "--set", 'device="cuda"']) == 2
+    assert not (node_file.parent / "node").exists()
     said = capsys.readouterr().err
     assert said.startswith("tasuki: error INVALID_ARGUMENT: ") and said.count("\n") == 1
     return said
@@ -152,18 +128,18 @@ def refused(node: Path, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("visible", ["", "-1", " "])
 def test_a_node_on_gpus_that_are_all_hidden_is_refused_at_once(
-    node: Path, visible: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    node_file: Path, visible: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert f'device = "cuda", but CUDA_VISIBLE_DEVICES="{visible}" hides all GPUs' in refused(node, capsys)
+    assert f'device = "cuda", but CUDA_VISIBLE_DEVICES="{visible}" hides all GPUs' in refused(node_file, capsys)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
 def test_a_node_on_gpus_is_refused_at_once_where_there_are_none(
-    node: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    node_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert 'device = "cuda", but this machine shows no GPU: set device = "cpu"' in refused(node, capsys)
+    assert 'device = "cuda", but this machine shows no GPU: set device = "cpu"' in refused(node_file, capsys)
 
 
 def test_a_rank_without_its_gpu_names_what_was_set() -> None:
@@ -194,11 +170,16 @@ def test_parts_count_from_the_launch_and_add_up(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.timeout(20)
-def test_a_fifo_is_no_lock_and_nobody_waits_for_it(tmp_path: Path) -> None:
-    os.mkfifo(lock_path(tmp_path, name=NODE_LOCK))
-    assert holder(tmp_path, name=NODE_LOCK) is None
-    with pytest.raises(InvalidArgument, match=r"state_dir: .*/node\.lock is not a regular file; remove it"):
-        StateLock.take(tmp_path, name=NODE_LOCK)
+def test_a_fifo_or_a_link_is_no_lock_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    lock, target = lock_path(tmp_path, name=NODE_LOCK), tmp_path / "target"
+    target.write_text("kept")
+    for make in (os.mkfifo, lambda path: path.symlink_to(target)):
+        make(lock)
+        assert holder(tmp_path, name=NODE_LOCK) is None
+        with pytest.raises(InvalidArgument, match=r"state_dir: .*/node\.lock is not a regular file; remove it"):
+            StateLock.take(tmp_path, name=NODE_LOCK)
+        lock.unlink()
+    assert target.read_text() == "kept"
 
 
 def test_a_folder_and_those_above_it_are_created_for_this_user_alone(tmp_path: Path) -> None:
@@ -208,15 +189,6 @@ def test_a_folder_and_those_above_it_are_created_for_this_user_alone(tmp_path: P
     finally:
         os.umask(before)
     assert {(tmp_path / name).stat().st_mode & 0o777 for name in ("runs", "runs/a")} == {0o700}
-
-
-def test_a_lock_that_is_a_link_is_refused_and_its_target_keeps_its_content(tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    target.write_text("kept")
-    lock_path(tmp_path, name=NODE_LOCK).symlink_to(target)
-    with pytest.raises(InvalidArgument, match=r"state_dir: .*/node\.lock is not a regular file; remove it"):
-        StateLock.take(tmp_path, name=NODE_LOCK)
-    assert target.read_text() == "kept"
 
 
 IMPORTED = """

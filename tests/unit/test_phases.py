@@ -19,31 +19,18 @@ from tasuki.coordinator.phases import (
     undo_path,
 )
 from tasuki.wire.errors import StageOrder
-from tasuki.wire.stages import HOLDS, NEXT, RING, RULES, Phase, Service, Stage
+from tasuki.wire.stages import HOLDS, NEXT, RULES, Phase, Service, Stage, stages_of
 
 TO_ROLLOUT = (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Stage.SYNC, Stage.OFFLOAD, Stage.RESUME_KV)
 TO_TRAIN = (Stage.DRAIN, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER)
 stages = st.sampled_from(Stage)
 
 
-def test_path_from_train_to_rollout_is_the_order_of_the_design() -> None:
+def test_paths_between_the_phases_are_the_order_of_the_design() -> None:
     assert path(HOLDS[Phase.TRAIN], Phase.ROLLOUT) == TO_ROLLOUT
-
-
-def test_path_from_rollout_to_train_is_the_order_of_the_design() -> None:
     assert path(HOLDS[Phase.ROLLOUT], Phase.TRAIN) == TO_TRAIN
-
-
-def test_path_to_the_phase_that_holds_is_empty() -> None:
     assert [path(HOLDS[phase], phase) for phase in Phase] == [(), ()]
-
-
-def test_trainer_carries_out_three_stages_and_rollout_six() -> None:
-    assert [rule.stage for rule in RING if rule.service is Service.TRAINER] == [
-        Stage.LOAD_WEIGHTS,
-        Stage.OFFLOAD,
-        Stage.LOAD_TRAINER,
-    ]
+    assert stages_of(Service.TRAINER) == (Stage.LOAD_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_TRAINER)
 
 
 @given(at=stages, stage=stages)
@@ -70,12 +57,8 @@ def test_undo_of_a_finished_half_takes_rollout_back_before_the_trainer() -> None
     assert undo_path(TO_TRAIN[:2]) == (Stage.PAUSE_KV, Stage.DRAIN)
 
 
-def test_paused_weights_cannot_be_taken_back() -> None:
+def test_turning_back_leads_to_the_phase_that_held_last_except_from_paused_weights() -> None:
     assert undo_path(TO_TRAIN[:3]) == ()
-    assert not turns_back(Stage.PAUSE_WEIGHTS, Phase.ROLLOUT)
-
-
-def test_turning_back_leads_to_the_phase_that_held_last() -> None:
     assert [stage for stage in Stage if turns_back(stage, Phase.TRAIN)] == list(TO_ROLLOUT[:4])
     assert [stage for stage in Stage if turns_back(stage, Phase.ROLLOUT)] == list(TO_TRAIN[:2])
 
@@ -88,15 +71,12 @@ def test_stages_since_the_last_phase_lead_to_the_stage_of_the_node(at: Stage) ->
     assert done == () or done[-1] is at
 
 
-def test_freshly_started_services_stand_at_train() -> None:
+def test_fresh_services_are_at_train_and_those_that_do_not_fit_together_nowhere() -> None:
     assert ring_position(trainer=None, rollout=None) is HOLDS[Phase.TRAIN]
-
-
-def test_services_that_do_not_fit_together_stand_nowhere() -> None:
     assert ring_position(trainer=Stage.LOAD_TRAINER, rollout=Stage.RESUME_KV) is None
 
 
-@pytest.mark.parametrize("rollout", [rule.stage for rule in RING if rule.service is Service.ROLLOUT])
+@pytest.mark.parametrize("rollout", stages_of(Service.ROLLOUT))
 def test_trainer_that_was_restarted_leaves_the_node_where_rollout_is(rollout: Stage) -> None:
     is_asleep = rollout is Stage.PAUSE_WEIGHTS
     assert ring_position(trainer=None, rollout=rollout) is (Stage.LOAD_TRAINER if is_asleep else rollout)

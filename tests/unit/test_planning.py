@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tasuki.v1.types_pb2 import DeviceUsage
 from tasuki.wire.errors import DeadlineExceeded, PathNotFound, TasukiError
 from tasuki.wire.stages import Service
 from tests.choices import choices_for
+from tests.unit.test_plan_cli import CONFIG
 
 
 def as_the_command_line_says(answer: pb.PlanResponse) -> dict[str, Any]:
@@ -99,15 +101,8 @@ def planning(memory: Memory, model: Path) -> Planning:
     return Planning(Admission(memory, config, published_bytes=lambda _: None), config, choices_for(config))
 
 
-CONFIG = (
-    '{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128,'
-    ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,'
-    ' "max_position_embeddings": 256, "tie_word_embeddings": true}'
-)
-
-
 async def test_size_of_a_gpu_is_measured_once_and_the_answer_kept(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(CONFIG)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     memory = Memory(24 * 10**9)
     made = planning(memory, tmp_path)
     first = await made.plan(pb.PlanRequest(host_bytes=10**12))
@@ -119,7 +114,7 @@ async def test_size_of_a_gpu_is_measured_once_and_the_answer_kept(tmp_path: Path
 
 
 async def test_a_budget_is_for_tags_and_bounds_no_process_of_the_host(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(CONFIG)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     config = NodeConfig(
         state_dir=Path("/s"), device="cpu", model=ModelConfig(path=tmp_path), memory=MemoryConfig(host_budget_bytes=600_000_000)
     )

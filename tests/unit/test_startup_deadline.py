@@ -48,11 +48,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("number", "exit_code", "line"),
-    [
-        (signal.SIGALRM, 1, LINE),
-        (signal.SIGTERM, 128 + signal.SIGTERM, ""),
-        (signal.SIGINT, 128 + signal.SIGINT, ""),
-    ],
+    [(signal.SIGALRM, 1, LINE), (signal.SIGTERM, 128 + signal.SIGTERM, ""), (signal.SIGINT, 128 + signal.SIGINT, "")],
 )
 def test_a_start_ends_while_cpp_imports_modules(number: signal.Signals, exit_code: int, line: str) -> None:
     done = run(START, str(int(number)))

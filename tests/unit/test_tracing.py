@@ -28,13 +28,7 @@ from tests.limits import limit_s
 from tests.otlp import receiving
 from tests.ports import free_port
 
-PROCESSES = (
-    "tasuki.client",
-    "tasuki.cli.__main__",
-    "tasuki.coordinator.__main__",
-    "tasuki.node.start",
-    "tasuki.rpc.server",
-)
+PROCESSES = ("tasuki.client", "tasuki.cli.__main__", "tasuki.coordinator.__main__", "tasuki.node.start", "tasuki.rpc.server")
 
 
 class Exporter(SpanExporter):
