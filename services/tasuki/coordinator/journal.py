@@ -254,27 +254,26 @@ class Journal:
             "SELECT * FROM changeovers LEFT JOIN outcomes USING (number) WHERE number < ? ORDER BY number DESC LIMIT ?",
             (_MAX_NUMBER if before is None else before, limit),
         ).fetchall()
-        return [self._changeover(row) for row in rows]
+        return [
+            pb.Changeover(
+                changeover_id=id_text(row["number"]),
+                target=Phase(row["target"]).number,
+                status=StageStatus(row["status"] or StageStatus.STARTED).number,
+                policy_version=row["policy_version"],
+                start_time=timestamp(row["start_time"]),
+                seconds=row["seconds"],
+                stages={event.stage: event for event in self.events(id_text(row["number"]))}.values(),  # the last of each
+                epoch=row["epoch"],
+                error_reason=row["error_reason"],
+                error_message=row["error_message"],
+            )
+            for row in rows
+        ]
 
     def target_of(self, changeover_id: str) -> Phase:
         """Target phase of a changeover in this journal."""
         number = id_number(changeover_id)
         return Phase(self._db.execute("SELECT target FROM changeovers WHERE number = ?", (number,)).fetchone()["target"])
-
-    def _changeover(self, row: sqlite3.Row) -> pb.Changeover:
-        latest = {event.stage: event for event in self.events(id_text(row["number"]))}
-        return pb.Changeover(
-            changeover_id=id_text(row["number"]),
-            target=Phase(row["target"]).number,
-            status=StageStatus(row["status"] or StageStatus.STARTED).number,
-            policy_version=row["policy_version"],
-            start_time=timestamp(row["start_time"]),
-            seconds=row["seconds"],
-            stages=latest.values(),
-            epoch=row["epoch"],
-            error_reason=row["error_reason"],
-            error_message=row["error_message"],
-        )
 
     def events(self, changeover_id: str) -> list[pb.StageEvent]:
         """Outcome of each intent of a changeover, in order."""

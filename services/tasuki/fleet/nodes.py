@@ -85,15 +85,13 @@ class Joined:
 class FleetNodes:
     """Created by the leader inside an event loop. `command` goes with every call to a node."""
 
-    def __init__(
-        self, config: NodeConfig, *, epoch: int, clock: Callable[[], float] = time.monotonic, tracer: Tracer = NO_TRACER
-    ) -> None:
+    def __init__(self, config: NodeConfig, *, epoch: int, tracer: Tracer = NO_TRACER) -> None:
         """config: with a table [fleet]. epoch: of the fleet's coordinator. tracer: of the calls to nodes."""
         assert config.fleet is not None
         self.config = config.fleet
         self.command = FleetCommand(name=config.fleet.name, attempt=config.fleet.attempt, epoch=epoch)
         self._credentials = peer_credentials(config.security)
-        self._clock, self._tracer = clock, tracer
+        self._tracer = tracer
         self._joined: dict[int, Joined] = {}
         self._ended: asyncio.Future[FleetEnded] = asyncio.get_running_loop().create_future()
 
@@ -139,9 +137,9 @@ class FleetNodes:
         known = self._joined.get(node.node_rank)
         check_rank(node, None if known is None else known.node)
         if known is not None and known.node == node:
-            known.heard = self._clock()
+            known.heard = time.monotonic()
             return
-        self._joined[node.node_rank] = Joined(node, self._open(node), time.time(), self._clock())
+        self._joined[node.node_rank] = Joined(node, self._open(node), time.time(), time.monotonic())
         _log.info("event=joined node_rank=%d coordinator=%s", node.node_rank, node.coordinator_target)
         if known is not None:
             await known.channels.close()
@@ -152,10 +150,10 @@ class FleetNodes:
         known = self._joined.get(rank)
         if known is None or known.node.boot_id != boot_id:
             raise NotJoined(f"node {rank} has not joined since it was started; join again", node_rank=rank)
-        known.heard, known.skew_s = self._clock(), skew_s
+        known.heard, known.skew_s = time.monotonic(), skew_s
 
     def silent_s(self, joined: Joined) -> float:
-        return self._clock() - joined.heard
+        return time.monotonic() - joined.heard
 
     def end(self, error: TasukiError, *, node_rank: int | None = None) -> None:
         """Ends the fleet: from now on every call raises. Only the first cause is kept."""

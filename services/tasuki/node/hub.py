@@ -16,7 +16,6 @@ from tasuki.node.stop import to_stderr
 from tasuki.wire.errors import InvalidArgument, NotInstalled
 from tasuki.wire.extras import install_extras
 
-Tell = Callable[[str], None]
 _MODELS = ("model.path", "trainer.critic.path")
 _READ = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 _LEFT_OUT = ["*/*.safetensors", "consolidated*", "onnx/*", "original/*"]
@@ -25,9 +24,7 @@ _TELL_EVERY_S = 10.0
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 
 
-def with_local_files(
-    config: NodeConfig, *, tell: Tell = to_stderr, has_weights: bool = True, has_rows: bool = True
-) -> NodeConfig:
+def with_local_files(config: NodeConfig, *, has_weights: bool = True, has_rows: bool = True) -> NodeConfig:
     """The configuration with local paths for ids of the hub. Downloads what its cache lacks; HF_HUB_OFFLINE and the like hold.
 
     has_weights: False takes a model's other files, and asks the hub only if its cache lacks them. has_rows: False leaves ids of datasets.
@@ -37,12 +34,12 @@ def with_local_files(
     for key in _MODELS:
         if (given := _id(config, key)) is not None:
             with _explained(key, given):
-                values[key] = _model_folder(given, [] if has_weights else _WEIGHTS, key=key, tell=tell)
+                values[key] = _model_folder(given, [] if has_weights else _WEIGHTS, key=key)
     for table, run in (("train", config.train), ("sft", config.sft)):
         for key in (f"{table}.dataset", f"{table}.eval_dataset"):
             if has_rows and run is not None and (given := _id(config, key)) is not None:
                 with _explained(key, given):
-                    values[key] = _dataset_file(given, columns=run.columns, key=key, tell=tell)
+                    values[key] = _dataset_file(given, columns=run.columns, key=key)
     for key, path in values.items():
         config = _with(config, key.split("."), path)
     return config
@@ -76,7 +73,7 @@ def _id(config: NodeConfig, key: str) -> str | None:
     return str(path) if isinstance(path, Path) and not path.is_absolute() else None
 
 
-def _model_folder(given: str, left_out: list[str], *, key: str, tell: Tell) -> Path:
+def _model_folder(given: str, left_out: list[str], *, key: str) -> Path:
     from huggingface_hub import constants, errors, file_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -84,13 +81,13 @@ def _model_folder(given: str, left_out: list[str], *, key: str, tell: Tell) -> P
         with suppress(errors.LocalEntryNotFoundError):
             return Path(_snapshot(given, left_out, local_files_only=True))
     name = given.partition("@")[0]
-    tell(f"{key}: taking {given} {'without weights ' if left_out else ''}from the hub or its cache")
+    to_stderr(f"{key}: taking {given} {'without weights ' if left_out else ''}from the hub or its cache")
     if not sys.stderr.isatty():
         disable_progress_bars()
     cache = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")
-    with _size_told(cache / "blobs", lambda size: tell(f"{key}: {size / 1e9:.2f} GB of {given} are here")):
+    with _size_told(cache / "blobs", lambda size: to_stderr(f"{key}: {size / 1e9:.2f} GB of {given} are here")):
         folder = _snapshot(given, left_out)
-    tell(f"{key}: {given} is in {folder}")
+    to_stderr(f"{key}: {given} is in {folder}")
     return Path(folder)
 
 
@@ -102,7 +99,7 @@ def _snapshot(given: str, left_out: Sequence[str] = (), **options: Any) -> Any:
     return snapshot_download(name, revision=revision or None, allow_patterns=_READ, ignore_patterns=ignored, **options)
 
 
-def _dataset_file(given: str, *, columns: Mapping[str, str], key: str, tell: Tell) -> Path:
+def _dataset_file(given: str, *, columns: Mapping[str, str], key: str) -> Path:
     """A JSONL file of the split beside the library's own files, written once."""
     import datasets
 
@@ -111,7 +108,7 @@ def _dataset_file(given: str, *, columns: Mapping[str, str], key: str, tell: Tel
     place, *parts = given.split(":")
     name, _, revision = place.partition("@")
     subset, split = (*parts, "", "")[:2]
-    tell(f"{key}: taking {given} from the hub or its cache")
+    to_stderr(f"{key}: taking {given} from the hub or its cache")
     rows: Any = datasets.load_dataset(name, subset or None, split=split or "train", revision=revision or None)
     if columns:
         rows = rows.select_columns(list(dict.fromkeys(columns.values())))
@@ -121,7 +118,7 @@ def _dataset_file(given: str, *, columns: Mapping[str, str], key: str, tell: Tel
         with aside.open("w") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         aside.replace(path)
-    tell(f"{key}: {len(rows):,} rows of {given} are in {path}")
+    to_stderr(f"{key}: {len(rows):,} rows of {given} are in {path}")
     return path
 
 
