@@ -54,7 +54,7 @@ def continue_stopped(pids: Iterable[int]) -> None:
                 os.kill(pid, signal.SIGCONT)
 
 
-def end_descendants(*, grace_s: float, kill_s: float, watch: Callable[[dict[int, int]], None]) -> None:
+def end_descendants(*, grace_s: float, kill_s: float, watch: Callable[[dict[int, int]], object]) -> None:
     """Gives the processes below this one `grace_s` to end, then sends SIGKILL for up to `kill_s` until none is left.
 
     Waits longer, up to EXIT_LIMIT_S, while one of them is exiting. `watch` is called repeatedly with the result of `reap`.
@@ -68,7 +68,7 @@ def end_descendants(*, grace_s: float, kill_s: float, watch: Callable[[dict[int,
         _log.error("event=left pids=%s", ",".join(map(str, left)))
 
 
-def kill_service(name: str, *, kill_s: float, watch: Callable[[dict[int, int]], None]) -> int:
+def kill_service(name: str, *, kill_s: float, watch: Callable[[dict[int, int]], object]) -> int:
     """Kills every process of the service below this one. Returns their number once they are gone.
 
     Waits up to `kill_s`, and up to EXIT_LIMIT_S while one is exiting; then raises DeadlineExceeded. `watch` gets the results of `reap`.
@@ -93,7 +93,7 @@ def kill_service(name: str, *, kill_s: float, watch: Callable[[dict[int, int]], 
     return len(killed)
 
 
-def _kill(remaining: Callable[[], list[int]], *, kill_s: float, watch: Callable[[dict[int, int]], None]) -> list[int]:
+def _kill(remaining: Callable[[], list[int]], *, kill_s: float, watch: Callable[[dict[int, int]], object]) -> list[int]:
     """Sends SIGKILL until `remaining` returns nothing, for `kill_s`, or EXIT_LIMIT_S if one is exiting. Returns what is left.
 
     A process that has an exiting one below it may be waiting for its exit code: it is spared until `kill_s` after that has ended.
