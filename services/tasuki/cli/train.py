@@ -226,11 +226,11 @@ def _train(
             start.seek(dataset)
             make_loop(client, dataset, start).run(report, first_step=start.first_step, pending=start.pending)
             changeovers = changeovers_of(start.steps) + client.state().num_changeovers - num_changeovers
-            policy_version = client.trainer_state().policy_version
+            version = client.trainer_state().policy_version
     training.draw(settings.output_dir, metrics.steps)
     seconds = sum(step.total_seconds() for step in start.steps) + time.monotonic() - started
     summary = training.summarize(
-        metrics.steps, seed=config.seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version
+        metrics.steps, seed=config.seed, seconds=seconds, changeovers=changeovers, policy_version=version
     )
     if best := best_checkpoint(settings.output_dir, metrics.steps):
         summary |= {"best_checkpoint": best[0].name, "best_checkpoint_step": best[1].step}
