@@ -206,11 +206,11 @@ def test_a_scrape_of_the_running_node_has_every_metric_and_no_other(run: Run):
     mapped = labels("tasuki_memory_mapped_bytes", "service", "tag")
     assert {("trainer", "weights"), ("trainer", "optimizer"), ("rollout", "weights"), ("rollout", "kv_cache")} <= mapped
     assert labels("tasuki_memory_planned_bytes", "service", "tag") & mapped
-    # On a CPU everything stays, on both ranks of the trainer.
+    # Where memory is short, nothing stays.
     staying = {
         (sample.labels["service"], sample.labels["tag"]): sample.value for sample in families["tasuki_memory_stays"].samples
     }
-    assert staying.keys() == mapped and staying["trainer", "weights"] == 2 and staying["rollout", "kv_cache"] == 1
+    assert staying.keys() == mapped and staying["trainer", "weights"] in (0, 2) and staying["rollout", "kv_cache"] in (0, 1)
     assert {("generate",), ("forward_backward",), ("optim_step",), ("changeover",)} <= labels("tasuki_gpu_seconds", "use")
 
 

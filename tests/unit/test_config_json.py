@@ -136,6 +136,7 @@ def test_a_fractional_base_is_refused_where_the_engine_rounds_it(key: str) -> No
     [
         ("use_cache", 1), ("bos_token_id", True), ("eos_token_id", ["2"]), ("pad_token_id", "0"), ("pad_token_id", 10**6),
         ("initializer_range", 1), ("transformers_version", 5), ("dtype", "bfloat17"), ("torch_dtype", 16), ("id2label", []),
+        ("auto_map", "modeling"),
     ],
 )  # fmt: skip
 def test_a_note_that_transformers_cannot_read_is_refused_by_key(key: str, value: object):

@@ -149,6 +149,7 @@ _KINDS_OF_NOTES: Mapping[str, tuple[type, ...]] = {
     "use_cache": (bool,), "return_dict": _FLAG, "output_hidden_states": _FLAG, "output_router_logits": (bool,), "pretraining_tp": _IDS,
     "rms_norm_eps": (float,), "attn_logit_softcapping": _CAP, "final_logit_softcapping": _CAP,
     "initializer_range": (float,), "router_aux_loss_coef": (float,), "id2label": (dict, type(None)), "label2id": (dict, type(None)),
+    "auto_map": (dict, type(None)),
 }  # fmt: skip
 # By key, the model types whose class in transformers takes no null.
 _NEVER_NULL: Mapping[str, tuple[str, ...]] = {
