@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -154,12 +155,13 @@ def test_ctrl_c_while_it_trains_leaves_nothing_and_the_run_is_resumed_on_the_sam
         cwd=output.parent, env=ENVIRONMENT, capture_output=True, text=True, timeout=START_S, check=False,
     )  # fmt: skip
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert f"version-{SAVE_EVERY:06d}: step {SAVE_EVERY} of {NUM_STEPS}" in resumed.stderr
+    # Steps may pass before the interrupt arrives.
+    assert re.search(rf"version-0+(\d+): step \1 of {NUM_STEPS}\n", resumed.stderr), resumed.stderr
     assert [file.name for file in sorted((output / "samples").iterdir())] == SAMPLE_FILES
     with closing(sqlite3.connect(output / "journal.sqlite")) as journal:
         (num_changeovers,) = journal.execute("SELECT count(*) FROM changeovers").fetchone()
     # The steps after the checkpoint were made twice, and the interrupt may have come after another changeover.
-    assert num_changeovers - 2 * (NUM_STEPS + 1) in range(2, 2 * SAVE_EVERY + 2)
+    assert num_changeovers - 2 * (NUM_STEPS + 1) in range(2 * SAVE_EVERY + 2)
     assert json.loads((output / "track/tensorboard.json").read_text()) == {"last_step": NUM_STEPS}
     assert len(list((output / "track/tensorboard").glob("events.*"))) == 2
 

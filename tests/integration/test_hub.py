@@ -32,9 +32,8 @@ for model, dataset, whole in json.load(sys.stdin):
     columns = {"prompt": "question", "answer": "answer"}
     train = base["train"] | {"dataset": dataset, "eval_dataset": "org/sums:main:test", "columns": columns}
     given = config_of(base | {"model": {"path": model}, "train": train})
-    told = []
     try:
-        config = with_local_files(given, tell=told.append, has_weights=whole, has_rows=whole)
+        config = with_local_files(given, has_weights=whole, has_rows=whole)
         lacking = weights_to_fetch(given)
         assert "rollout" not in config.model_fields_set
         found = {"model": str(config.model.path), "dataset": str(config.train.dataset), "eval": str(config.train.eval_dataset)}
