@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 
+from tasuki.models.families import read_model_shape
 from tasuki.models.shape import ROUTER_BIAS
+from tasuki.models.stored_tensors import check_stored
 from tasuki.trainer.backends.fsdp.checkpoint_export import _export
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
@@ -97,6 +99,12 @@ def test_what_is_not_trained_is_exported_in_its_own_dtype(mesh: DeviceMesh, tmp_
     assert {tensor.dtype for name, tensor in exported.items() if name not in kept} == {torch.bfloat16}
     for name, tensor in kept.items():
         assert exported[name].dtype == tensor.dtype and torch.equal(exported[name], tensor), name
+
+    save_file(
+        start | {"model.layers.2.eh_proj.weight": torch.ones(4, 8, dtype=torch.float8_e5m2)}, folder / "model.safetensors"
+    )
+    with pytest.raises(InvalidArgument, match=r"eh_proj.weight is F8_E5M2, the trainer reads"):
+        check_stored(folder, read_model_shape(folder))
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(mesh: DeviceMesh, model: Path, tmp_path: Path) -> None:

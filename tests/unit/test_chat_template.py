@@ -265,3 +265,34 @@ def test_what_a_template_drops_of_a_message_is_refused(tmp_path: Path, message: 
     assert [own.decode(ids).count("how") for ids in read] == [3, 0]
     with pytest.raises(InvalidArgument, match="documents: must be a list of objects"):
         found.encode_prompt(chat, {"documents": "how"})
+
+
+def test_what_a_row_gives_the_template_is_written_or_refused(tmp_path: Path) -> None:
+    template = "{% if messages[0].role == 'system' and tools %}{{ tools|tojson }}{% endif %}{{ terse }}" + TEMPLATES["plain"]
+    found = ModelTokenizer(
+        write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"]), tokenizer_config={"chat_template": template})
+    )
+    system, user = ({"role": role, "content": "hi"} for role in ("system", "user"))
+    assert found.encode_prompt([system, user], {"tools": TOOLS}) != found.encode_prompt([system, user])
+    for encode in (found.encode_prompt, found.encode_chat):
+        with pytest.raises(InvalidArgument, match="^tools: the model's chat template does not write them"):
+            encode([user], {"tools": TOOLS})
+        with pytest.raises(InvalidArgument, match="^terse: is read by the model's chat template; give it in"):
+            encode([user], {"terse": True})
+        for chat in ([], ["a"], [{"role": "user"}], [{"role": "user", "content": 5}], [{"role": "user", "content": []}]):
+            with pytest.raises(InvalidArgument, match="^(prompt|messages): "):
+                encode(chat)
+
+
+def test_a_weight_that_the_templates_marks_do_not_follow_is_refused(tmp_path: Path) -> None:
+    last = (
+        "{% for message in messages %}{% if loop.last %}{% generation %}{{ message.content }}{% endgeneration %}"
+        "{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    found = ModelTokenizer(
+        write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"]), tokenizer_config={"chat_template": last})
+    )
+    chat = [{"role": role, "content": text} for role, text in (("assistant", "how"), ("user", "hi"), ("assistant", "many"))]
+    assert any(found.encode_chat(chat).assistant_mask)
+    with pytest.raises(InvalidArgument, match="marks 1 texts of 2 answers"):
+        found.encode_chat([{**chat[0], "weight": 1}, *chat[1:]])

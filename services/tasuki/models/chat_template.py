@@ -67,7 +67,8 @@ class ChatTemplate:
     ) -> None:
         """Raises InvalidArgument for a key or content of a message that the template would drop. messages: settled.
 
-        A key is read if the template takes it from the message among all, or as the last. Chats that are alike are rendered once.
+        A key is read if the template takes it from the message among all, or as the last; `tools` and `documents` are if they change the
+        text. Chats that are alike are rendered once.
         drawn: the chat up to an answer of the policy, which are in `messages`, too, but not judged.
         """
         given = [{name for name, value in message.items() if value is not None and value != []} for message in messages]
@@ -82,9 +83,17 @@ class ChatTemplate:
             return
         try:
             taken = self._taken(messages, variables)
-            text = self.render([_probe(message, index) for index, message in enumerate(messages)], variables)
+            probes = [_probe(message, index) for index, message in enumerate(messages)]
+            text = self.render(probes, variables)
         except InvalidArgument:
             return  # raised again, by its cause, where the messages themselves are rendered
+        for name in ("tools", "documents"):
+            if variables.get(name) and not drawn:
+                without = ""
+                with suppress(InvalidArgument):  # a chat that it refuses without them
+                    without = self.render(probes, {**variables, name: None})
+                if text == without:
+                    raise InvalidArgument(name, "the model's chat template does not write them for these messages; remove them")
         for index in range(len(drawn), len(messages)):
             names = given[index]
             if names - taken[index]:

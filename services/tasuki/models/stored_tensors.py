@@ -87,15 +87,16 @@ def check_stored(
         wanted |= {VALUE_HEAD: (1, model.hidden_size)} if VALUE_HEAD in stored else {}
     missing = [name for name in wanted if name not in stored]
     ignored = {VALUE_HEAD, HEAD} if is_critic or model.is_tied else {VALUE_HEAD}
-    ignored |= set(draft_tensors(stored, model))
-    unread = [name for name in stored if name not in wanted and name not in ignored and not is_computed(name)]
+    drafts = draft_tensors(stored, model)
+    known = {*wanted, *ignored, *drafts}
+    unread = [name for name in stored if name not in known and not is_computed(name)]
     if missing:
         there = f"; its {_several(unread)} has no place in the model" if unread else ""
         cure = _AGAIN if missing != [HEAD] else f"set tie_word_embeddings to true if the embedding is the head, or {_AGAIN}"
         raise InvalidArgument(key, f"{folder} lacks tensor {_several(missing)}, which its config.json asks for{there}; {cure}")
-    for name, shape in wanted.items():
+    for name in (*wanted, *drafts):
         tensor = stored[name]
-        if tensor.shape != shape:
+        if (shape := wanted.get(name, tensor.shape)) != tensor.shape:
             problem = (
                 f"{name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; {_AGAIN}, or correct config.json"
             )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.client.chat import ASSISTANT, ChatTokens, Message, chat_tokens, is_learned
-from tasuki.client.dataset import Row
+from tasuki.client.dataset import Row, prompt_problem
 from tasuki.models.chat_template import ChatTemplate
 from tasuki.models.tokenizer import read_stop_token_ids, read_tokenizer
 from tasuki.models.tool_calls import Call, ToolCallForm, form_of
@@ -42,10 +42,11 @@ class ModelTokenizer:
         if isinstance(prompt, str):
             _refuse_template_fields(fields)
             return self._tokenizer.encode_start(prompt)
+        chat = _checked(prompt)
         template, variables = self._template("prompt", fields)
         variables["add_generation_prompt"] = True
         with field_as_key("messages", "prompt"):
-            messages = template.settle(_checked(prompt), variables)
+            messages = template.settle(chat, variables)
             template.check(messages, variables, field="prompt")
             return self._tokenizer.encode(template.render(messages, variables)).ids
 
@@ -74,6 +75,8 @@ class ModelTokenizer:
         or else finds them by rendering prefixes; refuses templates that do not allow that.
         """
         template, variables = self._template("messages", fields)
+        if problem := prompt_problem(messages):
+            raise InvalidArgument("messages", problem)
         messages = template.settle(messages, variables)
         template.check(messages, variables, field="messages")
         if template.has_marks:
@@ -136,7 +139,7 @@ class ModelTokenizer:
     def _marked(self, template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> ChatTokens:
         text, spans = template.render_marked(messages, variables)
         answers = [message for message in messages if message["role"] == ASSISTANT]
-        if not all(map(is_learned, answers)):
+        if any(message.get("weight") is not None for message in answers):
             if len(spans) != len(answers):
                 problem = (
                     f"the chat template marks {len(spans)} texts of {len(answers)} answers, so weights cannot be told apart"
@@ -170,6 +173,11 @@ class ModelTokenizer:
             if name in _OWN_VARIABLES or name not in template.variables:
                 problem = "is set by tasuki" if name in _OWN_VARIABLES else "is not read by the model's chat template"
                 raise InvalidArgument(f"chat_template_kwargs.{name}", f"{problem}; remove it")
+        for name, value in (fields or {}).items():
+            if value is not None and name in template.variables and name not in (*_OWN_VARIABLES, "documents"):
+                raise InvalidArgument(
+                    name, "is read by the model's chat template; give it in `chat_template_kwargs`, or rename it"
+                )
         documents = (fields or {}).get("documents") if "documents" in template.variables else None
         if documents is not None and not (isinstance(documents, list) and all(isinstance(one, dict) for one in documents)):
             raise InvalidArgument("documents", "must be a list of objects: the model's chat template reads it")
@@ -184,7 +192,9 @@ def _refuse_template_fields(fields: Row | None) -> None:
 
 
 def _checked(prompt: object) -> Sequence[Message]:
-    assert isinstance(prompt, list)
+    problem = prompt_problem(prompt)
+    if problem or not isinstance(prompt, list):
+        raise InvalidArgument("prompt", problem)
     for index, message in enumerate(prompt):
         if message.get("weight"):
             raise InvalidArgument("prompt", f"message {index} has a weight, but nothing of a prompt is trained; remove it")
