@@ -55,6 +55,9 @@ match row["prompt"]:
     case "leaves":
         subprocess.Popen(["sleep", "600"])
         print(2.0)
+    case "leaves a daemon":
+        subprocess.Popen(["sleep", "20"], start_new_session=True)  # it keeps the pipes
+        print(2.5)
     case "floods": print("x" * 5_000_000 + chr(10) + "3.0")
     case "text": print("great")
     case "silent": pass
@@ -241,13 +244,13 @@ def test_an_agent_on_openais_sdk_is_an_episode(pool_of: Callable[..., Episodes])
 
 
 def test_programs_give_rewards_and_fail_alone(pool_of: Callable[..., Episodes]):
-    ways = ["posts", "leaves", "floods", "asks wrongly", "text", "silent", "fails", "hangs"]
+    ways = ["posts", "leaves", "leaves a daemon", "floods", "asks wrongly", "text", "silent", "fails", "hangs"]
     ran = pool_of("ways.py", ways, timeout_s=20.0, on_error="skip")
     failures = {str(one.row["prompt"]): one.failure for one in ran.episodes}
-    assert [failures.pop(way) for way in ways[:4]] == [""] * 4, failures
-    assert ran.scores.rewards.tolist()[:8] == [0.25, 0.25, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0]
+    assert [failures.pop(way) for way in ways[:5]] == [""] * 5, failures
+    assert ran.scores.rewards.tolist()[:10] == [0.25, 0.25, 2.0, 2.0, 2.5, 2.5, 3.0, 3.0, 4.0, 4.0]
     assert [len(one.turns.turns) for one in ran.episodes][:4] == [1, 1, 0, 0]
-    assert np.isnan(ran.scores.rewards[8:]).all()
+    assert np.isnan(ran.scores.rewards[10:]).all()
     assert "no reward: 'great'" in failures["text"]
     assert "no reward: ''" in failures["silent"]
     assert "ended with code 1: no luck" in failures["fails"]

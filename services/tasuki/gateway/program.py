@@ -129,7 +129,10 @@ async def _ran(command: Sequence[str], folder: str, environment: Mapping[str, st
         )
     ended, exit_fd = asyncio.Event(), os.pidfd_open(process.pid)
     loop.add_reader(exit_fd, ended.set)
-    reading = [asyncio.create_task(_last_line(pipe)) for pipe in (process.stdout, process.stderr) if pipe is not None]
+    pipes, output, errors = (process.stdout, process.stderr), bytearray(), bytearray()
+    reading = [
+        asyncio.create_task(_read(pipe, end)) for pipe, end in zip(pipes, (output, errors), strict=True) if pipe is not None
+    ]
     try:
         await ended.wait()
     finally:
@@ -141,18 +144,23 @@ async def _ran(command: Sequence[str], folder: str, environment: Mapping[str, st
         await asyncio.wait(reading, timeout=_READ_S)
         for task in reading:
             task.cancel()
-        output, errors = await asyncio.gather(*reading, return_exceptions=True)
-    return code, output if isinstance(output, str) else "", errors if isinstance(errors, str) else ""
+        await asyncio.gather(*reading, return_exceptions=True)
+    return code, _last_line(output), _last_line(errors)
 
 
-async def _last_line(pipe: IO[bytes]) -> str:
-    stream, kept = asyncio.StreamReader(), b""
+async def _read(pipe: IO[bytes], kept: bytearray) -> None:
+    """Reads until no process has the pipe. What a program has left in another group may have it still: the caller then cancels."""
+    stream = asyncio.StreamReader()
     connect = asyncio.get_running_loop().connect_read_pipe
     transport, _ = await connect(lambda: asyncio.StreamReaderProtocol(stream), pipe)
     try:
         while chunk := await stream.read(_KEPT_BYTES):
-            kept = (kept + chunk)[-_KEPT_BYTES:]
+            kept += chunk
+            del kept[:-_KEPT_BYTES]
     finally:
         transport.close()
+
+
+def _last_line(kept: bytearray) -> str:
     lines = kept.decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
