@@ -26,6 +26,9 @@ from tasuki.wire.address import is_beyond_loopback, split_host_port
 from tasuki.wire.credentials import read_tokens
 from tasuki.wire.errors import InvalidArgument
 
+_KEEP_ALIVE_S = 600
+"""For longer than clients keep an idle connection: one that both use and close at once resets the request."""
+
 
 class _Server(uvicorn.Server):
     @contextmanager
@@ -40,7 +43,13 @@ async def serving(
 ) -> AsyncIterator[None]:
     """cert, key: of TLS."""
     settings = uvicorn.Config(
-        served, log_level="warning", lifespan="off", timeout_graceful_shutdown=1, ssl_certfile=cert, ssl_keyfile=key
+        served,
+        log_level="warning",
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        ssl_certfile=cert,
+        ssl_keyfile=key,
     )
     server = _Server(settings)
     task = asyncio.create_task(server.serve([port]))
