@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
+from tasuki.client.async_client import AsyncClient
 from tasuki.client.episode import Asked, Episode, shown_message
-from tasuki.client.types import FinishReason, Sample, VersionSpan
-from tasuki.gateway.app import Refused
+from tasuki.client.generation import Part
+from tasuki.client.types import FinishReason, Sample, SamplingParams, VersionSpan
+from tasuki.gateway.app import Refused, answering, application, read_reward
 from tasuki.gateway.chat_completions import completion, read_chat, read_messages
 from tasuki.gateway.messages import as_chat_request, as_message
 from tasuki.gateway.rollout import Rollout, stopped
@@ -221,3 +229,38 @@ def test_sessions_are_told_apart_by_their_secrets_and_have_a_limit(tokenizer: Mo
     assert refused.value.status == 503
     sessions.end(made)
     assert sessions.session("one more", "secret").id == "one more"
+
+
+@pytest.mark.parametrize("pieces", [(4,), (0, 4), (1, 0, 3)])
+async def test_an_answer_that_a_changeover_cuts_at_its_last_token_is_whole(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, pieces: Sequence[int]
+):
+    left = list(pieces)
+
+    async def cut(_: AsyncClient, part: Part) -> list[Sample]:
+        assert part.sampling_params.max_new_tokens == sum(left)
+        return [replace(sample([A] * left.pop(0)), finish_reason=FinishReason.CUT)]
+
+    monkeypatch.setattr(AsyncClient, "generate_if_served", cut)
+    rollout = Rollout("unix:nowhere", decode=tokenizer.decode)
+    rollout._serves.set()
+    whole = await rollout.complete(np.array([A], np.int32), SamplingParams(max_new_tokens=4), session_key="s")
+    assert (len(whole.token_ids), whole.finish_reason, list(whole.prompt_token_ids)) == (4, FinishReason.LENGTH, [A])
+
+
+async def test_requests_that_cannot_be_told_or_read_are_refused(tokenizer: ModelTokenizer):
+    async def reward(request: Request) -> Response:
+        return JSONResponse(await read_reward(request))
+
+    sessions = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode), tokenizer, model="m", key="secret")
+    deep = "[" * 700 + "]" * 700
+    call = f'{{"function": {{"name": "f", "arguments": {{"x": {deep}}}}}}}'
+    served = application(sessions, Route("/reward", answering(reward), methods=["POST"]))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://gateway") as http:
+        for path, asked in (
+            ("/v1/chat/completions", r'{"\ud800": 1}'),
+            ("/reward", '{"reward": 1' + "0" * 400 + "}"),
+            ("/v1/chat/completions", f'{{"messages": [{{"role": "assistant", "tool_calls": [{call}]}}]}}'),
+        ):
+            answer = await http.post(path, content=asked, headers={"authorization": "Bearer secret"})
+            assert (answer.status_code, answer.json()["type"]) == (400, "error")

@@ -138,7 +138,10 @@ def checked_reward(reward: object) -> Answer:
     """The answer for what a function returned."""
     if not isinstance(reward, numbers.Real | np.bool_):
         return math.nan, f"returned {type(reward).__name__}, not a number"
-    value = float(reward)
+    try:
+        value = float(reward)
+    except OverflowError:  # of a whole number
+        value = math.inf
     # Rewards are kept in float32.
     if not abs(value) <= float(np.finfo(np.float32).max):
         return math.nan, f"returned {value}, which is not finite"

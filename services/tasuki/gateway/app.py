@@ -152,13 +152,14 @@ def answering(answer: Handler) -> Handler:
             refused = Refused(400, error.message, param=error.metadata.get("field"))
         except TasukiError as error:
             refused = busy(error.message)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             refused = Refused(400, str(error))
         except Refused as error:
             refused = error
         body = {"message": str(refused), "type": refused.kind, "param": refused.param, "code": refused.code}
         headers = {"retry-after": str(_RETRY_AFTER_S)} if refused.status == 503 else None
-        return JSONResponse({"type": "error", "error": body}, refused.status, headers)
+        told = json.dumps({"type": "error", "error": body})  # in ASCII: what was asked may have lone surrogates
+        return Response(told, refused.status, headers, "application/json")
 
     return answered
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.generation import Part
 from tasuki.client.types import FinishReason, Phase, Sample, SamplingParams, VersionSpan
-from tasuki.client.version_spans import continued, merged, spans_of
+from tasuki.client.version_spans import continued, merged, spans_of, unfinished
 from tasuki.wire.errors import NodeDown, PeerUnavailable, TasukiError
 
 _LOOK_EVERY_S = 0.1
@@ -62,11 +62,11 @@ class Rollout:
             sampling.min_new_tokens,
         )
         is_whole_only = sampling.json_schema is not None or any(one is not None for one in penalties)  # of all tokens so far
-        whole: Sample | None = None
-        while whole is None or whole.finish_reason is FinishReason.CUT:
+        whole = unfinished(prompt)
+        while whole.finish_reason is FinishReason.CUT:
             await self._serves.wait()
-            tokens = prompt if whole is None else np.concatenate([prompt, whole.token_ids])
-            left = replace(sampling, max_new_tokens=limit - (0 if whole is None else len(whole.token_ids)))
+            tokens = np.concatenate([prompt, whole.token_ids])
+            left = replace(sampling, max_new_tokens=limit - len(whole.token_ids))
             try:
                 samples = await self._client.generate_if_served(Part(tokens, left, 1, session_key=session_key))
             except PeerUnavailable:
@@ -75,11 +75,10 @@ class Rollout:
                 await asyncio.sleep(_LOOK_EVERY_S)  # the coordinator tells of the end of a phase a moment later
                 continue
             (sample,) = samples
-            if whole is not None:
-                whole = stopped(continued(whole, sample, max_new_tokens=limit), sampling.stop, self._decode)
-            elif not (is_whole_only and sample.finish_reason is FinishReason.CUT):
-                whole = sample
-        return replace(whole, prompt_token_ids=prompt)
+            joined = continued(whole, sample, max_new_tokens=limit)
+            if not (is_whole_only and joined.finish_reason is FinishReason.CUT):
+                whole = stopped(joined, sampling.stop, self._decode) if len(whole.token_ids) else joined
+        return whole
 
     async def _follow(self) -> None:
         while True:
