@@ -64,7 +64,10 @@ match row["prompt"]:
     case "fails": sys.exit("no luck")
     case "hangs": time.sleep(600)
     case "asks wrongly":
+        deep = []
+        for _ in range(700): deep = [deep]
         for call in (lambda: chat(n=0), lambda: chat(response_format={"type": "json_schema", "json_schema": {"schema": {}}}),
+                     lambda: chat(messages=[{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": deep}}}]}]),
                      lambda: post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {}, key="other")):
             try: call()
             except urllib.error.HTTPError as error: print(error.code)

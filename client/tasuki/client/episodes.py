@@ -298,7 +298,7 @@ class EpisodePool:
         except InvalidArgument as error:
             self._send(batch, episode, number, {"error": error.message})
             return
-        except (TypeError, ValueError, OverflowError) as error:  # arguments have no types
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # arguments have no types
             self._send(batch, episode, number, {"error": f"{kind}: {error}"})
             return
         assert number is not None
