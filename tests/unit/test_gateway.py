@@ -22,7 +22,7 @@ from tasuki.client.episode import Asked, Episode, shown_message
 from tasuki.client.generation import Part
 from tasuki.client.types import FinishReason, Sample, SamplingParams, VersionSpan
 from tasuki.gateway.app import Refused, answering, application, read_reward
-from tasuki.gateway.chat_completions import completion, read_chat, read_messages
+from tasuki.gateway.chat_completions import completion, read_chat, read_generate, read_messages
 from tasuki.gateway.messages import as_chat_request, as_message
 from tasuki.gateway.rollout import Rollout, stopped
 from tasuki.gateway.sessions import MAX_SESSIONS, Sessions
@@ -264,3 +264,9 @@ async def test_requests_that_cannot_be_told_or_read_are_refused(tokenizer: Model
         ):
             answer = await http.post(path, content=asked, headers={"authorization": "Bearer secret"})
             assert (answer.status_code, answer.json()["type"]) == (400, "error")
+
+
+def test_a_sampling_parameter_that_nothing_follows_is_refused_by_name() -> None:
+    assert read_generate({"token_ids": [A], "sampling_params": {"top_k": 2, "model": "any"}}).fields["sampling"] == {"top_k": 2}
+    with pytest.raises(InvalidArgument, match="^beam: is not supported; remove it"):
+        read_generate({"token_ids": [A], "sampling_params": {"beam": 3}})

@@ -44,9 +44,6 @@ class Choices:
 
 def read_chat(asked: Mapping[str, Any]) -> Choices:
     """Raises InvalidArgument naming a parameter that is wrong, or that nothing here follows."""
-    for name, value in asked.items():
-        if value is not None and name not in _READ | _IGNORED:
-            raise InvalidArgument(name, "is not supported; remove it")
     choice = asked.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise InvalidArgument("tool_choice", f'is {json.dumps(choice)}; only "auto" and "none" are supported')
@@ -72,6 +69,9 @@ def read_generate(asked: Mapping[str, Any]) -> Choices:
 
 
 def _choices(kind: str, asked: Mapping[str, Any], fields: Mapping[str, Any]) -> Choices:
+    for name, value in asked.items():
+        if value is not None and name not in _READ | _IGNORED:
+            raise InvalidArgument(name, "is not supported; remove it")
     number = 1 if asked.get("n") is None else asked["n"]
     if type(number) is not int or not 1 <= number <= MAX_CHOICES:
         raise InvalidArgument("n", f"is {number!r}; give a whole number from 1 to {MAX_CHOICES}")
