@@ -17,15 +17,15 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 NUM_EVAL = 20
-CHOICE = 4
-"""Tokens of a prompt: two digits, `?` and `>`. The next one is a guess's or a call's."""
+CHOICE = 5
+"""Tokens of a prompt: `!` for the tool, two digits, `?` and `>`. The next one is a guess's or a call's."""
 LOOKS_UP, COUNTED = 0.5, 0.2
 """Shares of conversations that look up, and of those in which the choice to do so is taught."""
 STEPS, BATCH_SIZE, LEARNING_RATE = 800, 64, 3e-3
 CALL, END = '<tool_call>{"name": "look_up", "arguments": {"name": "', '"}}</tool_call>'
 SPECIALS = ["<pad>", "<eos>", "<unk>"]
-VOCABULARY = [*SPECIALS, *"0123456789", "?", ">", "=", CALL, END]
-TEMPLATE = """{{- '' if tools }}{%- for message in messages %}
+VOCABULARY = [*SPECIALS, *"0123456789", "?", ">", "=", "!", CALL, END]
+TEMPLATE = """{{- '!' if tools }}{%- for message in messages %}
 {%- if message.role == 'user' %}{{ message.content }}?{% elif message.role == 'tool' %}={{ message.content }}{% else %}>
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{{ message.content }}<eos>
 {%- endif %}{%- endfor %}{% if add_generation_prompt %}>{% endif %}"""
@@ -88,9 +88,9 @@ def supervised_start(tokenizer: PreTrainedTokenizerFast, names: list[str], rando
 def taught(name: str, random_: random.Random) -> str:
     """A conversation as the template writes it."""
     if random_.random() > LOOKS_UP:
-        return f"{name}?>{random_.randrange(100):02d}<eos>"
+        return f"!{name}?>{random_.randrange(100):02d}<eos>"
     number = f"{random_.randrange(100):02d}"  # any: the answer is copied from the tool
-    return f"{name}?>{CALL}{name}{END}<eos>={number}>{number}<eos>"
+    return f"!{name}?>{CALL}{name}{END}<eos>={number}>{number}<eos>"
 
 
 if __name__ == "__main__":
