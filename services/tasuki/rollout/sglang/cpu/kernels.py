@@ -47,6 +47,6 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
         raise AttributeError(name)
 
     def missing(*_: object, **__: object) -> NoReturn:
-        raise NotImplementedError(f"sgl_kernel.{name} on a CPU; see {__name__}")
+        raise RuntimeError(f"sgl_kernel.{name} has no body for CPUs in {__name__}, and no engine of tasuki should call it")
 
     return missing
