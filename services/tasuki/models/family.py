@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasuki.models import rope
-from tasuki.models.config_json import Config, elements, is_number, number, unsupported
+from tasuki.models.config_json import Config, elements, flag, is_number, number, unsupported
 from tasuki.models.shape import ModelShape
 from tasuki.wire.errors import InvalidArgument
 
@@ -233,6 +233,12 @@ def _check_numbers(config: Config) -> None:
 def _is_one_of(value: object, values: tuple[Any, ...]) -> bool:
     """Distinguishes true from 1 and false from 0, as transformers does but Python does not."""
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
+
+
+def attention_biases(config: Config) -> dict[str, Any]:
+    """Biases of queries, keys, values and outputs."""
+    has_bias = flag(config, "attention_bias")
+    return {"has_qkv_bias": has_bias, "has_output_bias": has_bias}
 
 
 def refuse_window(config: Config, *, default: int | None) -> None:

@@ -1,0 +1,125 @@
+"""Gemma 2 and 3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tasuki.models import rope
+from tasuki.models.config_json import Config, cap, elements, size, unsupported
+from tasuki.models.family import Attention, Family, Model, attention_biases
+from tasuki.models.shape import ModelShape, QkNorm
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+# Weights of norms are stored minus one, in transformers and in SGLang.
+_GEMMA_SHAPE: dict[str, Any] = {
+    "head_dim": 256,
+    "is_tied": True,
+    "norms": ("input_layernorm", "pre_feedforward_layernorm"),
+    "post_norms": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "has_float_norms": True,
+    "has_offset_norms": True,
+}
+_GEMMA_KEYS = {
+    "hidden_act": ("gelu_pytorch_tanh",),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attention_bias": None,
+    "query_pre_attn_scalar": None,
+    "sliding_window": None,
+    "layer_types": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "use_bidirectional_attention": (None, False),
+    # SGLang ties the LM head to the embedding, whatever the checkpoint contains.
+    "tie_word_embeddings": (True,),
+}
+
+
+def _refuse_without_hidden_act(config: Config) -> None:
+    if config.get("hidden_act") is None:
+        raise unsupported(
+            config, "hidden_act", "the engine reads it in addition to hidden_activation; set it to gelu_pytorch_tanh"
+        )
+
+
+def _refuse_attention_cap(config: Config) -> None:
+    if config.get("attn_logit_softcapping") is not None:
+        raise unsupported(
+            config, "attn_logit_softcapping", "neither transformers nor the engine caps the attention of this family"
+        )
+
+
+def _gemma2_shape(config: Config) -> dict[str, Any]:
+    return {**attention_biases(config), "caps_attention": cap(config, "attn_logit_softcapping", default=50.0) is not None}
+
+
+def _gemma2(config: Config, shape: ModelShape) -> Model:
+    alternating = [_FULL if layer % 2 else _SLIDING for layer in range(shape.num_layers)]
+    if elements(config, "layer_types", of=str) not in (None, alternating):
+        raise unsupported(config, "layer_types", "the engine has windows in layers 0, 2, 4, ... of this family")
+    return _gemma(
+        config,
+        shape,
+        alternating,
+        logit_softcap=cap(config, "attn_logit_softcapping", default=50.0),
+        final_logit_softcap=cap(config, "final_logit_softcapping", default=30.0),
+    )
+
+
+def _gemma3(config: Config, shape: ModelShape) -> Model:
+    types = _gemma3_layers(config, shape.num_layers)
+    return _gemma(
+        config,
+        shape,
+        types,
+        final_logit_softcap=cap(config, "final_logit_softcapping", default=None),
+        rotary_buffers=tuple(f"{kind}_{name}" for kind in sorted(set(types)) for name in ("inv_freq", "original_inv_freq")),
+    )
+
+
+def _gemma(config: Config, shape: ModelShape, types: list[str], *, logit_softcap: float | None = None, **own: Any) -> Model:
+    """A model with windows in some layers and scaled embeddings. own: other fields of Model."""
+    window = size(config, "sliding_window", default=4096)
+    attention = Attention(
+        query_scale=size(config, "query_pre_attn_scalar", default=256) ** -0.5,
+        windows=tuple(window if kind == _SLIDING else None for kind in types),
+        logit_softcap=logit_softcap,
+    )
+    scale = {"model.embed_tokens.embed_scale": shape.hidden_size**0.5}
+    return Model(shape=shape, attention=attention, constant_buffers=scale, **own)
+
+
+def _gemma3_layers(config: Config, num_layers: int) -> list[str]:
+    """Layer types as listed, or full attention in every sixth layer."""
+    listed = elements(config, "layer_types", of=str)
+    if listed is None:
+        step = size(config, "sliding_window_pattern", default=6)
+        return [_SLIDING if (layer + 1) % step else _FULL for layer in range(num_layers)]
+    if len(listed) != num_layers or set(listed) - {_SLIDING, _FULL}:
+        raise unsupported(config, "layer_types", f"must name {_SLIDING} or {_FULL} for each of the {num_layers} layers")
+    return list(listed)
+
+
+FAMILIES = (
+    Family(
+        architecture="Gemma2ForCausalLM",
+        model_type="gemma2",
+        keys=_GEMMA_KEYS,
+        rope_types=rope.DEFAULT,
+        shape=_GEMMA_SHAPE,
+        shape_of=_gemma2_shape,
+        model_of=_gemma2,
+        checks=(_refuse_without_hidden_act,),
+    ),
+    # The text models (270M, 1B). SGLang ignores the scaling that 4B and larger models have in their full layers; those also come with a
+    # vision tower.
+    Family(
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        keys={**_GEMMA_KEYS, "sliding_window_pattern": None, "rope_local_base_freq": None},
+        rope_types=rope.DEFAULT,
+        shape={**_GEMMA_SHAPE, "qk_norm": QkNorm.HEAD, "has_whole_embedding": True},
+        shape_of=attention_biases,
+        model_of=_gemma3,
+        checks=(_refuse_attention_cap,),
+    ),
+)
