@@ -1,0 +1,228 @@
+"""A whole node of one family on one GPU: `python -m tools.bench.family_gpu FAMILY ... [--out FOLDER] [--changeovers 20] [--lora RANK]`.
+
+A model with random weights, of a published shape, where needed with fewer layers. First transformers' own module, in bfloat16 and with
+recomputation, makes the forward and backward passes of a step's samples. Then a node of the same model generates a batch (64 x 4,
+256 + 512 tokens), trains three steps on it, and walks through changeovers, each with a short batch and a small training step. Prints the
+gap of rollout's log-probs to the trainer's, tokens a second of both training steps and of generation, the driver's bytes on the GPU by
+phase with their drift, and the planner's. Writes family_gpu.json after each family. --tiny: the tests' small models, on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tasuki.client import Client, Phase
+from tasuki.client.types import Sample, TrainingSample
+from tasuki.config.load import load_config
+from tasuki.node.start import start_node
+from tasuki.planner.choose import plan_node
+from tasuki.planner.node import GB
+from tests.models import CONFIGS, char_tokenizer, save_checkpoint
+from tests.models import make_model as make_tiny
+from tools.bench.changeover_gpu import smallest_gpu, taken_bytes
+from tools.bench.gpus import at_least_one, require_gpus
+from tools.bench.node_load import GPU, TINY, Load
+
+STEPS = 3
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-4b": (
+        "Qwen3Config",
+        {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960, "tie_word_embeddings": True},
+    ),
+    "qwen3.5-4b": (
+        "Qwen3_5Config",
+        {"text_config": {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "num_attention_heads": 16,
+                         "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248_320, "linear_num_value_heads": 32,
+                         "tie_word_embeddings": True, "full_attention_interval": 4},
+         "vision_config": {"depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "out_hidden_size": 2560,
+                           "deepstack_visual_indexes": []},
+         "tie_word_embeddings": True},
+    ),
+    "qwen3-moe-8-layers": (
+        "Qwen3MoeConfig",
+        {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4,
+         "head_dim": 128, "vocab_size": 151_936, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+         "norm_topk_prob": True, "max_position_embeddings": 40_960},
+    ),
+    "glm-4.7-flash-8-layers": (
+        "Glm4MoeLiteConfig", {"num_hidden_layers": 8, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+                              "first_k_dense_replace": 1},
+    ),
+    "gpt-oss-20b-8-layers": ("GptOssConfig", {"num_hidden_layers": 8, "num_local_experts": 32, "swiglu_limit": 7.0}),
+}  # fmt: skip
+
+
+def make_model(family: str, folder: Path, device: str) -> None:
+    """Writes a model folder with random weights."""
+    if device == "cpu":
+        save_checkpoint(make_tiny(family, seed=0), folder)
+        return
+    import transformers
+
+    name, settings = SHAPES[family]
+    config = getattr(transformers, name)(**settings)
+    auto = transformers.AutoModelForImageTextToText if "text_config" in settings else transformers.AutoModelForCausalLM
+    char_tokenizer().save_pretrained(folder)
+    with torch.device(device):
+        auto.from_config(config, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="8GB")
+
+
+def plain_step(folder: Path, rows: list[list[int]], device: str) -> float:
+    """Returns tokens a second of forward and backward passes by transformers' own module, 16 rows of one length at once."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device)
+    model.train()
+    model.gradient_checkpointing_enable()
+    seconds = list[float]()
+    for first in range(0, len(rows), 16):
+        ids = torch.tensor(rows[first : first + 16], device=device)
+        started = time.perf_counter()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - started) / ids.numel())
+    return 1 / statistics.median(seconds)
+
+
+def apart(function: str, *arguments: object) -> str:
+    """Calls a function of this module in a process of its own, which frees the GPU when it ends; returns what it printed."""
+    call = f"from pathlib import *; from tools.bench.family_gpu import *; print(repr({function}({', '.join(map(repr, arguments))})))"
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr[-4000:])
+    return done.stdout.strip().splitlines()[-1]
+
+
+def trained(
+    samples: list[Sample], prompts: list[list[int]], random: np.random.Generator, *, version: int
+) -> list[TrainingSample]:
+    return [
+        TrainingSample(
+            prompt_token_ids=prompts[sample.prompt_index],
+            completion_token_ids=sample.token_ids,
+            rollout_log_probs=sample.rollout_log_probs,
+            advantages=float(random.normal()),
+            policy_version=version,
+        )
+        for sample in samples
+    ]
+
+
+def walk(client: Client, load: Load, result: dict[str, Any], *, changeovers: int) -> None:
+    random = np.random.default_rng(0)
+    prompts = load.questions(random)
+    client.acquire(Phase.ROLLOUT)
+    started = time.perf_counter()
+    samples = client.generate(prompts, load.sampling(load.new_tokens), num_samples=load.group)
+    result["generated_tokens_per_s"] = round(sum(len(each.token_ids) for each in samples) / (time.perf_counter() - started))
+    client.acquire(Phase.TRAIN)
+    batch = trained(samples, prompts, random, version=client.trainer_state().policy_version)
+    scored = client.compute_log_probs(batch)
+    gaps = np.concatenate([np.abs(each.rollout_log_probs - mine) for each, mine in zip(samples, scored, strict=True)])
+    result["gap"] = {"mean": float(gaps.mean()), "p99": float(np.quantile(gaps, 0.99)), "max": float(gaps.max())}
+    tokens = sum(len(each.prompt_token_ids) + len(each.completion_token_ids) for each in batch)
+    rates = list[float]()
+    for _ in range(STEPS):
+        started = time.perf_counter()
+        metrics = client.forward_backward(batch).metrics
+        grad_norm = client.optim_step(learning_rate=1e-6).grad_norm
+        rates.append(tokens / (time.perf_counter() - started))
+        result["metrics"] = {name: round(value, 6) for name, value in (*metrics.items(), ("grad_norm", grad_norm))}
+    result["trained_tokens_per_s"] = [round(rate) for rate in rates]
+    taken: dict[str, list[int]] = {"rollout": [], "train": []}
+    seconds: dict[str, list[float]] = {"rollout": [], "train": []}
+    for _ in range(changeovers):
+        started = time.perf_counter()
+        client.acquire(Phase.ROLLOUT)
+        seconds["rollout"].append(time.perf_counter() - started)
+        few = client.generate(prompts[:4], load.sampling(16))
+        taken["rollout"].append(taken_bytes(load.device))
+        started = time.perf_counter()
+        client.acquire(Phase.TRAIN)
+        seconds["train"].append(time.perf_counter() - started)
+        client.forward_backward(trained(few, prompts, random, version=client.trainer_state().policy_version))
+        client.optim_step(learning_rate=1e-6)
+        taken["train"].append(taken_bytes(load.device))
+    for phase, sizes in taken.items():
+        steady = sizes[2:] or sizes
+        result[f"{phase}_ms"] = round(1000 * statistics.median(seconds[phase]), 1)
+        result[f"{phase}_gb"] = [round(steady[0] / GB, 2), round(steady[-1] / GB, 2), round(max(sizes) / GB, 2)]
+
+
+def one(family: str, load: Load, *, out: Path, changeovers: int, lora: int | None, overrides: list[str]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        apart("make_model", family, folder / "model", load.device)
+        rows = np.random.default_rng(1).integers(3, load.vocab_size, (64, load.prompt_tokens + load.new_tokens)).tolist()
+        (folder / "rows.json").write_text(json.dumps(rows))
+        rate = apart("plain_rate", folder, load.device)
+        result["transformers_tokens_per_s"] = round(float(rate))
+        before = taken_bytes(load.device)
+        file = folder / "node.toml"
+        adapters = f"[trainer.lora]\nrank = {lora}\n" if lora else ""
+        file.write_text(load.config("needed").replace("[train]", adapters + "[train]", 1))
+        config = load_config(file, overrides=overrides)
+        started, told = time.monotonic(), list[str]()
+        node = start_node(config, tell=told.append)
+        result |= {"started_s": round(time.monotonic() - started, 1), "told": told[-4:], "before_gb": round(before / GB, 2)}
+        try:
+            with Client(state_dir=config.state_dir, timeout_s=300) as client:
+                walk(client, load, result, changeovers=changeovers)
+        finally:
+            try:
+                node.stop()
+            finally:
+                shutil.copytree(config.state_dir / "logs", out / f"logs-{family}", dirs_exist_ok=True)
+        audit = [sys.executable, "-m", "tasuki.cli", "audit", str(config.state_dir)]
+        result["audit"] = subprocess.run(audit, capture_output=True, text=True, check=False).returncode
+        if load.device == "cuda":
+            planned = plan_node(load_config(config.state_dir / "node.toml"), gpu_bytes=smallest_gpu(), host_bytes=2000 * GB)
+            result["planned_gb"] = {each.stage: round(each.gpu_bytes / GB, 2) for each in planned.stages}
+    return result
+
+
+def plain_rate(folder: Path, device: str) -> float:
+    return plain_step(folder / "model", json.loads((folder / "rows.json").read_text()), device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="+", choices=(*SHAPES, *CONFIGS), metavar="FAMILY")
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--changeovers", type=at_least_one, default=20)
+    parser.add_argument("--lora", type=at_least_one)
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="a key of the node's configuration")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    load = TINY
+    if not arguments.tiny:
+        require_gpus()
+        load = replace(GPU, gpus=1, group=4)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    for family in arguments.families:
+        results[family] = one(
+            family, load, out=arguments.out, changeovers=arguments.changeovers, lora=arguments.lora, overrides=arguments.set
+        )
+        print(family, json.dumps(results[family], indent=1), flush=True)
+        (arguments.out / "family_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
