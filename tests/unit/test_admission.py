@@ -153,15 +153,6 @@ async def test_service_that_does_not_say_what_it_holds_is_no_reason_to_refuse(
     assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
-async def test_tag_that_has_grown_is_noticed(journal: Journal, services: FakeServices, devices: Devices) -> None:
-    node = make_node(journal, services, devices)
-    await acquire(node, Phase.ROLLOUT)
-    await acquire(node, Phase.TRAIN)
-    devices.cache_bytes = 12 * GB
-    error = await refused(node, Phase.ROLLOUT)
-    assert (error.metadata["stage"], error.metadata["needed_bytes"]) == ("RESUME_KV", str(12 * GB))
-
-
 async def test_published_copy_that_leaves_with_the_trainer_is_taken_again(
     journal: Journal, services: FakeServices, devices: Devices
 ) -> None:
@@ -190,17 +181,6 @@ async def test_tags_that_stay_give_nothing_and_take_nothing(journal: Journal, se
     await acquire(node, Phase.ROLLOUT)
     moved = {Stage.of(event.stage): event.bytes for event in journal.events(journal.changeovers(limit=1)[0].changeover_id)}
     assert (moved[Stage.OFFLOAD], moved[Stage.RESUME_WEIGHTS], moved[Stage.RESUME_KV]) == (4 * GB, 0, 5 * GB)
-
-
-async def test_what_stays_is_in_the_way_of_a_cache_that_has_grown(
-    journal: Journal, services: FakeServices, devices: Devices
-) -> None:
-    devices.staying = frozenset({(Service.TRAINER, MemoryTag.OPTIMIZER)})
-    devices.cache_bytes = 7 * GB
-    node = make_node(journal, services, devices)
-    error = await refused(node, Phase.ROLLOUT)
-    assert error.metadata["stage"] == "RESUME_KV" and "trainer optimizer=4000000000" in error.metadata["held"]
-    assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
 async def test_budget_of_a_cpu_is_shared_by_both_services(journal: Journal, services: FakeServices, devices: Devices) -> None:
@@ -266,22 +246,3 @@ async def test_first_publication_needs_what_the_planner_says_and_later_ones_noth
 
 def replace_budget(config: NodeConfig, num_bytes: int) -> NodeConfig:
     return config.model_copy(update={"memory": MemoryConfig(host_budget_bytes=num_bytes)})
-
-
-async def test_single_stage_is_refused_as_well_and_goes_on_when_there_is_room(
-    journal: Journal, services: FakeServices, devices: Devices
-) -> None:
-    node = make_node(journal, services, devices)
-    devices.foreign_bytes = 3 * GB
-
-    async def run(stage: Stage) -> None:
-        async for _ in node.run_stage(stage, f"{stage} {len(node._operations)}").follow():
-            pass
-
-    await run(Stage.LOAD_WEIGHTS)
-    with pytest.raises(OutOfGpuMemory):
-        await run(Stage.RESUME_WEIGHTS)
-    assert Stage.of(node.state().stage) is Stage.LOAD_WEIGHTS
-    devices.foreign_bytes = 0
-    await run(Stage.RESUME_WEIGHTS)
-    assert Stage.of(node.state().stage) is Stage.RESUME_WEIGHTS

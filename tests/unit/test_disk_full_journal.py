@@ -66,33 +66,6 @@ async def test_one_failed_write_fails_the_changeover_and_the_next_one_succeeds(
             assert [one for one in journal.changeovers(limit=100) if one.status == StageStatus.STARTED.number] == []
 
 
-async def test_while_the_disk_is_full_nothing_is_sent_and_with_room_it_goes_on(disk: TinyDisk) -> None:
-    with closing(Journal(disk.folder / "journal.sqlite")) as journal:
-        journal.begin_epoch("boot-1")
-        services = FakeServices()
-        node = make_node(journal, services)
-        await acquire(node, Phase.ROLLOUT)
-        disk.fill()
-        asked = list(services.asked)
-        for _ in range(40):  # the files' existing pages may have room for a few rows
-            with pytest.raises(DiskFull):
-                for phase in (Phase.TRAIN, Phase.ROLLOUT) * 20:
-                    await acquire(node, phase)
-            if services.asked == asked:
-                break
-            asked = list(services.asked)
-        with pytest.raises(DiskFull, match="journal.sqlite cannot be written"):
-            await acquire(node, Phase.TRAIN if Phase.of(node.state().phase) is Phase.ROLLOUT else Phase.ROLLOUT)
-        assert services.asked == asked
-        disk.free()
-        await acquire(node, Phase.TRAIN)
-        await acquire(node, Phase.ROLLOUT)
-        assert Phase.of(node.state().phase) is Phase.ROLLOUT
-        intents = written(journal)
-        assert [one for one in services.asked if one not in intents] == []
-        assert journal.unresolved() == []
-
-
 def test_journal_on_a_read_only_disk_is_a_clear_error(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "disk", num_kib=512) as disk:
         Journal(disk.folder / "journal.sqlite").close()
