@@ -149,16 +149,3 @@ def test_a_budget_below_the_tags_of_a_stage_does_not_fit(
     assert (problem in printed) is bool(missing_bytes)
     if missing_bytes:
         assert f"Change memory.host_budget_bytes: {budget} -> {peak.tag_bytes}" in printed
-
-
-def test_a_plan_says_what_stays_and_the_seconds_of_each_stage(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (model / "node.toml").write_text(f'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "{model}"\n{TRAIN}')
-    assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [one["gpus"] for one in told["residency"]] == ["GPU 0"] and told["residency"][0]["leaves"] == []
-    assert told["kv_cache"]["tokens"] == 8 * 8 * (512 + 8)
-    assert len(told["expected_seconds"]) == 9
-    assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "GPU 0: keeps trainer weights, gradients, optimizer" in printed and "releases nothing." in printed
-    assert "To ROLLOUT about" in printed and "an estimate: LOAD_WEIGHTS" in printed and "To TRAIN about" in printed

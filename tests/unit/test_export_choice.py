@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from pydantic import ValidationError
 
 from tasuki.config.choices import Choices
 from tasuki.config.gpus import Gpus, gpus_of, show_gpus
-from tasuki.config.load import load_config
-from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import totals
 from tasuki.planner.node import GB, Checkpointing, Node, Part, node_of
@@ -163,18 +160,6 @@ def test_a_gpu_that_the_scheduler_did_not_give_is_refused(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
-def test_devices_survive_the_file(tmp_path: Path) -> None:
-    (tmp_path / "node.toml").write_text(
-        'state_dir = "s"\ndevice = "cuda"\n[model]\npath = "m"\n'
-        f'[trainer]\ndevices = ["{UUIDS[0]}"]\nparam_dtype = "bfloat16"\n[rollout]\ndevices = ["{UUIDS[1]}"]\n'
-    )
-    config = load_config(tmp_path / "node.toml")
-    config.state_dir.mkdir()
-    save_config(config, tmp_path / "saved.toml")
-    assert load_config(tmp_path / "saved.toml") == config
-    assert config.trainer.devices == (UUIDS[0],)
-
-
 # --- the planner
 
 
@@ -211,13 +196,6 @@ def test_published_parameters_need_no_copy_and_stay_or_leave_themselves() -> Non
     assert Part.TRAINER_WEIGHTS in plan(released).stage(Phase.ROLLOUT).host
 
 
-def test_bfloat16_parameters_take_half_of_weights_gradients_and_moments() -> None:
-    tags = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
-    whole, half = (plan(h200s(param_dtype=dtype)).stage(Stage.LOAD_WEIGHTS).gpus[0] for dtype in ("float32", "bfloat16"))
-    for tag in tags:
-        assert half[tag] == pytest.approx(whole[tag] / 2, rel=0.1)
-
-
 def test_memory_that_passes_as_descriptors_is_published_as_them() -> None:
     assert descriptor_problem(torch.device("cpu")) == ""
 
@@ -234,18 +212,6 @@ def test_without_descriptors_a_copy_that_stays_is_published(monkeypatch: pytest.
     assert ExportChoice.of(in_place, choices, rank=0) == ExportChoice(of_parameters=True, stays=False)
     legacy = ExportChoice(of_parameters=False, stays=True, handles="ipc")
     assert ExportChoice.of(in_place, choices, rank=0, handles="ipc") == legacy
-
-
-def test_what_is_published_stays_where_it_fits() -> None:
-    def stays(kv_ratio: float, **trainer: Any) -> bool:
-        settings = {"checkpointing": "full", "micro_batch_tokens": 2048, "num_ranks": 4, **trainer}
-        config = node(
-            trainer=settings, rollout={"kv_ratio": kv_ratio, "context_length": 2048, "tp_size": 4, "max_running_requests": 2048}
-        )
-        return Part.EXPORT in chosen_node(config, MODEL).staying[0]
-
-    assert stays(0.6)
-    assert not stays(0.95)
 
 
 def test_ranks_are_planned_on_the_gpus_that_they_have() -> None:

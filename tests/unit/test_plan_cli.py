@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -77,35 +76,6 @@ def test_a_nodes_configuration_is_planned_unchanged(node: Path, capsys: pytest.C
     assert with_engine["kv_cache"] == planned["kv_cache"]["bytes"] and "kv_cache" not in without
     # 0.5 of the memory beside contexts, weights included.
     assert 38e9 < planned["kv_cache"]["bytes"] < 40e9
-
-
-def test_adapters_of_a_nodes_configuration_take_what_their_layers_say(node: Path, capsys: pytest.CaptureFixture[str]):
-    def parts(*overrides: str) -> tuple[dict[str, int], dict[str, int]]:
-        """Parts of the first GPU's memory, in TRAIN and after LOAD_WEIGHTS."""
-        arguments = [argument for override in overrides for argument in ("--set", override)]
-        assert main(["plan", str(node), "--gpu-gb", "80", "--json", "--set", "device=cpu", *arguments]) == 0
-        stages = {stage["stage"]: stage["gpus"][0] for stage in json.loads(capsys.readouterr().out)["stages"]}
-        return stages["TRAIN"], stages["LOAD_WEIGHTS"]
-
-    # Large enough for differences above one page.
-    larger = CONFIG | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
-    (node.parent / "model" / "config.json").write_text(json.dumps(larger))
-    whole, published_whole = parts()
-    every, published = parts("trainer.lora.rank=64")
-    few, _ = parts("trainer.lora.rank=64", 'trainer.lora.target_modules=["q_proj"]')
-    assert few["optimizer"] < every["optimizer"] < whole["optimizer"]
-    assert few["gradients"] < every["gradients"] < whole["gradients"]
-    # Published within the weights or separately.
-    assert published["export arena"] == published_whole["export arena"]
-    beside_engine, alone = parts("trainer.lora.rank=64", "rollout.lora=adapter")
-    assert alone["export arena"] < published["export arena"] / 4
-    assert beside_engine["rollout weights"] > 0
-
-
-def test_gpus_that_differ_get_a_table_each(node: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", str(node), "--gpu-gb", "80"]) == 0
-    printed = capsys.readouterr().out
-    assert "GPU 0, GB" in printed and "GPU 1, GB" in printed
 
 
 @pytest.mark.parametrize("as_folder", [True, False])
@@ -208,62 +178,6 @@ def test_the_control_group_that_limits_the_host_is_named(
     for device, is_named in (("cpu", True), ("cuda", False)):
         main(["plan", str(node), "--gpu-gb", "80", "--set", f'device="{device}"'])
         assert ("of 1.0 GB that /sys/fs/cgroup/pod/memory.max allows" in capsys.readouterr().out) is is_named
-
-
-SEVEN_B = {
-    "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-    "head_dim": 128, "vocab_size": 152_064, "max_position_embeddings": 32_768,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("settings", "ladder"),
-    [
-        ([], None),
-        (["trainer.moments=host"], [("trainer.moments", "host", "gpu")]),
-        (
-            ["trainer.checkpointing=offloaded", "trainer.micro_batch_tokens=65536"],
-            [("trainer.checkpointing", "offloaded", "attention")],
-        ),
-    ],
-)
-def test_a_host_that_is_short_is_told_which_setting_of_the_node_takes_it(
-    node: Path, settings: list[str], ladder: list[tuple[str, str, str]] | None, capsys: pytest.CaptureFixture[str]
-):
-    (node.parent / "model" / "config.json").write_text(json.dumps(CONFIG | SEVEN_B))
-    layout = ["trainer.num_ranks=8", "rollout.dp_size=2", "rollout.tp_size=4", "rollout.kv_ratio=0.8"]
-
-    def plan(*overrides: str) -> int:
-        sets = [word for each in (*layout, *overrides) for word in ("--set", each)]
-        return main(["plan", str(node), "--gpu-gb", "141", "--host-gb", "60", "--json", *sets])
-
-    assert plan(*settings) == (0 if ladder is None else 1)
-    planned = json.loads(capsys.readouterr().out)
-    assert [(rung["setting"], rung["old"], rung["new"]) for rung in planned["ladder"]] == (ladder or [])
-    if ladder is None:
-        assert planned["max_kv_ratio"] > 0.8, "the ratio counts what stays, which needs no copy on the host"
-        return
-    assert planned["ladder"][-1]["fits"] and "host needs" in planned["problems"][0]
-    changed = [f"{setting}={new}" for setting, _, new in ladder]
-    assert plan(*settings, *changed) == 0
-
-
-def test_cuda_graphs_that_the_engine_does_without_are_not_counted(node: Path, capsys: pytest.CaptureFixture[str]):
-    def plan(*overrides: str) -> dict[str, Any]:
-        main(["plan", str(node), "--gpu-gb", "10", "--json", *(word for each in overrides for word in ("--set", each))])
-        return json.loads(capsys.readouterr().out)
-
-    def graphs(planned: dict[str, Any]) -> int:
-        return next(stage for stage in planned["stages"] if stage["stage"] == "ROLLOUT")["gpus"][0].get("cuda_graph", 0)
-
-    without = plan("rollout.engine.disable_cuda_graph=true")
-    assert graphs(plan()) == graphs(plan("rollout.engine.disable_cuda_graph=false")) > graphs(without) == 0
-    assert without["not_counted"] == []
-
-
-def test_advice_turns_cuda_graphs_off_by_the_engines_argument(node: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", str(node), "--gpu-gb", "4.5", "--set", "rollout.kv_ratio=0.01"]) == 1
-    assert " rollout.engine.disable_cuda_graph: unset -> true: " in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_a_config_json_that_is_no_file_is_named_as_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,6 @@ from tasuki.planner.node import GB, MIB, TAGS, Checkpointing, Node, Part, Strate
 from tasuki.planner.plan import PLAN_STAGES, Plan, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS
 from tasuki.planner.step_bytes import step_moments
-from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import RING, Phase, Stage
 from tests.extent import examples
 from tests.planned import node_with
@@ -213,13 +212,6 @@ def test_ranks_that_share_hold_a_part_of_the_tokens_each():
     assert too_long.gpu_bytes > plan(shared).stage(Phase.TRAIN).gpu_bytes
 
 
-@pytest.mark.parametrize(("num_ranks", "problem"), [(6, "28 attention heads"), (7, "4 key heads")])
-def test_ranks_that_cannot_share_are_told_why(num_ranks: int, problem: str):
-    with pytest.raises(InvalidArgument, match=problem) as refused:
-        node_with(num_ranks=num_ranks, trainer={"sequence_parallel": num_ranks})
-    assert refused.value.metadata["field"] == "trainer.sequence_parallel"
-
-
 def test_a_sample_that_is_too_long_for_one_gpu_is_told_to_share_it():
     rollout = {"context_length": 660_000, "engine": {"max_total_tokens": 660_000}, "kv_ratio": 0.5}
     node = h200s("qwen2.5-7b", checkpointing=Checkpointing.OFFLOADED, trainer={"micro_batch_tokens": 660_000}, rollout=rollout)
@@ -233,14 +225,3 @@ def test_moments_on_the_host_take_nothing_of_a_gpu_in_any_stage():
         assert Part.OPTIMIZER not in after.gpus[0]
         assert before.gpu_bytes - after.gpu_bytes == before.gpus[0].get(Part.OPTIMIZER, 0)
         assert after.host[Part.OPTIMIZER] == pytest.approx(8 * MODELS["qwen2.5-7b"].num_parameters, rel=0.01)
-
-
-def test_every_parameter_of_72b_is_trained_on_eight_gpus_with_moments_on_the_host():
-    def planned(moments: str) -> Plan:
-        trainer = {"micro_batch_tokens": 4096, "checkpointing": "offloaded", "moments": moments}
-        return plan(
-            choose(h200s("qwen2.5-72b", checkpointing=Checkpointing.OFFLOADED, rollout={"tp_size": 8}, trainer=trainer))
-        )
-
-    assert "trainer.moments" in {rung.setting for rung in advise(planned("gpu")).ladder}
-    assert planned("host").fits

@@ -66,14 +66,6 @@ def staying_on(layout: Node, gpu: int = 0) -> frozenset[Part]:
 # --- tags that stay
 
 
-def test_the_base_below_an_engines_adapters_never_moves() -> None:
-    lora = {"trainer": {"lora": {"rank": 8}}}
-    merged, adapter = (
-        expected_seconds(plan(leaving(h200s(node(**lora, rollout={"lora": each}))))) for each in ("merged", "adapter")
-    )
-    assert merged[Stage.RESUME_WEIGHTS] > adapter[Stage.RESUME_WEIGHTS] == adapter[Stage.DRAIN]
-
-
 def test_everything_stays_beside_the_kv_that_a_run_needs() -> None:
     layout = h200s(node(train=TRAIN))
     assert staying_on(layout) == set(RESIDENT)
@@ -141,17 +133,6 @@ def test_what_stays_never_makes_a_plan_fail_that_fits_without(gb: int, tokens: i
         assert plan(layout).stage(stage).gpu_bytes >= plan(released).stage(stage).gpu_bytes
 
 
-@pytest.mark.parametrize("gb", [44, 48, 60])
-def test_what_stays_is_decided_with_the_cache_that_it_leaves_room_for(gb: int) -> None:
-    """Parameters that leave although the engine reads them in place leave it room for a larger cache."""
-    trainer = {"num_ranks": 8, "devices": list(range(8)), "param_dtype": "bfloat16"}
-    trainer |= {"reference_on_host": False}
-    layout = h200s(node(trainer=trainer, rollout={"devices": [0]}), gpu_bytes=gb * GB)
-    assert layout.config.exports_parameters
-    assert plan(leaving(layout)).fits
-    assert plan(layout).fits
-
-
 def test_apart_from_each_other_both_services_keep_everything() -> None:
     config = node(trainer={"devices": ["0", "1"]}, rollout={"devices": ["2"]})
     layout = h200s(config)
@@ -185,13 +166,6 @@ def test_a_base_that_never_changes_costs_no_copy_to_the_host() -> None:
     assert frozen == pytest.approx(2 * MODEL.num_parameters / 2, rel=0.01) and sizes_of(h200s(node())).frozen == 0
     beside = h200s(node(trainer={"lora": {"rank": 32}}, rollout={"lora": "adapter", "tp_size": 2}))
     assert sizes_of(replace(beside, shares_base=True)).frozen == 0, "the engine's base stays"
-
-
-def test_a_base_that_is_copied_one_way_leaves_before_tensors_that_are_copied_both_ways() -> None:
-    size = GB
-    base, masters = (release_seconds(Part.TRAINER_WEIGHTS, size, frozen=frozen) for frozen in (size, 0))
-    assert masters == release_seconds(Part.OPTIMIZER, size, frozen=0) == release_seconds(Part.OPTIMIZER, size, frozen=size)
-    assert masters - base == pytest.approx(1 / 55)
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), [("qwen2.5-32b", 1), ("qwen2.5-72b", 2)])
@@ -259,22 +233,6 @@ def test_a_base_that_ranks_hold_in_different_parts_is_not_shared(
 ) -> None:
     found = unshared_base(replace(MODEL, **changes), num_ranks=num_ranks)
     assert found is None if problem is None else found is not None and found.startswith(problem)
-
-
-def test_a_budget_of_a_cpu_decides_as_a_gpus_memory_does() -> None:
-    def staying(budget: int) -> frozenset[Part]:
-        return staying_on(
-            h200s(node(device="cpu", memory={"host_budget_bytes": budget}, rollout={"engine": {"max_total_tokens": 8192}}))
-        )
-
-    everything = set(RESIDENT) - {Part.TORCH_CACHE}
-    layout = h200s(node(device="cpu", rollout={"engine": {"max_total_tokens": 8192}}))
-    assert staying_on(layout) == everything
-    of_tags = max(
-        sum(size for parts in stage.gpus for part, size in parts.items() if part in everything) for stage in plan(layout).stages
-    )
-    assert staying(of_tags) == everything
-    assert staying(of_tags - 1) < everything
 
 
 # --- the file
