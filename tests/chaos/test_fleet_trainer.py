@@ -60,26 +60,3 @@ async def test_two_nodes_of_two_ranks_learn_as_one_rank(tmp_path: Path, model: P
                 assert scores[0] == scores[1]
     finally:
         alone.stop()
-
-
-async def test_three_nodes_go_on_from_the_checkpoint_of_two(tmp_path: Path, model: Path) -> None:
-    alone = start_trainer(tmp_path / "alone", model, num_ranks=1, settings=SETTINGS)
-    try:
-        with nodes_of(tmp_path / "two", model, num_nodes=2, settings=SETTINGS) as nodes:
-            async with fleet_of(nodes, model) as fleet:
-                await fleet.forward_backward(samples_of(0))
-                await fleet.optim_step()
-                await fleet.save(tmp_path / "checkpoint")
-        alone.wait_until_serving()
-        with nodes_of(tmp_path / "three", model, num_nodes=3, settings=SETTINGS) as nodes:
-            async with fleet_of(nodes, model) as fleet, connect(alone) as channel:
-                one = TrainerClient(channel)
-                await fleet.load(tmp_path / "checkpoint")
-                await one.load(tmp_path / "checkpoint")
-                for step in range(1, 5):
-                    expected, got = await one.forward_backward(samples_of(step)), await fleet.forward_backward(samples_of(step))
-                    assert got.loss == pytest.approx(expected.loss, abs=1e-5)
-                    await one.optim_step()
-                    await fleet.optim_step()
-    finally:
-        alone.stop()

@@ -7,7 +7,6 @@ import json
 import random
 import shutil
 import socket
-import ssl
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -119,21 +118,6 @@ def wait_for(holds) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_beyond_loopback_it_asks_for_a_certificate_with_a_role(tmp_path: Path) -> None:
-    folder = make_certs(tmp_path / "certs")
-    roles = folder / "roles.toml"
-    roles.write_text('[certificates]\n"spiffe://tasuki.lab/tasuki/viewer" = "viewer"\n')
-    config = port_config(tmp_path, *mtls(folder), f"security.callers={roles}")
-    with served(RECORDED, config=config, host="0.0.0.0") as server:
-        assert server.url == f"https://localhost:{server.server_address[1]}/", "the certificate has no name of this machine"
-        assert get(server, "/api/run", tls=tls_of(folder, "viewer"))[0] == 200
-        assert get(server, "/api/run", tls=tls_of(folder, "operator"))[0] == 403
-        with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):
-            get(server, "/api/run", tls=tls_of(folder))
-        with pytest.raises((ConnectionError, http.client.HTTPException)):
-            get(server, "/api/run")
 
 
 def test_beyond_loopback_the_nodes_tokens_let_in(tmp_path: Path) -> None:

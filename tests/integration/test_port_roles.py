@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
 import pytest
 
-from tasuki.cli import certs
-from tasuki.client import Credentials
 from tasuki.config.schema import CallerRole
 from tasuki.rpc.methods import METHODS, Method, standard_methods
 from tasuki.wire.channel import CLIENT_OPTIONS, open_channel
@@ -19,8 +14,6 @@ from tests.integration.port_node import (
     ROLES,
     SERVICES,
     PortNode,
-    admit_tokens,
-    certificate,
     make_certs,
     make_tokens,
     mtls,
@@ -96,47 +89,3 @@ async def test_nobody_may_call_anything_without_a_good_token(tmp_path: Path, hea
             async with grpc.aio.insecure_channel(node.port_of(service), options=CLIENT_OPTIONS) as channel:
                 for path in (path for path in ALL if service_of(path) == service):
                     assert await code_of(channel, path, metadata=metadata) is grpc.StatusCode.UNAUTHENTICATED, path
-
-
-def removed_certificate(folder: Path) -> Credentials:
-    (folder / "roles.toml").write_text("# nobody\n")
-    return certificate(folder, "peer")
-
-
-def removed_token(folder: Path) -> Credentials:
-    admit_tokens(folder, peer="0" * 64)
-    return Credentials(ca=folder / "ca.pem", token_file=folder / "peer.token")
-
-
-def certificate_of(authority: certs.Authority, folder: Path, *, hours: int = 1) -> Credentials:
-    until = datetime.now(UTC) + timedelta(hours=hours)
-    certs.write_pair(folder, "bad", *certs.issue(authority, "x", spiffe_id="spiffe://tasuki.lab/tasuki/peer", until=until))
-    return certificate(folder, "bad")
-
-
-STRANGERS: dict[str, tuple[Callable[[Path], Credentials], grpc.StatusCode]] = {
-    "expired certificate": (lambda folder: certificate_of(certs.read_authority(folder), folder, hours=-1), UNAVAILABLE),
-    "foreign certificate": (lambda folder: certificate_of(certs.make_authority(), folder), UNAVAILABLE),
-    "certificate of the node": (lambda folder: certificate(folder, "node"), UNAVAILABLE),
-    "certificate that was removed": (removed_certificate, DENIED),
-    "token that was removed and is replayed": (removed_token, grpc.StatusCode.UNAUTHENTICATED),
-}
-"""Credentials of a former or false peer, and the code with which every method answers; without a connection there is none."""
-
-
-@pytest.mark.parametrize("who", STRANGERS)
-async def test_strangers_and_former_peers_may_call_nothing(tmp_path: Path, who: str) -> None:
-    credentials_of, code = STRANGERS[who]
-    folder = make_tokens(make_certs(tmp_path / "certs"))
-    lines = [f'"spiffe://tasuki.lab/tasuki/{role}" = "{role}"\n' for role in ROLES]
-    (folder / "roles.toml").write_text("".join(["[certificates]\n", *lines]))
-    security = (
-        [*mtls(folder)[:2], *tokens(folder)] if "token" in who else [*mtls(folder), f"security.callers={folder}/roles.toml"]
-    )
-    async with port_node(port_config(tmp_path, *security), folder) as node:
-        assert await denied(node, "peer") == above("peer")
-        shown = credentials_of(folder)
-        for service in SERVICES:
-            async with open_channel(node.port_of(service), credentials=shown) as channel:
-                calls = [code_of(channel, path) for path in ALL if service_of(path) == service]
-                assert calls and set(await asyncio.gather(*calls)) == {code}

@@ -115,11 +115,6 @@ async def test_a_header_that_is_not_utf8_is_not_logged(
     )
 
 
-async def serve_odd_headers(folder: Path, port: int) -> None:
-    async with serving(folder, port):
-        await send(port, b"/tasuki.v1.MetricsService/GetMetrics", {b"grpc-timeout": b"x", b"grpc-encoding": b"x"})
-
-
 def run_apart(function: str, folder: Path, port: int) -> str:
     """Runs a function of this module in another process, as a service; returns its stderr."""
     program = (
@@ -133,10 +128,6 @@ def run_apart(function: str, folder: Path, port: int) -> str:
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stderr
-
-
-def test_a_header_that_grpc_cannot_parse_is_not_logged(tmp_path: Path, unused_tcp_port: int) -> None:
-    assert "Error parsing" not in run_apart("serve_odd_headers", tmp_path, unused_tcp_port)
 
 
 async def serve_until_a_path_ends_it(folder: Path, port: int) -> None:

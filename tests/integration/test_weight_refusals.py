@@ -21,7 +21,7 @@ from tasuki.weights.copy_box import Box
 from tasuki.weights.export import WeightExport
 from tasuki.weights.fd_socket import FdServer
 from tasuki.weights.shards import Shard
-from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder
+from tasuki.wire.errors import TasukiError, VersionOrder
 from tests.integration.awkward_model import AwkwardModel, Trainer, receive, trainer
 from tests.slices import part_of
 
@@ -120,27 +120,6 @@ def exported(folder: Path, boxes: Sequence[Box]) -> Iterator[weights_pb2.Publish
             export.publish(0)
             published.handles.append(export.handle())
         yield published
-
-
-@pytest.mark.parametrize(
-    ("boxes", "message"),
-    [
-        ([Box((0, 0), (3, 4)), Box((2, 1), (4, 2))], "plain: [2:3, 1:3] of shape (6, 4) is published by two trainer ranks"),
-        ([Box((0, 0), (3, 4)), Box((3, 0), (3, 3))], "plain: [3:6, 3:4] of shape (6, 4) is not published by any trainer rank"),
-    ],
-)
-def test_slices_that_do_not_make_up_their_tensor_are_refused_by_name(boxes: list[Box], message: str, tmp_path: Path) -> None:
-    with exported(tmp_path, boxes) as published:
-        error = refusal(WeightReceiver(AwkwardModel()), published)
-    assert isinstance(error, BadHandle) and str(error) == message
-    assert error.metadata["tensor"] == "plain"
-
-
-def test_a_slice_outside_its_tensor_is_refused_by_name(tmp_path: Path) -> None:
-    bad = replace(GOOD, entries=(replace(GOOD.entries[0], offsets=(2**64 - 1, 0)),))
-    weights = published_by(tmp_path, manifest.to_proto(bad).SerializeToString(), digest=bad.digest())
-    error = refusal(WeightReceiver(AwkwardModel()), weights)
-    assert isinstance(error, BadHandle) and error.metadata["tensor"] == "plain"
 
 
 @pytest.mark.parametrize(

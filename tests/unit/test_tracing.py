@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -20,9 +19,8 @@ from tasuki.rpc.logs import check_telemetry
 from tasuki.wire.credentials import read_headers
 from tasuki.wire.errors import InvalidArgument, NotInstalled, StageOrder
 from tasuki.wire.extras import install_extras
-from tasuki.wire.otel import SpanSender, schedule_delay_s
+from tasuki.wire.otel import SpanSender
 from tasuki.wire.tracing import NO_TRACER, SpanKind, annotate, current_span, open_tracer, spanning
-from tests.conftest import ENVIRONMENT
 from tests.integration.port_node import write_secret
 from tests.limits import limit_s
 from tests.otlp import receiving
@@ -61,14 +59,6 @@ def wait_for(sender: SpanSender, outcome: str, number: int) -> None:
     while sender.counts[outcome] < number:
         assert time.monotonic() < deadline, sender.counts
         time.sleep(0.02)
-
-
-def test_nothing_of_opentelemetry_is_imported_when_tracing_is_off() -> None:
-    program = (
-        f"import sys, {', '.join(PROCESSES)}\nfrom tasuki.wire.tracing import open_tracer\nopen_tracer(None, service='x')\n"
-        "sys.exit(any(name.partition('.')[0] == 'opentelemetry' for name in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=False, timeout=60).returncode == 0
 
 
 def test_without_an_endpoint_a_span_does_nothing() -> None:
@@ -170,23 +160,6 @@ def test_spans_leave_as_often_as_the_sdks_variable_says(monkeypatch: pytest.Monk
             receiver.one(name)
         assert time.monotonic() - started < limit_s(2)
         tracer.close()
-
-
-@pytest.mark.parametrize("given", [None, "", "0", "-5", "nan", "inf", "1.5", "often"])
-def test_a_delay_that_is_no_positive_integer_counts_as_unset(given: str | None) -> None:
-    assert schedule_delay_s(given) == 5.0
-    assert schedule_delay_s("9" * 30) == 3600.0
-
-
-def test_a_full_batch_leaves_at_once_and_the_rest_at_the_end() -> None:
-    exporter = Exporter()
-    exporter.go.set()
-    sender = SpanSender(exporter, every_s=3600)
-    end_spans(sender, 257)
-    wait_for(sender, "sent", 256)
-    sender.shutdown()
-    assert sender.counts["sent"] == 257
-    assert exporter.num_exports <= 2
 
 
 def test_a_full_queue_drops_and_counts_and_nobody_waits() -> None:
