@@ -1,4 +1,4 @@
-"""Trainers over nodes, the slower cases: adapters, a critic, three nodes from two nodes' checkpoint, two network namespaces."""
+"""Trainers over nodes, the slower cases: adapters, a critic, experts."""
 
 from __future__ import annotations
 

@@ -14,38 +14,13 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ENVIRONMENT, RunningNode, assert_clean_audit, started_node
-from tests.extent import only_whole
+from tests.conftest import ENVIRONMENT, RunningNode
 
 pytestmark = pytest.mark.timeout(240)
 NUM_STEPS = 8
 LIMIT_S = 120.0
 REWARD = "def odd(prompt, completion, **fields):\n    return float(len(set(completion)) % 2)\n"
 Train = Callable[..., "subprocess.Popen[str]"]
-KILLED_IN = 4
-# Ends `tasuki train` before a step's line is written, once the changeover that follows the step is in the journal.
-KILLED = f"""
-import os, signal, sqlite3, sys, time
-from tasuki.cli.__main__ import main
-from tasuki.runs.folder import MetricsFile
-
-journal, write, num_expected = sqlite3.connect(sys.argv.pop(1)), MetricsFile.report, [0]
-
-def report(self, step):
-    while step.step == {KILLED_IN} and changeovers() == num_expected[0]:
-        time.sleep(0.001)
-    if step.step == {KILLED_IN}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(self, step)
-    if step.step == {KILLED_IN - 1}:  # was saved, so that none has been begun
-        num_expected[0] = changeovers() + 1
-
-def changeovers():
-    return journal.execute("SELECT count(*) FROM changeovers WHERE target = 'ROLLOUT'").fetchone()[0]
-
-MetricsFile.report = report
-sys.exit(main())
-"""
 
 
 def training(
@@ -92,26 +67,6 @@ def test_a_killed_client_is_resumed_without_a_step_lost_or_told_twice(train: Tra
         assert later["policy_version"] == step["policy_version"] + step["num_policy_steps"]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["policy_version"] == steps[-1]["policy_version"]
-
-
-@only_whole
-@pytest.mark.long
-def test_a_client_killed_while_the_next_changeover_runs_is_resumed_with_the_same_figures(task: Path) -> None:
-    """The killed client's step was made but has no line. Two nodes are needed, because versions only grow."""
-    with started_node() as node, training(node, task, output="undisturbed") as done:
-        text, _ = done.communicate(timeout=LIMIT_S)
-    assert done.returncode == 0, text
-    with started_node() as node:
-        with training(node, task, program=("-c", KILLED, str(node.state_dir / "journal.sqlite"))) as killed:
-            text, _ = killed.communicate(timeout=LIMIT_S)
-        assert killed.returncode == -signal.SIGKILL, text
-        with training(node, task, "--resume") as resumed:
-            text, _ = resumed.communicate(timeout=LIMIT_S)
-        assert resumed.returncode == 0, text
-        assert_clean_audit(node.state_dir)
-    assert "resuming from the node's own policy version" in text
-    assert len(figures(task / "run")) == NUM_STEPS + 1
-    assert figures(task / "run") == figures(task / "undisturbed")
 
 
 def figures(output: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,6 @@ from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub, add_TrainerServiceSer
 from tasuki.v1.types_pb2 import ROLE_POLICY, ROLE_REFERENCE, CommandId, TrainingSample
 from tasuki.wire.errors import (
     DiskFull,
-    InternalError,
     InvalidArgument,
     NoGradients,
     PathExists,
@@ -243,15 +242,6 @@ async def test_a_repeat_at_another_life_of_the_fleet_gets_the_nodes_first_answer
             error = await refused(other.OptimStep(step("another"), timeout=TIMEOUT_S))
             assert isinstance(error, StaleEpoch)
         assert [node.policy_version for node in nodes] == [1, 1]
-
-
-async def test_half_a_batch_is_never_stepped(folder: Path) -> None:
-    async with front(folder) as (nodes, stub, _):
-        nodes[1].refuses["ForwardBackward"] = InternalError("out of memory")
-        error = await refused(forward_backward(stub, samples([1, 1])))
-        assert isinstance(error, InternalError) and error.metadata["node_rank"] == "1"
-        assert not any(node.pending for node in nodes)
-        assert isinstance(await refused(stub.OptimStep(step(), timeout=TIMEOUT_S)), NoGradients)
 
 
 async def test_versions_that_differ_are_an_error(folder: Path) -> None:

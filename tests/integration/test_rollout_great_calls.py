@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from tasuki.config.paths import pulse_dir
 from tasuki.rpc.heartbeat import read_pulse
 from tasuki.rpc.metric_names import QUEUED_REQUESTS
-from tasuki.v1 import types_pb2
 from tests.integration.rollout_process import RolloutClient, RolloutProcess, TestTrainer, generate_request
 from tests.limits import limit_s
 
@@ -76,16 +75,3 @@ async def test_the_greatest_call_stops_neither_the_pulse_nor_others_and_is_given
     await rollout.wake(trainer.publish(6))
     (after,) = await rollout.generate([[5]], max_new_tokens=1)
     assert (after.policy_version, (await rollout.state()).is_poisoned) == (6, False)
-
-
-async def test_a_drain_cuts_what_the_engine_has_not_got_yet(rollout: RolloutClient, trainer: TestTrainer) -> None:
-    await rollout.wake(trainer.publish(6))
-    running = asyncio.ensure_future(rollout.generate([[5, 6]], num_samples=5000, max_new_tokens=250, ignore_eos=True))
-    while (await rollout.state()).num_running < 5000:
-        await asyncio.sleep(0.01)
-    assert await queued(rollout) > 3000  # of which the scheduler has a few hundred
-    drained = await rollout.drain(grace_ms=0)
-    samples = await running
-    assert (drained.num_finished, drained.num_cut) == (0, 5000)
-    assert {sample.finish_reason for sample in samples} == {types_pb2.FINISH_REASON_CUT}
-    assert sorted(sample.sample_index for sample in samples) == list(range(5000))

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,35 +61,6 @@ def test_resident_memory_falls_by_the_tags_bytes_and_comes_back_at_the_same_addr
     assert resident_bytes() >= awake - 0.05 * 64 * MIB
 
 
-def test_pause_and_resume_twice_count_zero_bytes(weights):
-    block = filled(weights, MIB)
-    assert resume([weights]) == 0
-    assert pause([weights]) == MIB
-    assert pause([weights]) == 0
-    assert resume([weights, weights]) == MIB
-    assert resume([weights]) == 0
-    assert bytes(block[:2]) == b"\0\0"
-
-
-def test_kept_content_survives_and_its_host_copy_is_taken_once(weights):
-    weights.set_policy(Keep.CONTENT)
-    block = filled(weights, 3 * MIB, 9)
-    for _ in range(3):
-        pause([weights])
-        resume([weights])
-        assert set(bytes(block)) == {9}
-    assert weights.usage().host_copy_bytes == 16 * MIB
-
-
-def test_kept_chunks_survive_and_give_nothing_back(weights):
-    weights.set_policy(Keep.CHUNKS)
-    block = filled(weights, 3 * MIB, 9)
-    assert pause([weights]) == 0
-    assert (weights.usage().kept_bytes, weights.usage().mapped_bytes) == (3 * MIB, 0)
-    assert resume([weights]) == 3 * MIB
-    assert set(bytes(block)) == {9}
-
-
 def test_resume_without_room_is_refused_with_the_numbers_and_every_arena_stays_asleep(weights, host_budget):
     kv_cache = Arena("kv_cache", device="cpu", min_chunk_bytes=MIB)
     blocks = [filled(weights, 16 * MIB), filled(kv_cache, 32 * MIB)]
@@ -109,14 +79,6 @@ def test_resume_without_room_is_refused_with_the_numbers_and_every_arena_stays_a
     del blocks
     gc.collect()
     kv_cache.close()
-
-
-def test_allocating_without_room_is_refused_and_leaves_the_arena_usable(weights, host_budget):
-    host_budget(8 * MIB)
-    with pytest.raises(OutOfGpuMemory, match="weights"):
-        weights.allocate(9 * MIB)
-    assert weights.usage().mapped_bytes == 0
-    filled(weights, 8 * MIB)
 
 
 def test_a_foreign_or_twice_freed_address_is_refused(weights):
@@ -139,25 +101,6 @@ def measured():
     return num_open_fds(), Path("/proc/self/maps").read_text().count("\n"), native.totals()
 
 
-def test_300_cycles_leave_descriptors_mappings_and_pages_flat(weights):
-    weights.set_policy(Keep.CONTENT)
-    block = filled(weights, 4 * MIB)
-
-    def cycle(mark: int) -> None:
-        pause([weights])
-        resume([weights])
-        block[0] = bytes([mark % 256])
-
-    for mark in range(5):  # one-time allocations
-        cycle(mark)
-    before, resident = measured(), resident_bytes()
-    for mark in range(5, 305):
-        cycle(mark)
-    assert measured() == before
-    assert resident_bytes() < resident + 2 * MIB
-    assert (block[0], block[1]) == (bytes([304 % 256]), b"\x07")
-
-
 def test_an_asynchronous_resume_ends_in_wait(weights):
     weights.set_policy(Keep.CONTENT)
     block = filled(weights, 2 * MIB, 5)
@@ -168,26 +111,6 @@ def test_an_asynchronous_resume_ends_in_wait(weights):
     assert set(bytes(block)) == {5}
     with pytest.raises(InternalError, match="taken already"):
         transfer.wait()
-
-
-def test_threads_may_allocate_while_others_pause(weights):
-    block = filled(weights, 2 * MIB)
-    other = Arena("gradients", device="cpu", min_chunk_bytes=MIB)
-
-    def allocate():
-        for size in range(1, 200):
-            other.free(other.allocate(size * 1000))
-
-    with ThreadPoolExecutor(2) as pool:
-        threads = [pool.submit(allocate) for _ in range(2)]
-        for _ in range(50):
-            pause([weights])
-            resume([weights])
-        for thread in threads:
-            thread.result()
-    assert other.usage().num_blocks == 0
-    other.close()
-    del block
 
 
 def test_an_import_of_what_is_no_chunk_is_a_bad_handle():

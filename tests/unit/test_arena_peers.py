@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.memory import arena as native
-from tasuki.memory.arena import Arena, Keep
+from tasuki.memory.arena import Arena
 from tasuki.memory.shared_chunks import Export
 from tests.arenas import pause, resume
 
@@ -133,30 +133,3 @@ def test_what_a_peer_holds_is_not_counted_as_given_back(weights, peers):
     await_shared_bytes_below(awake - HELD // 2)
     resume([weights])
     assert block[0] == b"\0"
-
-
-def test_a_peer_killed_while_holding_leaves_nothing_behind(weights, peers):
-    block = filled(weights, HELD, 4)
-    export = Export(weights)
-    peer = peers(export)
-    assert peer.ask("read 5") == "4"
-    awake = host_shared_bytes()
-    peer.kill()
-    export.close()
-    assert block[5] == b"\x04"
-    assert pause([weights]) == HELD
-    await_shared_bytes_below(awake - HELD // 2)
-    resume([weights])
-
-
-def test_kept_chunks_stay_valid_for_a_peer_over_a_pause(weights, peers):
-    weights.set_policy(Keep.CHUNKS)
-    block = filled(weights, MIB, 4)
-    export = Export(weights)
-    peer = peers(export)
-    pause([weights])
-    resume([weights])
-    block[0] = b"\x06"
-    assert peer.ask("read 0") == "6"
-    peer.kill()
-    export.close()

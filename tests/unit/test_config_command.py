@@ -69,8 +69,3 @@ def test_every_key_has_its_origin_and_the_text_reads_back(
 def test_settings_without_effect_are_told_and_taken(file: Path, overrides: list[str], keys: list[str]) -> None:
     told = without_effect(load_config(file, overrides=overrides))
     assert [problem.partition(" = ")[0] for problem in told] == keys
-
-
-def test_a_command_warns_of_them(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", str(file), "--set", "train.eval_every=4"]) == 0
-    assert "tasuki: warning: train.eval_every = 4 has no effect" in capsys.readouterr().err

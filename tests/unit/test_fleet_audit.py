@@ -92,25 +92,6 @@ def test_the_command_audits_the_fleets_journal_beside_the_nodes(
     assert "on node 0 a decision first, according to the fleet" in told
 
 
-def test_weights_that_differ_are_named_by_node_and_place_and_served_by_nobody(tmp_path: Path) -> None:
-    async def work() -> None:
-        fleet = SimulatedFleet(tmp_path, num_nodes=3)
-        assert fleet.nodes[2].rollout is not None
-        assert await fleet.acquire(Phase.TRAIN, "first") is None
-        fleet.nodes[2].rollout.weather.differs = 1
-        error = await fleet.acquire(Phase.ROLLOUT, "r")
-        assert isinstance(error, WeightsDiffer)
-        assert error.metadata == {"nodes": "2", "tensors": "1"}
-        assert fleet.serving() == set()
-        assert Phase.of(fleet.fleet.state().phase) is Phase.TRAIN
-        assert await fleet.acquire(Phase.ROLLOUT, "again") is None
-        assert fleet.serving() == {(0, 0)}
-        await fleet.close()
-
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(work())
-
-
 def test_a_node_that_cannot_follow_the_decision_ends_the_fleet(tmp_path: Path) -> None:
     async def work() -> None:
         fleet = SimulatedFleet(tmp_path, num_nodes=2, patience_s=5.0)

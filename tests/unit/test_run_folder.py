@@ -11,19 +11,15 @@ import pytest
 
 from tasuki.cli.progress import ProgressDisplay
 from tasuki.cli.train import StepLines, step_line
-from tasuki.client import sft_loop
-from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import newest_checkpoint
 from tasuki.client.progress import Progress
 from tasuki.client.step import Step
-from tasuki.config.train_schema import SftConfig
 from tasuki.runs.folder import MetricsFile, changeovers_of, read_steps, summarize, write_summary
-from tasuki.runs.sft_training import draw_sft_curve, summarize_sft
+from tasuki.runs.sft_training import summarize_sft
 from tasuki.runs.training import SaveRequest
 from tasuki.wire.errors import DiskFull, InvalidArgument
 from tests.tiny_disk import limited_files
 from tests.unit.loop_node import LoopClient, loop_of, train_config
-from tests.unit.test_sft_loop import SAMPLES, SftClient
 
 STEPS = [
     Step(0, policy_version=0, num_policy_steps=1, metrics={"loss": 3.0, "num_tokens": 10, "eval/loss": 3.5}),
@@ -90,15 +86,6 @@ def test_the_step_after_the_signal_is_saved_and_the_run_ends(tmp_path: Path, req
     assert [step.step for step in steps] == [0, 1, 2]
     found = newest_checkpoint(tmp_path / "checkpoints")
     assert found is not None and found[1].step.step == 2
-
-
-def test_a_supervised_run_too(tmp_path: Path, request_to_save: SaveRequest) -> None:
-    settings = SftConfig(dataset=tmp_path, samples_per_step=2, output_dir=tmp_path)
-    client, steps = SftClient(), list[Step]()
-    loop = sft_loop.SftLoop(client, Dataset(SAMPLES, seed=1), [], settings, 9, request_to_save.save_now)
-    with pytest.raises(KeyboardInterrupt):
-        loop.run(_reporting(request_to_save, steps))
-    assert [step.step for step in steps] == [0, 1, 2] and len(client.of("save")) == 1
 
 
 def test_without_a_signal_nothing_is_saved(tmp_path: Path, request_to_save: SaveRequest) -> None:
@@ -198,8 +185,3 @@ def test_a_run_that_does_not_learn_says_so_once(tmp_path: Path, capsys: pytest.C
     assert out.count("signal 0.00  no update: 6 of 6 groups have equal rewards") == 6
     assert err.count("WARNING: 3 steps without an update") == 1
     assert summarize(stalled, seed=0, seconds=1.0, changeovers=0, policy_version=0)["steps_without_update"] == 6
-
-
-def test_a_supervised_curve_is_private(tmp_path: Path) -> None:
-    draw_sft_curve(tmp_path, [Step(step=0, metrics={"loss": 1.0})])
-    assert (tmp_path / "curve.png").stat().st_mode & 0o777 == 0o600

@@ -34,10 +34,11 @@ from tests.extent import IS_WHOLE
 from tests.unit.memory_folder import memory_folder
 from tests.unit.simulated_faults import CrashPoint, Fault
 from tests.unit.simulated_node import SimulatedNode
-from tests.unit.test_simulation import REFUSALS
 from tests.unit.virtual_time import VirtualTimeLoop
 
 MIN_STEPS = 10_000 if IS_WHOLE else 500
+REFUSALS = (OutOfGpuMemory, WrongPhase)
+"""Errors that the gate repeats to everybody who repeats the command."""
 EXPECTED = (DeadlineExceeded, DiskFull, EnginePoisoned, OutOfGpuMemory, PeerUnavailable, WeightsCorrupt)
 """Errors in which a changeover may end under faults; any other is the coordinator's bug."""
 
