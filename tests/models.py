@@ -15,6 +15,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -51,6 +52,7 @@ _SIZES = {
 }
 # Shorter than the samples; layers both with and without the window.
 _WINDOW = {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+_YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
     "llama_tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
@@ -82,6 +84,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         routed_scaling_factor=1.5,
+    ),
+    "gpt_oss": lambda: GptOssConfig(
+        **_SIZES,
+        **_WINDOW,
+        rope_parameters={**_YARN, "truncate": False},
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        swiglu_limit=7.0,
     ),
     "olmo2": lambda: Olmo2Config(**_SIZES),
     "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=5, num_experts_per_tok=2),

@@ -25,7 +25,12 @@ BUDGETS = (23, 64, 4096)
 """Tokens per micro-batch, padding included: one long sample, a few, all."""
 # How a step is cut does not depend on the family.
 CUT = ("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe") if IS_WHOLE else ("llama", "qwen3_moe")
-SPARSE = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts", "glm4_moe": "n_routed_experts"}
+SPARSE = {
+    "qwen3_moe": "num_experts",
+    "mixtral": "num_local_experts",
+    "glm4_moe": "n_routed_experts",
+    "gpt_oss": "num_local_experts",
+}
 # Three ranks have shards of unequal size, and cannot share the experts evenly.
 CASES = dict.fromkeys(
     [

@@ -109,9 +109,10 @@ def plain_log_probs(folder: Path, samples: list[TrainingSample], *, dtype: torch
 
 
 def _plain_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
-    """Loads a model with torch's fused attention, or with plain attention if its attention logits are capped."""
-    caps = getattr(AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None) is not None
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager" if caps else "sdpa")
+    """Loads a model with torch's fused attention, or with plain attention if its attention logits are capped or it has sinks."""
+    config = AutoConfig.from_pretrained(folder)
+    is_plain = config.model_type == "gpt_oss" or getattr(config, "attn_logit_softcapping", None) is not None
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager" if is_plain else "sdpa")
 
 
 def _token_rows(model: torch.nn.Module, sample: TrainingSample) -> tuple[torch.Tensor, ...]:

@@ -27,7 +27,12 @@ from tests.planned import node_with
 from tests.saved_tensors import kept_bytes
 
 NUM_TOKENS, NUM_CHOSEN = 96, 2
-NUM_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "glm4_moe": "n_routed_experts"}
+NUM_EXPERTS = {
+    "mixtral": "num_local_experts",
+    "qwen3_moe": "num_experts",
+    "glm4_moe": "n_routed_experts",
+    "gpt_oss": "num_local_experts",
+}
 MOE = MODELS["qwen3-30b-a3b"]
 
 
@@ -84,9 +89,7 @@ def test_results_and_gradients_are_those_of_transformers(kind: str, mesh: Device
         hidden_TH, chosen_TK, weights_TK = choice_of(hidden_size=64, num_experts=6, dtype=torch.float32)
         out_TH = experts(hidden_TH, chosen_TK, weights_TK)
         (out_TH * torch.linspace(-1.0, 1.0, out_TH.numel()).view_as(out_TH)).sum().backward()
-        results.append(
-            [out_TH, *(local(each.grad) for each in (hidden_TH, weights_TK, experts.gate_up_proj, experts.down_proj))]
-        )
+        results.append([out_TH, *(local(each.grad) for each in (hidden_TH, weights_TK, *experts.parameters()))])
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert not results[1][-1][-1].any(), "the gradient of an expert that nobody chose"

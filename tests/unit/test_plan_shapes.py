@@ -15,6 +15,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -39,6 +40,10 @@ from tasuki.planner.rollout_bytes import engine_weights, kv_bytes_per_token, kv_
 from tasuki.planner.trainer_bytes import shards, trainer_tags
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
+from tasuki.trainer.attention.blocks import OwnBlocks
+from tasuki.trainer.attention.packed import IMPLEMENTATION, LayerAttention
+from tasuki.trainer.attention.shared import SharedSequences
+from tasuki.trainer.modules.routing import replace_routers
 from tasuki.weights.chunk_memory import new_arena
 from tasuki.wire.stages import MemoryTag
 from tests.planned import chosen_node, node_with
@@ -73,6 +78,7 @@ CONFIGS = {
     "glm4 without biases": Glm4Config(**TINY | {"pad_token_id": 0}, head_dim=32, attention_bias=False),
     "glm4-moe": Glm4MoeConfig(**TINY, **GLM_EXPERTS, first_k_dense_replace=0, use_qk_norm=True, attention_bias=True),
     "glm4-moe, first dense": Glm4MoeConfig(**TINY, **GLM_EXPERTS),
+    "gpt-oss": GptOssConfig(**TINY, head_dim=32, num_local_experts=8, num_experts_per_tok=2, swiglu_limit=7.0),
     "olmo2": Olmo2Config(**TINY),
     "mixtral": MixtralConfig(**TINY, num_local_experts=8, num_experts_per_tok=2),
 }
@@ -80,12 +86,18 @@ CONFIGS = {
 
 def model_of(config: PreTrainedConfig, *, device: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     attention = "eager" if getattr(config, "attn_logit_softcapping", None) is not None else "sdpa"
+    if config.model_type == "gpt_oss":
+        attention = IMPLEMENTATION  # transformers has none in torch that is fused
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).train()
 
 
+def table_of(config: PreTrainedConfig, model: Any) -> dict[str, Any]:
+    return config.to_dict() | {"architectures": [type(model).__name__]}
+
+
 def shape_from(config: PreTrainedConfig, model: Any) -> ModelShape:
-    return read_model(config.to_dict() | {"architectures": [type(model).__name__]}).shape
+    return read_model(table_of(config, model)).shape
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -126,9 +138,14 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
     positions = torch.arange(num_tokens)[None]
     types = ("sliding_attention",) if name == "gemma3" else ()
     rotary = model.model.rotary_emb(hidden, positions, *types)
-    with kept_bytes([*layer.parameters(), *rotary]) as kept:
-        output = layer(hidden, attention_mask=None, position_embeddings=rotary)
     shape = shape_from(CONFIGS[name], model)
+    sinks: dict[str, Any] = {}
+    if shape.has_sinks:
+        sequences = SharedSequences(OwnBlocks.of(torch.tensor([0, num_tokens], dtype=torch.int32), num_tokens))
+        replace_routers(model)
+        sinks["layer_attention"] = LayerAttention(sequences, read_model(table_of(CONFIGS[name], model)).attention)
+    with kept_bytes([*layer.parameters(), *rotary]) as kept:
+        output = layer(hidden, attention_mask=None, position_embeddings=rotary, **sinks)
     # Token counts per expert, and norm weights plus one; neither grows with the tokens.
     once = 4 * shape.num_experts
     if "gemma" in name:

@@ -161,7 +161,8 @@ def test_a_trial_tells_right_gradients_from_wrong_ones(
     blocks: type[PromptBlocks], fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This takes the place of FlashAttention.
-    monkeypatch.setitem(attention._BLOCKS, Fa4Sequences, lambda batch, prompts: (OwnBlocks.of(batch), blocks(prompts)))
+    monkeypatch.setitem(attention._OWN, Fa4Sequences, OwnBlocks.of)
+    monkeypatch.setitem(attention._PROMPTS, Fa4Sequences, blocks)
     fault_with_shared_prompts.cache_clear()
     found = fault_with_shared_prompts(Fa4Sequences, **SETTINGS)
     fault_with_shared_prompts.cache_clear()

@@ -16,6 +16,12 @@ GLM_EXPERTS = {
     "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 1,
 }  # fmt: skip
+GPT_OSS = {
+    "head_dim": 64, "attention_bias": True, "num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128, "swiglu_limit": 7.0,
+    "initial_context_length": 4096, "tie_word_embeddings": False, "rope_theta": 150000, "router_aux_loss_coef": 0.9,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                     "original_max_position_embeddings": 4096},
+}  # fmt: skip
 HYBRID = {"cache_implementation": "hybrid", "attention_bias": False, "attention_dropout": 0.0, "query_pre_attn_scalar": 256}
 
 
@@ -43,7 +49,7 @@ def table(
 
 # As on huggingface.co: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B, Qwen/Qwen3-4B-Instruct-2507,
 # Qwen/Qwen3-30B-A3B, mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, microsoft/phi-4, THUDM/GLM-4-9B-0414,
-# zai-org/GLM-4.5-Air, allenai/OLMo-2-1124-7B, mistralai/Mixtral-8x7B-v0.1.
+# zai-org/GLM-4.5-Air, openai/gpt-oss-20b and -120b, allenai/OLMo-2-1124-7B, mistralai/Mixtral-8x7B-v0.1.
 PUBLISHED = [
     (134_515_008, table("LlamaForCausalLM", 576, 1536, 30, (9, 3), 49152, 8192, tie_word_embeddings=True, is_llama_config=True,
                         rope_interleaved=False, pretraining_tp=1, **{"transformers.js_config": {"kv_cache_dtype": "float32"}})),
@@ -70,6 +76,8 @@ PUBLISHED = [
                           partial_rotary_factor=0.5, tie_word_embeddings=False)),
     (106_852_245_504, table("Glm4MoeForCausalLM", 4096, 10944, 46, (96, 8), 151552, 131072, head_dim=128, **GLM_EXPERTS,
                             attention_bias=True, partial_rotary_factor=0.5, use_qk_norm=False, tie_word_embeddings=False)),
+    *((number, table("GptOssForCausalLM", 2880, 2880, layers, (64, 8), 201088, 131072, num_local_experts=experts, **GPT_OSS))
+      for number, layers, experts in ((20_914_757_184, 24, 32), (116_829_156_672, 36, 128))),
     (7_298_617_344, table("Olmo2ForCausalLM", 4096, 11008, 32, (32, 32), 100352, 4096, attention_bias=False)),
     (46_702_792_704, table("MixtralForCausalLM", 4096, 14336, 32, (32, 8), 32000, 32768, num_local_experts=8,
                            num_experts_per_tok=2, sliding_window=None, output_router_logits=False, router_aux_loss_coef=0.02)),

@@ -22,6 +22,8 @@ class Attention:
     """Number of tokens visible to a token in each layer, including itself; None for all before it."""
     logit_softcap: float | None = None
     """c in c tanh(x / c) on the scaled products; None if not capped."""
+    has_sinks: bool = False
+    """See ModelShape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,8 @@ class CheckpointNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    has_whole_experts: bool = False
+    """Whether a checkpoint has the experts of a layer in one tensor, as transformers does."""
 
     def tensor(self, parameter: str) -> str:
         """Checkpoint name of a parameter other than an expert's."""
@@ -68,7 +72,7 @@ class CheckpointNames:
     def fused(self, parameter: str) -> tuple[str, ...]:
         """Parts of one expert's rows in a fused parameter, in order; empty if the parameter is not fused."""
         _, experts, name = parameter.rpartition(_EXPERTS)
-        if not experts:
+        if not experts or self.has_whole_experts:
             return ()
         return {"gate_up_proj": (self.gate, self.up), "down_proj": (self.down,)}.get(name, ())
 
@@ -153,8 +157,9 @@ _KINDS_OF_NOTES: Mapping[str, tuple[type, ...]] = {
 }  # fmt: skip
 # By key, the model types whose class in transformers takes no null.
 _NEVER_NULL: Mapping[str, tuple[str, ...]] = {
-    "head_dim": ("qwen3", "gemma2", "gemma3_text", "glm4"), "max_window_layers": ("qwen2", "qwen3"),
-    "num_key_value_heads": ("qwen3_moe", "mistral", "gemma2", "gemma3_text", "glm4", "glm4_moe", "mixtral"),
+    "head_dim": ("qwen3", "gemma2", "gemma3_text", "glm4", "gpt_oss"), "max_window_layers": ("qwen2", "qwen3"),
+    "num_key_value_heads": ("qwen3_moe", "mistral", "gemma2", "gemma3_text", "glm4", "glm4_moe", "mixtral",
+        "gpt_oss"),
     "decoder_sparse_step": ("qwen3_moe",), "routed_scaling_factor": ("glm4_moe",), "n_shared_experts": ("glm4_moe",),
     "query_pre_attn_scalar": ("gemma2", "gemma3_text"), "original_max_position_embeddings": ("phi3",),
 }  # fmt: skip

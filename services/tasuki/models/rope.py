@@ -12,7 +12,7 @@ _PARAMETERS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}),
+    "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}),
 }
 # Parameters without a default.
 _REQUIRED = frozenset({"factor", "low_freq_factor", "high_freq_factor"})
@@ -39,7 +39,7 @@ def check_rope(config: Config, *, types: frozenset[str], is_partial: bool) -> No
                 known = ", ".join(sorted(types))
                 raise unsupported(config, key, f"rope_type {name!r} is not supported for this family; there is {known}")
             _check_part(config, key, rope, is_partial=is_partial)
-            # Null counts too: a missing "truncate" is true, a null one is false.
+            # Null counts too, since a default may be another value.
             unknown = rope.keys() - _NAMES - _PARAMETERS[name]
             if unknown:
                 raise unsupported(config, key, f"the effect of {', '.join(sorted(unknown))} of rope_type {name!r} is unknown")
@@ -56,7 +56,9 @@ def bases(config: Config) -> Iterator[float]:
 def _check_parameters(rope: Config, key: str, name: str) -> None:
     for parameter in sorted((_PARAMETERS[name] & _REQUIRED) - rope.keys()):
         raise InvalidArgument(key, f"rope_type {name!r} needs {parameter} in the model's config.json")
-    for parameter in sorted(rope.keys() & (_PARAMETERS[name] | {"rope_theta"})):
+    if not isinstance(rope.get("truncate", True), bool):
+        raise InvalidArgument(key, f"truncate must be true or false in the model's config.json, not {rope['truncate']!r}")
+    for parameter in sorted(rope.keys() & (_PARAMETERS[name] | {"rope_theta"}) - {"truncate"}):
         _check_positive(rope[parameter], key, parameter)
 
 

@@ -68,6 +68,10 @@ class ModelShape:
     expert_size: int = 0
     shared_expert_size: int = 0
     """Inner size of an MLP that every token passes beside its experts; 0 without one."""
+    has_biased_experts: bool = False
+    """Whether experts and router have biases, and experts' matrices are [inputs, outputs], with gates and ups interleaved."""
+    has_sinks: bool = False
+    """Whether each head has a learned logit that takes weight in its softmax and adds nothing."""
     has_router_bias: bool = False
     """Whether a constant float32 bias affects the choice of experts, but not their weights."""
     dense_layers: frozenset[int] = frozenset()
@@ -154,7 +158,7 @@ class ModelShape:
         if self.qk_norm is not None:
             widths = (self.head_dim, self.head_dim) if self.qk_norm is QkNorm.HEAD else (query, kv)
             shapes |= {f"self_attn.{name}.weight": (width,) for name, width in zip(("q_norm", "k_norm"), widths, strict=True)}
-        return shapes
+        return shapes | {"self_attn.sinks": (self.num_heads,)} if self.has_sinks else shapes
 
     def _mlp(self) -> dict[str, tuple[int, ...]]:
         inner, hidden = self.intermediate_size, self.hidden_size
@@ -165,6 +169,12 @@ class ModelShape:
 
     def _experts(self) -> dict[str, tuple[int, ...]]:
         hidden, inner, shared = self.hidden_size, self.expert_size, self.shared_expert_size
+        if self.has_biased_experts:
+            return _linear(OSS_ROUTER, self.num_experts, hidden, has_bias=True) | {
+                f"{name}{suffix}": (self.num_experts, *sizes)
+                for name, (rows, columns) in zip(EXPERTS, ((hidden, 2 * inner), (inner, hidden)), strict=True)
+                for suffix, sizes in (("", (rows, columns)), ("_bias", (columns,)))
+            }
         rows = {"gate_proj": (shared, hidden), "up_proj": (shared, hidden), "down_proj": (hidden, shared)} if shared else {}
         return {
             **{f"mlp.shared_experts.{name}.weight": shape for name, shape in rows.items()},
@@ -174,6 +184,8 @@ class ModelShape:
 
 
 ROUTER, ROUTER_BIAS = "mlp.gate.weight", "mlp.gate.e_score_correction_bias"
+OSS_ROUTER = "mlp.router"
+ROUTERS = (ROUTER, OSS_ROUTER)
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """Matrices of all experts of a layer, with the expert as first dimension."""
 SPLIT_BY_COLUMNS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
@@ -264,6 +276,7 @@ def _kind(name: str) -> str:
         ("self_attn", "attention"),
         ("experts", "experts"),
         ("mlp.gate.", "router"),
+        ("mlp.router.", "router"),
     ):
         if mark in name:
             return kind

@@ -45,6 +45,10 @@ def kept_in_mlp(
         # Per chosen expert: the token, gate and up, their product, the result and its weight; four indices and a mask for sorting.
         width = 2 * model.hidden_size + 4 * model.expert_size + 1
         experts = model.experts_per_token * (width * compute_bytes + 4 * 8 + 1) + 4 * model.num_experts
+        if model.has_biased_experts:
+            # No activation; logits in the place of probabilities, but those of the chosen, too; an index of biases.
+            experts += model.experts_per_token * (_FLOAT32 + _INT64 - model.expert_size * compute_bytes)
+            experts -= (_FLOAT32 - compute_bytes) * model.num_experts
         if model.has_router_bias and compute_bytes < _FLOAT32:
             experts += _FLOAT32 * model.hidden_size  # the router's input
         return experts + _kept_in_shared_expert(model, compute_bytes, is_fused=is_fused, keeps_product=keeps_product)

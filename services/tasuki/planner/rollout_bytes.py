@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 
 from tasuki.config.engine_arguments import DRAFT_BLOCKS, draft_tokens
 from tasuki.memory.granularity import arena_bytes
-from tasuki.models.shape import ROUTER, VOCABULARY_STEP, ModelShape, Shapes
+from tasuki.models.shape import ROUTERS, VOCABULARY_STEP, ModelShape, Shapes
 from tasuki.planner.kv_tokens import CPU_TOKENS, SGLANG_GRAPH_REQUESTS, graph_requests, running_requests
 from tasuki.planner.node import Node
 
 # SGLang's chunked prefill on a GPU with much memory; rollout/arguments.py sets it on a CPU.
 _PREFILL_TOKENS = 8192
 _CONTEXT_SLACK = 8
+_FLOAT32 = 4
 MEASURED_FREE = 0.03
 """Most of the free memory that SGLang leaves when it checks the cache whose tokens are planned (rollout/arguments.py)."""
 # CUDA graphs: what they take whatever their batches, and at least.
@@ -39,7 +40,11 @@ def _engine_weights(model: ModelShape, tp_size: int, element_bytes: int, device:
     # A key-value head that cannot be split is replicated.
     repeats = max(1, tp_size // model.num_kv_heads)
     whole = replace(model, num_kv_heads=model.num_kv_heads * repeats)
-    tensors = [numel * element_bytes for unit in whole.units() for numel in _rank_tensors(unit, tp_size)]
+    tensors = [
+        numel * (_FLOAT32 if name.endswith("_bias") else element_bytes)  # SGLang's biases of experts
+        for unit in whole.units()
+        for name, numel in _rank_tensors(unit, tp_size).items()
+    ]
     if model.has_whole_embedding:
         # In addition to the part counted above.
         tensors.append(model.vocab_size * model.hidden_size * (tp_size - 1) // tp_size * element_bytes)
@@ -100,11 +105,13 @@ def engine_step(node: Node) -> int:
     return _PREFILL_TOKENS * width * node.engine_bytes + sampling
 
 
-def _rank_tensors(unit: Shapes, tp_size: int) -> list[int]:
+def _rank_tensors(unit: Shapes, tp_size: int) -> dict[str, int]:
     """Elements of a rank's parameters in one unit: SGLang fuses q, k and v, and gate and up."""
     joined: dict[str, int] = {}
     for name, shape in unit.items():
-        is_whole = "norm" in name or name == ROUTER or name.endswith(("o_proj.bias", "down_proj.bias"))
+        is_whole = (
+            "norm" in name or name.startswith(ROUTERS) or name.endswith(("o_proj.bias", "down_proj.bias", "down_proj_bias"))
+        )
         numel = math.prod(shape) if is_whole else -(-math.prod(shape) // tp_size)
         if name in ("embed_tokens.weight", "lm_head.weight"):
             rows = -(-shape[0] // VOCABULARY_STEP) * VOCABULARY_STEP
@@ -112,4 +119,4 @@ def _rank_tensors(unit: Shapes, tp_size: int) -> list[int]:
         for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
             name = name.replace(part, "qkv_proj" if part in ("q_proj", "k_proj", "v_proj") else "gate_up_proj")
         joined[name] = joined.get(name, 0) + numel
-    return list(joined.values())
+    return joined

@@ -180,7 +180,8 @@ def _gathered_numels(node: Node) -> tuple[int, ...]:
 def _layer_numels(model: ModelShape, is_spread: bool) -> tuple[int, ...]:
     layers = map(model.layer, range(model.num_layers))
     return tuple(
-        sum(math.prod(shape) for name, shape in layer.items() if not (is_spread and name in EXPERTS)) for layer in layers
+        sum(math.prod(shape) for name, shape in layer.items() if not (is_spread and name.startswith(EXPERTS)))
+        for layer in layers
     )
 
 

@@ -23,6 +23,7 @@ _CONTEXT_SLACK = 8
 # On a CPU SGLang would allocate thousands of request slots.
 _CPU_RUNNING_REQUESTS = 256
 _PLANNED_FRACTION = 1 - MEASURED_FREE
+OSS = "GptOssForCausalLM"
 
 ADAPTER_ID = "policy"
 """Adapter name in requests, if the engine serves an adapter."""
@@ -46,8 +47,7 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
         "mem_fraction_static": fraction,
         # Token ids in, token ids out.
         "skip_tokenizer_init": True,
-        # SGLang would use only those of config.json, and its own default (2 for Llama) without any.
-        "json_model_override_args": json.dumps({"eos_token_id": model.stop_token_ids or None}),
+        "json_model_override_args": json.dumps(_model_overrides(model)),
         "custom_weight_loader": [COMMAND_LOADER],
         # Replaced by ours, see memory_saver.py.
         "enable_memory_saver": True,
@@ -74,7 +74,21 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
         arguments |= _cpu_arguments(rollout)
     else:
         arguments |= _gpu_arguments(config)
+    if model.architecture == OSS:
+        # SGLang gives windows a smaller cache of their own, by a fixed ratio.
+        arguments["disable_hybrid_swa_memory"] = True
+    if model.architecture == OSS and config.device == "cpu":
+        # SGLang refuses torch_native for this model, but takes it in the place of intel_amx; its experts' default is a kernel for GPUs.
+        arguments |= {"attention_backend": "intel_amx", "moe_runner_backend": "triton"}
     return {**arguments, **_further(rollout.engine, ours=arguments)}
+
+
+def _model_overrides(model: ModelFacts) -> Mapping[str, Any]:
+    """Keys of config.json that the engine is to read otherwise."""
+    # SGLang would use only those of config.json, and its own default (2 for Llama) without any.
+    overrides: dict[str, Any] = {"eos_token_id": model.stop_token_ids or None}
+    # Its weights arrive dequantized, and some layers would have config.json's dtype instead of the engine's.
+    return overrides | ({"dtype": None, "quantization_config": None} if model.architecture == OSS else {})
 
 
 def _further(engine: Mapping[str, Any], *, ours: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -31,7 +31,18 @@ REPLACED = [
     ),
     ("srt.layers.attention.torch_native_backend", "TorchNativeAttnBackend._run_sdpa_forward_decode"),
     ("srt.layers.attention.torch_native_backend", "TorchNativeAttnBackend._run_sdpa_forward_extend"),
+    (
+        "srt.layers.attention.torch_native_backend",
+        "TorchNativeAttnBackend.forward_decode",
+        "srt.layers.attention.base_attn_backend",
+    ),
+    (
+        "srt.layers.attention.torch_native_backend",
+        "TorchNativeAttnBackend.forward_extend",
+        "srt.layers.attention.base_attn_backend",
+    ),
     ("srt.layers.logits_processor", "LogitsProcessor._compute_lm_head"),
+    ("srt.layers.moe.fused_moe_native", "swiglu_gpt_oss_sigmoid_alpha"),
     ("srt.layers.sampler", "multinomial_with_seed"),
     ("srt.lora.backend.base_backend", "BaseLoRABackend.prepare_lora_batch", "srt.lora.lora_manager"),
     ("srt.lora.backend.base_backend", "BaseLoRABackend.run_gate_up_lora", "srt.lora.layers"),
@@ -51,6 +62,7 @@ REPLACED = [
     ("srt.model_executor.model_runner_components.load_model_utils", "get_model_loader"),
     ("srt.model_loader.loader", "DefaultModelLoader.load_model", "srt.model_executor.model_runner_components.load_model_utils"),
     ("srt.model_loader.loader", "DefaultModelLoader.load_weights_and_postprocess"),
+    ("srt.models.gpt_oss", "GptOssAttention"),
     ("srt.speculative.base_spec_worker", "BaseSpecWorker.clear_cache_pool", SCHEDULER),
     (SAVER, "TorchMemorySaverAdapter.create", RUNNER),
     (

@@ -42,6 +42,7 @@ from tasuki.rollout.sglang.float32_logits import install_float32_logits
 from tasuki.rollout.sglang.json_grammar import JsonGrammars
 from tasuki.rollout.sglang.live_router import install_live_routers
 from tasuki.rollout.sglang.memory_saver import install_saver
+from tasuki.rollout.sglang.oss import install_oss
 from tasuki.rollout.sglang.rank_scheduler import RankScheduler
 from tasuki.rollout.sglang.shared_base import EngineBase
 from tasuki.rpc.memory import staying_of_engine_rank
@@ -312,8 +313,11 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         setup.base.install()
     if setup.config is not None and device == "cuda":
         install_float32_logits()
-    if setup.config is not None and read_model_shape(setup.config.model.path).has_router_bias:
+    shape = None if setup.config is None else read_model_shape(setup.config.model.path)
+    if shape is not None and shape.has_router_bias:
         install_live_routers()
+    if shape is not None and shape.has_sinks:
+        install_oss(device=device)
     if setup.config is not None and setup.config.served_adapter is not None:
         install_dense_lora(setup.config.served_adapter)
     if device == "cpu":

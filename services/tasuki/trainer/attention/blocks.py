@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tasuki.trainer.attention.padded import PRODUCTS_UP_TO, PaddedSequences
 from tasuki.trainer.attention.shared import Gradients, Settings
-from tasuki.trainer.data.micro_batch import SharedPrompts, TokenBatch
+from tasuki.trainer.data.micro_batch import SharedPrompts
 
 # Maximum logits computed at a time, in elements: 256 MiB in float32.
 _MAX_LOGITS = 1 << 26
@@ -42,8 +42,9 @@ class OwnBlocks:
     padded: PaddedSequences
 
     @classmethod
-    def of(cls, batch: TokenBatch) -> OwnBlocks:
-        return cls(PaddedSequences.of(batch.cu_seqlens_S, batch.max_seqlen))
+    def of(cls, cu_seqlens_S: Tensor, max_seqlen: int) -> OwnBlocks:
+        """cu_seqlens_S, max_seqlen: of a TokenBatch."""
+        return cls(PaddedSequences.of(cu_seqlens_S, max_seqlen))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
         """See attention_shared.Blocks."""

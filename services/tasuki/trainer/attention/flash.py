@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from tasuki.trainer.attention.shared import Gradients, Settings
-from tasuki.trainer.data.micro_batch import SharedPrompts, TokenBatch
+from tasuki.trainer.data.micro_batch import SharedPrompts
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
@@ -168,6 +168,11 @@ class Runs:
     is_causal: bool
     """Whether queries and keys are the same runs with causal attention; otherwise each query sees all keys of its run."""
 
+    def window(self, settings: Settings) -> int | None:
+        """Number of keys visible before a query's own; None for all."""
+        assert settings.window is None or self.is_causal, "attention.fault_with_shared_prompts refuses it"
+        return None if settings.window is None else settings.window - 1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fa4Blocks:
@@ -179,7 +184,7 @@ class Fa4Blocks:
         """See attention_shared.Blocks."""
         runs = self.runs
         counts = runs.cu_queries_S, runs.cu_keys_S, runs.max_queries, runs.max_keys
-        return block_attention(q, k, v, *counts, settings.scale, runs.is_causal)
+        return block_attention(q, k, v, *counts, settings.scale, runs.is_causal, runs.window(settings))
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: Settings
@@ -197,6 +202,7 @@ class Fa4Blocks:
             lse,
             softmax_scale=settings.scale,
             causal=runs.is_causal,
+            window_size_left=runs.window(settings),
             cu_seqlens_q=runs.cu_queries_S,
             cu_seqlens_k=runs.cu_keys_S,
             max_seqlen_q=runs.max_queries,
@@ -212,7 +218,7 @@ class VarlenBlocks:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
         """See attention_shared.Blocks."""
-        out, lse, _ = torch.ops.torch_attn._varlen_attn(q, k, v, *self._counts(), settings.scale, self._window())
+        out, lse, _ = torch.ops.torch_attn._varlen_attn(q, k, v, *self._counts(), settings.scale, self._window(settings))
         return out, lse
 
     def backward(
@@ -222,29 +228,34 @@ class VarlenBlocks:
         # For dropout, which is off.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return torch.ops.torch_attn._varlen_attn_backward(
-            grad, q, k, v, out, lse, *self._counts(), state, settings.scale, self._window()
+            grad, q, k, v, out, lse, *self._counts(), state, settings.scale, self._window(settings)
         )
 
     def _counts(self) -> tuple[Tensor, Tensor, int, int, bool]:
         runs = self.runs
         return runs.cu_queries_S, runs.cu_keys_S, runs.max_queries, runs.max_keys, runs.is_causal
 
-    def _window(self) -> list[int]:
-        return [-1, 0 if self.runs.is_causal else -1]
+    def _window(self, settings: Settings) -> list[int]:
+        before = self.runs.window(settings)
+        return [-1 if before is None else before, 0 if self.runs.is_causal else -1]
 
 
-def flash_runs(batch: TokenBatch, prompts: SharedPrompts) -> tuple[Runs, Runs]:
-    """Runs for every sequence over itself, and for continuations over their prompt."""
-    own = Runs(batch.cu_seqlens_S, batch.cu_seqlens_S, batch.max_seqlen, batch.max_seqlen, is_causal=True)
+def own_runs(cu_seqlens_S: Tensor, max_seqlen: int) -> Runs:
+    """Every sequence over itself."""
+    return Runs(cu_seqlens_S, cu_seqlens_S, max_seqlen, max_seqlen, is_causal=True)
+
+
+def prompt_runs(prompts: SharedPrompts) -> Runs:
+    """Continuations over their prompt."""
     longest = max(prompts.num_suffix), max(prompts.num_prefix)
-    return own, Runs(prompts.cu_suffix_G, prompts.cu_prefix_G, *longest, is_causal=False)
+    return Runs(prompts.cu_suffix_G, prompts.cu_prefix_G, *longest, is_causal=False)
 
 
 @torch.library.custom_op(
     "tasuki::block_attention",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor cu_queries, Tensor cu_keys, int max_queries, int max_keys, float scale, "
-    "bool is_causal) -> (Tensor, Tensor)",
+    "bool is_causal, int? before) -> (Tensor, Tensor)",
 )
 def block_attention(
     q: Tensor,
@@ -256,8 +267,9 @@ def block_attention(
     max_keys: int,
     scale: float,
     is_causal: bool,
+    before: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention-4 as a torch operator, without gradients.
+    """FlashAttention-4 as a torch operator, without gradients. before: number of keys visible before a query's own; None for all.
 
     Returns the output, shaped like q, and log-sum-exp of the logits, [H, queries] float32.
     """
@@ -273,6 +285,7 @@ def block_attention(
         max_seqlen_k=max_keys,
         softmax_scale=scale,
         causal=is_causal,
+        window_size_left=before,
         return_lse=True,
     )
     return out, lse

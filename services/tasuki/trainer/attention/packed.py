@@ -5,7 +5,6 @@ Shape suffixes: S sequences, T their tokens, H query heads, K key heads, D head 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -20,10 +19,10 @@ from tasuki.trainer.attention.blocks import OwnBlocks, PromptBlocks
 from tasuki.trainer.attention.flash import (
     Fa4Blocks,
     Fa4Sequences,
-    Runs,
     VarlenBlocks,
     VarlenSequences,
-    flash_runs,
+    own_runs,
+    prompt_runs,
 )
 from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
@@ -50,15 +49,15 @@ AttentionBackend = Literal["fa4", "varlen", "sdpa"]
 KERNELS: dict[AttentionBackend, Kernel] = {"fa4": Fa4Sequences, "varlen": VarlenSequences, "sdpa": PaddedSequences.of}
 
 
-def _flash_blocks(kind: Callable[[Runs], Blocks], batch: TokenBatch, prompts: SharedPrompts) -> tuple[Blocks, Blocks]:
-    own, shared = flash_runs(batch, prompts)
-    return kind(own), kind(shared)
-
-
-_BLOCKS: dict[Kernel, Callable[[TokenBatch, SharedPrompts], tuple[Blocks, Blocks]]] = {
-    Fa4Sequences: functools.partial(_flash_blocks, Fa4Blocks),
-    VarlenSequences: functools.partial(_flash_blocks, VarlenBlocks),
-    PaddedSequences.of: lambda batch, prompts: (OwnBlocks.of(batch), PromptBlocks(prompts)),
+_OWN: dict[Kernel, Callable[[Tensor, int], Blocks]] = {
+    Fa4Sequences: lambda *starts: Fa4Blocks(own_runs(*starts)),
+    VarlenSequences: lambda *starts: VarlenBlocks(own_runs(*starts)),
+    PaddedSequences.of: OwnBlocks.of,
+}
+_PROMPTS: dict[Kernel, Callable[[SharedPrompts], Blocks]] = {
+    Fa4Sequences: lambda prompts: Fa4Blocks(prompt_runs(prompts)),
+    VarlenSequences: lambda prompts: VarlenBlocks(prompt_runs(prompts)),
+    PaddedSequences.of: PromptBlocks,
 }
 
 
@@ -85,11 +84,15 @@ class LayerAttention:
     attention: Attention
     sharing: SequenceGroup | None = None
 
-    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int) -> Tensor:
+    def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int, sinks_H: Tensor | None = None) -> Tensor:
         """[T, H, D] for this rank's tokens."""
         own, sharing = self.attention, self.sharing
         qkv = (q_THD, k_TKD, v_TKD) if sharing is None else sharing.to_heads(q_THD, k_TKD, v_TKD)
-        out = self.sequences.attend(*qkv, scale=own.query_scale, window=own.windows[layer], softcap=own.logit_softcap)
+        settings: dict[str, Any] = {"scale": own.query_scale, "window": own.windows[layer], "softcap": own.logit_softcap}
+        if sinks_H is not None:
+            part = None if sharing is None else sharing.part
+            settings["sinks_H"] = sinks_H if part is None else sinks_H.view(part.num_parts, -1)[part.index]
+        out = self.sequences.attend(*qkv, **settings)
         return out if sharing is None else sharing.to_tokens(out)
 
 
@@ -106,7 +109,8 @@ class PackedAttention:
     """Whether a micro-batch may have prompts that samples share."""
 
     def over(self, batch: TokenBatch) -> LayerAttention:
-        return LayerAttention(sequences_of(self.kernel, batch), self.attention, self.sharing)
+        sequences = sequences_of(self.kernel, batch, has_sinks=self.attention.has_sinks)
+        return LayerAttention(sequences, self.attention, self.sharing)
 
     def gather(self, *scores_N: Tensor, batch: TokenBatch) -> list[Tensor]:
         """Gathers the scores of the completion tokens of all parts, in the order of the samples."""
@@ -114,26 +118,36 @@ class PackedAttention:
         return scores if batch.order_N is None else [score_N.index_select(0, batch.order_N) for score_N in scores]
 
 
-def sequences_of(kernel: Kernel, batch: TokenBatch) -> Sequences:
-    """The sequences of a micro-batch, some of which may continue a prompt."""
-    if batch.prompts is None:
-        return kernel(batch.cu_seqlens_S, batch.max_seqlen)
-    own, prompts = _BLOCKS[kernel](batch, batch.prompts)
-    num_prefix, num_suffix = sum(batch.prompts.num_prefix), sum(batch.prompts.num_suffix)
-    return SharedSequences(own, prompts, batch.prompts.first, num_prefix, num_suffix)
+def sequences_of(kernel: Kernel, batch: TokenBatch, *, has_sinks: bool = False) -> Sequences:
+    """The sequences of a micro-batch, some of which may continue a prompt. has_sinks: whether SharedSequences are needed anyway."""
+    starts, prompts = (batch.cu_seqlens_S, batch.max_seqlen), batch.prompts
+    if prompts is None:
+        return SharedSequences(_OWN[kernel](*starts)) if has_sinks else kernel(*starts)
+    num_prefix, num_suffix = sum(prompts.num_prefix), sum(prompts.num_suffix)
+    return SharedSequences(_OWN[kernel](*starts), _PROMPTS[kernel](prompts), prompts.first, num_prefix, num_suffix)
 
 
 @torch.compiler.disable
 def _attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: None, *, layer_attention: LayerAttention, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: None,
+    *,
+    layer_attention: LayerAttention,
+    s_aux: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Called by transformers. query: [1, H, T, D], key and value [1, K, T, D], rotated. Returns [1, T, H, D], contiguous.
+
+    s_aux: [H] sinks of a family that has them.
 
     Runs between the graphs of a compiled layer: it depends on the sequences' lengths and may exchange tokens with other ranks.
     """
     q_THD, k_TKD, v_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     layer: Any = module.layer_idx
-    return layer_attention(q_THD, k_TKD, v_TKD, layer=layer).contiguous().unsqueeze(0), None
+    return layer_attention(q_THD, k_TKD, v_TKD, layer=layer, sinks_H=s_aux).contiguous().unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -86,8 +87,7 @@ def fault_with_shared_prompts(
         return None
     if any(window is not None for window in attention.windows):
         return f'attention of {shape.architecture} has windows, which need trainer.attention_backend = "sdpa"'
-    batch, settings = _batch(device), {"shape": shape, "attention": attention, "dtype": dtype, "device": device}
-    fault = _error(lambda kernel: sequences_of(kernel, batch), kernel, len(batch.input_ids_T), **settings)
+    fault = _error(kernel, _batch(device), shape=shape, attention=attention, dtype=dtype, device=device)
     if fault is not None:
         _log.warning("event=prefix_sharing choice=false reason=%r", fault)
     return fault
@@ -95,19 +95,19 @@ def fault_with_shared_prompts(
 
 def _fault(kernel: Kernel, *, attention: Attention, device: torch.device, **settings: Any) -> str | None:
     """Errors of a kernel for this model's heads and windows."""
-    trial = torch.tensor([0, *_LENGTHS], device=device).cumsum(0, dtype=torch.int32), max(_LENGTHS)
+    starts_S = torch.tensor([0, *_LENGTHS], device=device).cumsum(0, dtype=torch.int32)
+    batch = replace(_batch(device), cu_seqlens_S=starts_S, max_seqlen=max(_LENGTHS), prompts=None)
     settings |= {"attention": attention, "device": device}
     for window in sorted({0 if window is None else min(window, _SHORT_WINDOW) for window in attention.windows}):
-        fault = _error(lambda kernel: kernel(*trial), kernel, sum(_LENGTHS), window=window or None, **settings)
+        fault = _error(kernel, batch, window=window or None, **settings)
         if fault is not None:
             return f"{fault} with window {window}" if window else fault
     return None
 
 
 def _error(
-    sequences: Callable[[Kernel], Sequences],
     kernel: Kernel,
-    num_tokens: int,
+    batch: TokenBatch,
     *,
     shape: ModelShape,
     attention: Attention,
@@ -117,25 +117,31 @@ def _error(
 ) -> str | None:
     """Errors of output and gradients, compared with plain torch in float32. None if they are small."""
     generator = torch.Generator(device).manual_seed(0)
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
-    *qkv, grad = (torch.randn(num_tokens, num, shape.head_dim, generator=generator, device=device).to(dtype) for num in heads)
+    num_tokens, heads = int(batch.cu_seqlens_S[-1]), (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
+    *leaves, grad = (
+        torch.randn(num_tokens, num, shape.head_dim, generator=generator, device=device).to(dtype) for num in heads
+    )
+    if attention.has_sinks:
+        leaves.append(torch.randn(shape.num_heads, generator=generator, device=device).to(dtype))
+    sequences = partial(sequences_of, batch=batch, has_sinks=attention.has_sinks)
     settings = {"scale": attention.query_scale, "window": window, "softcap": None}
     try:
-        found = _with_gradients(sequences(kernel), qkv, grad, **settings)
+        found = _with_gradients(sequences(kernel), leaves, grad, **settings)
     except Exception as error:  # noqa: BLE001  a compiler's, a driver's or an import's, whatever it is: the kernel is not usable
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    expected = _with_gradients(sequences(PaddedSequences.of), [x.float() for x in qkv], grad.float(), **settings)
-    for name, one, other in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
+    expected = _with_gradients(sequences(PaddedSequences.of), [x.float() for x in leaves], grad.float(), **settings)
+    for name, one, other in zip(("output", "dq", "dk", "dv", "dsinks"), found, expected, strict=False):
         difference = float((one.float() - other).norm() / other.norm())
         if not difference < _TOLERANCE:
             return f"its {name} is off by {difference:.3f} in norm"
     return None
 
 
-def _with_gradients(sequences: Sequences, qkv: list[Tensor], grad_THD: Tensor, **settings: Any) -> list[Tensor]:
-    """Output and the gradients of q, k and v."""
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    out_THD = sequences.attend(*leaves, **settings)
+def _with_gradients(sequences: Sequences, leaves: list[Tensor], grad_THD: Tensor, **settings: Any) -> list[Tensor]:
+    """Output and the gradients of the leaves: q, k, v, and sinks if there are any."""
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    settings |= {"sinks_H": leaves[3]} if len(leaves) > 3 else {}
+    out_THD = sequences.attend(leaves[0], leaves[1], leaves[2], **settings)
     return [out_THD.detach(), *torch.autograd.grad(out_THD, leaves, grad_THD)]
 
 

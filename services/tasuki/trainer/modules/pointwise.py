@@ -48,6 +48,37 @@ class GatedMlp(nn.Module):
         return down_projected(gate, up, projections["down_proj"], self._activation, keeps_product=self.keeps_product)
 
 
+class ClampedGate(torch.autograd.Function):
+    """gpt-oss's activation of gates and ups, [.., 2 I] interleaved -> [.., I].
+
+    Keeps its input alone, where transformers' operations would also keep 4 I.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.alpha, ctx.limit = alpha, limit
+        gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gate_up,) = ctx.saved_tensors
+        alpha, limit = ctx.alpha, ctx.limit
+        gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
+        share = torch.sigmoid(gate * alpha)
+        grads = torch.empty_like(gate_up)
+        grads[..., ::2] = grad * (up + 1) * share * (1 + alpha * gate * (1 - share)) * (gate_up[..., ::2] <= limit)
+        grads[..., 1::2] = grad * gate * share * (gate_up[..., 1::2].abs() <= limit)
+        return grads, None, None
+
+
+def clamped_gate(experts: Any) -> Callable[[Tensor], Tensor]:
+    """The activation of transformers' GptOssExperts."""
+    alpha, limit = experts.alpha, experts.limit
+    return lambda gate_up: ClampedGate.apply(gate_up, alpha, limit)
+
+
 def fuse_pointwise(causal_lm: nn.Module) -> None:
     """Replaces norms and MLPs that have a fused form. Parameters keep their names and order."""
     for parent in list(causal_lm.modules()):
@@ -83,7 +114,7 @@ def _fused(module: nn.Module) -> nn.Module | None:
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         norm: Any = module
         return RmsNorm(norm.weight, norm.variance_epsilon)
-    if type(module).__name__.endswith("MLP"):
+    if type(module).__name__.endswith("MLP") and not hasattr(module, "experts"):
         config: Any = module.config
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         return GatedMlp(module, activation) if activation in _ACTIVATIONS else None

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import linear
 
 from tasuki.algorithms.batch import Metric
+from tasuki.trainer.modules.pointwise import clamped_gate
 
 _ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter")
 # Their layers choose experts themselves, from a router's logits.
@@ -83,12 +84,29 @@ class BiasedRouter(Router):
         return logits_TE, weights_TK * self._scale, chosen_TK
 
 
+class ChosenRouter(Router):
+    """The router of gpt-oss: its weights are a softmax over the chosen experts alone, here in float32."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__(router)
+        self.bias: nn.Parameter = router.get_parameter("bias")
+
+    def forward(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE = linear(hidden_TH, self.weight, self.bias)
+        logits_TK, chosen_TK = self._choose(logits_TE, logits_TE.detach())
+        return logits_TE, torch.softmax(logits_TK, dim=-1, dtype=torch.float32).to(logits_TE.dtype), chosen_TK
+
+
 def replace_routers(causal_lm: nn.Module) -> None:
-    """Replaces the routers. Parameters keep their names and order."""
+    """Replaces the routers, and the activation of gpt-oss's experts. Parameters keep their names and order."""
     for parent in list(causal_lm.modules()):
         for name, module in list(parent.named_children()):
             if type(module).__name__ in _ROUTERS:
                 setattr(parent, name, Router(module))
+            elif type(module).__name__ == "GptOssTopKRouter":
+                setattr(parent, name, ChosenRouter(module))
+            elif type(module).__name__ == "GptOssExperts":
+                module.__dict__["_apply_gate"] = clamped_gate(module)
             elif type(module).__name__ in _CHOOSING and type(module.gate) is not BiasedRouter:
                 layer: Any = module
                 layer.gate = BiasedRouter(module)

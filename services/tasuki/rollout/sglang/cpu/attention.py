@@ -12,14 +12,27 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 # Limits on gathered keys and query-key pairs per call: 4 M elements are 16 MiB in float32.
 _MAX_ELEMENTS = 2**22
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """SGLang's backend with batched sequences. Falls back to SGLang's loops for unsupported cases (encoders, sliding windows)."""
+    """SGLang's backend with batched sequences, and with sinks. Falls back to SGLang's loops for encoders.
+
+    A sink is a key and value of zeros after the others, whose logit is in the mask.
+    """
+
+    _sinks_H: Tensor | None = None
+
+    def forward_extend(self, *args: Any, sinks: Tensor | None = None, **options: Any) -> Tensor:
+        self._sinks_H = sinks
+        return super().forward_extend(*args, **options)
+
+    def forward_decode(self, *args: Any, sinks: Tensor | None = None, **options: Any) -> Tensor:
+        self._sinks_H = sinks
+        return super().forward_decode(*args, **options)
 
     def _run_sdpa_forward_decode(  # pyright: ignore[reportIncompatibleMethodOverride]  options come by name
         self,
@@ -34,20 +47,23 @@ class BatchedAttention(TorchNativeAttnBackend):
         **options: Any,
     ) -> Tensor:
         """query, output: [sequences, heads, head_size]; caches: [tokens, kv_heads, head_size]; one query at each sequence's end."""
-        if encoder_lens is not None or options.get("sliding_window_size") is not None:
+        if encoder_lens is not None:
             return super()._run_sdpa_forward_decode(
                 query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, **options
             )
         kv_heads, head_size = k_cache.shape[1:]
+        window = options.get("sliding_window_size")
         # Query heads that share a kv head become queries of that head, so no head is repeated.
         query_BHGD = query.view(query.shape[0], kv_heads, -1, head_size)
         for rows, kv_len in _groups(seq_lens.tolist(), elements_per_token=kv_heads * head_size):
-            slots_BS, is_used_BS = _slots(req_to_token, req_pool_indices[rows], seq_lens[rows], kv_len)
+            slots_BS, is_seen_BS = _slots(req_to_token, req_pool_indices[rows], seq_lens[rows], kv_len)
+            if window is not None:
+                is_seen_BS = is_seen_BS & (torch.arange(kv_len) >= seq_lens[rows, None] - 1 - window)
             out_BHGD = scaled_dot_product_attention(
                 query_BHGD[rows],
-                _gathered(k_cache, slots_BS, query.dtype),
-                _gathered(v_cache, slots_BS, query.dtype),
-                attn_mask=is_used_BS[:, None, None, :],
+                self._gathered(k_cache, slots_BS, query.dtype),
+                self._gathered(v_cache, slots_BS, query.dtype),
+                attn_mask=self._mask(is_seen_BS[:, None, None, :], (kv_heads, -1, 1), query.dtype),
                 scale=options["scaling"],
             )
             output[rows] = out_BHGD.flatten(1, 2)
@@ -68,7 +84,7 @@ class BatchedAttention(TorchNativeAttnBackend):
         **options: Any,
     ) -> Tensor:
         """query, output: [new tokens of all sequences, heads, head_size]; each sequence's new tokens follow its cached prefix."""
-        if encoder_lens is not None or options.get("sliding_window_size") is not None or not options["causal"]:
+        if encoder_lens is not None or not options["causal"]:
             return super()._run_sdpa_forward_extend(
                 query,
                 output,
@@ -82,6 +98,7 @@ class BatchedAttention(TorchNativeAttnBackend):
                 encoder_lens,
                 **options,
             )
+        window = options.get("sliding_window_size")
         first_rows = extend_seq_lens.cumsum(0) - extend_seq_lens
         per_token = max(k_cache.shape[1] * k_cache.shape[2], int(extend_seq_lens.max()))
         for rows, kv_len in _groups(seq_lens.tolist(), elements_per_token=per_token):
@@ -91,17 +108,34 @@ class BatchedAttention(TorchNativeAttnBackend):
             # Padding beyond a sequence's new tokens repeats its first; the result is discarded.
             query_rows_BQ = torch.where(is_new_BQ, first_rows[rows, None] + offsets_Q, first_rows[rows, None])
             slots_BS, _ = _slots(req_to_token, req_pool_indices[rows], seq_lens[rows], kv_len)
-            is_past_BQS = torch.arange(kv_len) <= (prefix_lens + offsets_Q)[:, :, None]
+            places_BQS = (prefix_lens + offsets_Q)[:, :, None]
+            is_seen_BQS = torch.arange(kv_len) <= places_BQS
+            if window is not None:
+                is_seen_BQS &= torch.arange(kv_len) >= places_BQS - window
             out_BHQD = scaled_dot_product_attention(
                 query[query_rows_BQ].transpose(1, 2),
-                _gathered(k_cache, slots_BS, query.dtype),
-                _gathered(v_cache, slots_BS, query.dtype),
-                attn_mask=is_past_BQS[:, None],
+                self._gathered(k_cache, slots_BS, query.dtype),
+                self._gathered(v_cache, slots_BS, query.dtype),
+                attn_mask=self._mask(is_seen_BQS[:, None], (-1, 1, 1), query.dtype),
                 scale=options["scaling"],
                 enable_gqa=options["enable_gqa"],
             )
             output[query_rows_BQ[is_new_BQ]] = out_BHQD.transpose(1, 2)[is_new_BQ]
         return output
+
+    def _gathered(self, cache: Tensor, slots_BS: Tensor, dtype: torch.dtype) -> Tensor:
+        """[sequences, kv_heads, tokens, head_size], with one more token for sinks."""
+        tokens = cache[slots_BS].to(dtype).transpose(1, 2)
+        return tokens if self._sinks_H is None else pad(tokens, (0, 0, 0, 1))
+
+    def _mask(self, is_seen: Tensor, heads: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The mask that sdpa takes, for keys as _gathered. heads: shape of the sinks, by which they align with is_seen."""
+        if self._sinks_H is None:
+            return is_seen
+        sinks = self._sinks_H.to(dtype).view(heads)
+        logits = torch.zeros(is_seen.shape, dtype=dtype).masked_fill(~is_seen, -torch.inf)
+        logits = logits.expand(*torch.broadcast_shapes(logits.shape[:-1], sinks.shape[:-1]), -1)
+        return torch.cat((logits, sinks.expand(*logits.shape[:-1], 1)), dim=-1)
 
 
 def _groups(lengths: Sequence[int], *, elements_per_token: int) -> Iterator[tuple[Tensor, int]]:
@@ -119,11 +153,6 @@ def _slots(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, kv_
     slots = req_to_token[req_pool_indices, :kv_len]
     is_used = torch.arange(kv_len) < seq_lens[:, None]
     return torch.where(is_used, slots, slots[:, :1]), is_used
-
-
-def _gathered(cache: Tensor, slots_BS: Tensor, dtype: torch.dtype) -> Tensor:
-    """[sequences, kv_heads, tokens, head_size]"""
-    return cache[slots_BS].to(dtype).transpose(1, 2)
 
 
 _STEP = 0x9E3779B97F4A7C15 - 2**64

@@ -170,9 +170,12 @@ def tile_mlps(causal_lm: torch.nn.Module, *, num_tokens: int) -> None:
 
 
 @torch.compiler.disable
-def _tiled(forward: Callable[[Tensor], Tensor], recomputed: Layer, num_tokens: int, hidden_states: Tensor) -> Tensor:
+def _tiled(forward: Callable[[Tensor], Any], recomputed: Layer, num_tokens: int, hidden_states: Tensor) -> Any:
     """hidden_states and result: [1, T, H]."""
     if hidden_states.shape[_TOKENS_DIM] <= num_tokens:
         return forward(hidden_states)
     tiles = hidden_states.split(num_tokens, dim=_TOKENS_DIM)
-    return torch.cat([recomputed(forward, tile) for tile in tiles], dim=_TOKENS_DIM)
+    outs = [recomputed(forward, tile) for tile in tiles]
+    if isinstance(outs[0], tuple):  # gpt-oss's also returns the router's scores, which its layer ignores
+        return torch.cat([out for out, _ in outs], dim=_TOKENS_DIM), None
+    return torch.cat(outs, dim=_TOKENS_DIM)

@@ -11,6 +11,7 @@ Source: GShard (arXiv:2006.16668), with as many rows as there are, as in MegaBlo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import grouped_mm
 
-_EXPERTS = ("MixtralExperts", "Qwen3MoeExperts", "Glm4MoeNaiveMoe")
+from tasuki.trainer.modules.pointwise import clamped_gate
+
+_EXPERTS = ("MixtralExperts", "Qwen3MoeExperts", "Glm4MoeNaiveMoe", "GptOssExperts")
 
 
 class _Routes(NamedTuple):
@@ -45,10 +48,12 @@ class ParallelExperts(nn.Module):
         given: Any = experts
         self._group, self._num_ranks = mesh.get_group("dp"), mesh.size()
         self._num_experts: int = given.gate_up_proj.shape[0]
-        self._activation: Callable[[Tensor], Tensor] = given.act_fn
+        self._is_biased: bool = given.has_bias
+        """Whether they are gpt-oss's: with biases, and matrices [e, inputs, outputs]."""
+        self._gated: Callable[[Tensor], Tensor] = clamped_gate(given) if given.has_bias else partial(_gate, given.act_fn)
         assert self._num_experts % self._num_ranks == 0, "the planner refuses others"
-        for name in ("gate_up_proj", "down_proj"):
-            sharded = distribute_tensor(getattr(given, name).detach(), mesh, [Shard(0)], src_data_rank=None)
+        for name, param in experts.named_parameters():
+            sharded = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
             self.register_parameter(name, nn.Parameter(sharded))
 
     def forward(self, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -73,10 +78,16 @@ class ParallelExperts(nn.Module):
     def _own(self, rows_XH: Tensor, ends_e: Tensor) -> Tensor:
         """[X, H]: what this rank's experts make of their rows."""
         # Weights are made local where they are used: autograd then adds up the gradient of one before it computes the other's.
-        gate_up_X2I = _GroupedLinear.apply(rows_XH, cast(DTensor, self.gate_up_proj).to_local(), ends_e)
-        gate_XI, up_XI = gate_up_X2I.chunk(2, dim=-1)
-        inner_XI = self._activation(gate_XI) * up_XI
-        return _GroupedLinear.apply(inner_XI, cast(DTensor, self.down_proj).to_local(), ends_e)
+        return self._linear("down_proj", self._gated(self._linear("gate_up_proj", rows_XH, ends_e)), ends_e)
+
+    def _linear(self, name: str, rows_XI: Tensor, ends_e: Tensor) -> Tensor:
+        weight = cast(DTensor, getattr(self, name)).to_local()
+        if not self._is_biased:
+            return _GroupedLinear.apply(rows_XI, weight, ends_e)
+        bias_eO = cast(DTensor, getattr(self, f"{name}_bias")).to_local().to(rows_XI.dtype)
+        counts_e = ends_e.diff(prepend=ends_e.new_zeros(1))
+        bias_XO = bias_eO.repeat_interleave(counts_e, dim=0, output_size=len(rows_XI))
+        return _GroupedLinear.apply(rows_XI, weight.transpose(-2, -1), ends_e) + bias_XO
 
     def _routes(self, chosen_S: Tensor) -> _Routes:
         """Exchanges the numbers of rows."""
@@ -103,6 +114,11 @@ def parallelize_experts(causal_lm: nn.Module, mesh: DeviceMesh) -> None:
 def ungathered_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters that belong to no FSDP2 group."""
     return (param for each in module.modules() if isinstance(each, ParallelExperts) for param in each.parameters())
+
+
+def _gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(gate) * up
 
 
 def _inverse(order: Tensor) -> Tensor:
@@ -172,7 +188,10 @@ def _summed(copies: Tensor, inverse: Tensor, num_copies: int) -> Tensor:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Each expert's linear layer on its rows, in their dtype. Weights are cast again in backward, so no cast copy is kept."""
+    """Each expert's linear layer on its rows, in their dtype. Weights are cast again in backward, so no cast copy is kept.
+
+    The gradient of a transposed weight is transposed, too: contiguous for the parameter itself.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows_XI: Tensor, weight_eOI: Tensor, ends_e: Tensor) -> Tensor:
@@ -189,5 +208,10 @@ class _GroupedLinear(torch.autograd.Function):
             return torch.empty_like(rows_XI), torch.zeros_like(weight_eOI) if has_gradient else None, None
         grad_XO = grad_XO.contiguous()
         grad_XI = grouped_mm(grad_XO, weight_eOI.to(grad_XO.dtype), offs=ends_e)
-        grad_eOI = grouped_mm(grad_XO.t(), rows_XI, offs=ends_e).to(weight_eOI.dtype) if has_gradient else None
-        return grad_XI, grad_eOI, None
+        if not has_gradient:
+            return grad_XI, None, None
+        if weight_eOI.stride(-1) == 1:
+            grad_eOI = grouped_mm(grad_XO.t(), rows_XI, offs=ends_e)
+        else:
+            grad_eOI = grouped_mm(rows_XI.t(), grad_XO, offs=ends_e).transpose(-2, -1)
+        return grad_XI, grad_eOI.to(weight_eOI.dtype), None
