@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from tasuki.algorithms.aggregation import call_denominator
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client.messages import message_of
-from tasuki.client.types import FinishReason, Phase, Role, Sample, TrainingSample
+from tasuki.client.types import FinishReason, Phase, Role, Routes, Sample, TrainingSample
 from tasuki.v1 import loss_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import InternalError, InvalidArgument
+from tasuki.wire.routes import in_parts
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 _Part = TypeVar("_Part", rollout_pb2.Prompt, types_pb2.TrainingSample)
@@ -28,7 +29,7 @@ _ENTRY_OVERHEAD_BYTES = 8
 _SEQUENCES = [
     name
     for name in types_pb2.TrainingSample.DESCRIPTOR.fields_by_name
-    if name not in ("policy_version", "temperature", "version_spans")
+    if name not in ("policy_version", "temperature", "version_spans", "routed_experts")
 ]
 
 
@@ -48,13 +49,27 @@ def prompt_to_proto(token_ids: TokenIds, *, index: int) -> rollout_pb2.Prompt:
 def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2.TrainingSample:
     if not isinstance(sample, TrainingSample):  # callers may have no types
         raise InvalidArgument(f"samples[{index}]", f"is of type {type(sample).__name__}; give a TrainingSample")
-    values = {name: getattr(sample, name) for name in sample.__slots__}
+    values = {name: getattr(sample, name) for name in sample.__slots__ if name != "routed_experts"}
     if isinstance(sample.advantages, Real) or getattr(sample.advantages, "ndim", 1) == 0:
         values["advantages"] = [sample.advantages]
     elif np.size(sample.advantages) == 1 < (num_tokens := len(sample.completion_token_ids)):
         problem = f"has one entry for {num_tokens} tokens; give one for each, or a plain number for the whole completion"
         raise InvalidArgument(f"samples[{index}].advantages", problem)
-    return message_of(types_pb2.TrainingSample, values, below=f"samples[{index}].")
+    message = message_of(types_pb2.TrainingSample, values, below=f"samples[{index}].")
+    message.routed_experts = _route_bytes(sample.routed_experts, field=f"samples[{index}].routed_experts")
+    return message
+
+
+def _route_bytes(routes: Routes, *, field: str) -> bytes:
+    if not len(routes):
+        return b""
+    if not isinstance(routes, np.ndarray) or routes.dtype != np.uint8 or routes.ndim != 2:  # callers may have no types
+        raise InvalidArgument(field, "is not a sample's; give its routed_experts, unchanged")
+    return routes.tobytes()
+
+
+def _routes(content: bytes, token_bytes: int) -> Routes:
+    return np.frombuffer(content, np.uint8).reshape(-1, token_bytes) if content else ()
 
 
 def training_sample_from_proto(sample: types_pb2.TrainingSample) -> TrainingSample:
@@ -65,8 +80,14 @@ def training_sample_from_proto(sample: types_pb2.TrainingSample) -> TrainingSamp
     temperature = sample.temperature if sample.HasField("temperature") else None
     if len(sample.advantages) == 1 < len(sample.completion_token_ids):
         arrays["advantages"] = sample.advantages[0]
-    spans = list(sample.version_spans)
-    return TrainingSample(**arrays, policy_version=sample.policy_version, temperature=temperature, version_spans=spans)
+    num_routed = len(sample.prompt_token_ids) + len(sample.completion_token_ids) - 1
+    return TrainingSample(
+        **arrays,
+        policy_version=sample.policy_version,
+        temperature=temperature,
+        version_spans=list(sample.version_spans),
+        routed_experts=_routes(sample.routed_experts, len(sample.routed_experts) // max(1, num_routed)),
+    )
 
 
 def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int, prompt_token_ids: NDArray[np.int32]) -> Sample:
@@ -81,13 +102,21 @@ def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int, prompt_tok
         has_exact_log_probs=sample.has_exact_log_probs,
         prompt_token_ids=prompt_token_ids,
         version_spans=list(sample.version_spans),
+        routed_experts=_routes(sample.routed_experts, sample.route_bytes),
     )
 
 
 def sample_to_proto(sample: Sample) -> types_pb2.Sample:
     """Without the prompt: `sample_from_proto` takes it."""
-    values = {name: getattr(sample, name) for name in types_pb2.Sample.DESCRIPTOR.fields_by_name}
-    return types_pb2.Sample(**values | {"finish_reason": sample.finish_reason.number})
+    own = ("finish_reason", "routed_experts", "route_bytes")
+    values = {name: getattr(sample, name) for name in types_pb2.Sample.DESCRIPTOR.fields_by_name if name not in own}
+    routes = _route_bytes(sample.routed_experts, field="routed_experts")
+    return types_pb2.Sample(
+        **values,
+        finish_reason=sample.finish_reason.number,
+        routed_experts=routes,
+        route_bytes=len(routes) // max(1, len(sample.routed_experts)),
+    )
 
 
 def sample_to_text(sample: Sample) -> str:
@@ -173,7 +202,7 @@ def training_chunks(samples: Sequence[TrainingSample]) -> list[trainer_pb2.Train
     if not samples:
         raise InvalidArgument("samples", "empty; give at least one")
     parts = [training_sample_to_proto(sample, index=index) for index, sample in enumerate(samples)]
-    return [trainer_pb2.TrainingSamples(samples=chunk) for _, chunk in cut(parts, field="samples")]
+    return [trainer_pb2.TrainingSamples(samples=chunk) for _, chunk in cut(list(in_parts(parts)), field="samples")]
 
 
 def complete(scores: list[NDArray[np.float32]], *, num_samples: int) -> list[NDArray[np.float32]]:

@@ -208,7 +208,12 @@ class Asked:
         parent, new = self.parent, self.new_token_ids
         if parent is not None and parent.sample.temperature != sample.temperature:  # a training sample has one
             parent, new = None, np.concatenate([self.token_ids_before, new])
-        turns.add(Turn(parent, new, sample), chats=chats)
+        turn = Turn(parent, new, sample)
+        if parent is not None and len(
+            sample.routed_experts
+        ):  # a long episode would keep those of its first tokens for every turn
+            turn = replace(turn, sample=replace(sample, routed_experts=np.copy(turn.own_routes())))
+        turns.add(turn, chats=chats)
         context = [*self.token_ids_before.tolist(), *self.new_token_ids.tolist(), *token_ids]
         reason = sample.finish_reason.lower()
         log_probs = sample.rollout_log_probs.tolist()

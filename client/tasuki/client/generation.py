@@ -18,6 +18,7 @@ from tasuki.client.messages import TOKENIZE, message_of
 from tasuki.client.types import Sample, SamplingParams
 from tasuki.v1 import rollout_pb2
 from tasuki.wire.errors import Asleep, Draining, InvalidArgument, TasukiError, from_rpc_error
+from tasuki.wire.routes import Whole
 
 if TYPE_CHECKING:
     from tasuki.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
@@ -105,10 +106,11 @@ async def stream(rollout: RolloutServiceAsyncStub, requests: Sequence[Request], 
     arrivals: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
 
     async def read(start: int, request: rollout_pb2.GenerateRequest) -> None:
+        whole = Whole()
         prompts = [np.array(prompt.token_ids, dtype=np.int32) for prompt in request.prompts]
         try:
             async for response in rollout.Generate(request, timeout=timeout_s):
-                for sample in response.samples:
+                for sample in whole.samples(response.samples):
                     own = sample.prompt_index
                     arrivals.put_nowait(
                         encode.sample_from_proto(sample, prompt_index=start + own, prompt_token_ids=prompts[own])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.client.types import FinishReason, Sample, TrainingSample, VersionSpan
+from tasuki.client.types import FinishReason, Routes, Sample, TrainingSample, VersionSpan
 from tasuki.client.version_spans import merged, spans_of
 
 Message = Mapping[str, Any]
@@ -25,6 +25,11 @@ class Turn:
     prompt_token_ids: NDArray[np.int32]
     """The part of the prompt after the parent's last token; all of it without a parent."""
     sample: Sample
+
+    def own_routes(self) -> Routes:
+        """The sample's experts, without those of the tokens that the parent has reported."""
+        routes = self.sample.routed_experts
+        return routes if self.parent is None else routes[-len(self.prompt_token_ids) - len(self.sample.token_ids) :]
 
     def path(self) -> list[Turn]:
         """The turns from the first one to this one."""
@@ -150,7 +155,7 @@ class ChatDigest:
 
 def _joined(path: Sequence[Turn], trained: set[int], *, is_truncated: bool) -> Sample:
     """One sample of a path's turns."""
-    token_ids, log_probs, masks, spans = [], [], [], list[VersionSpan]()
+    token_ids, log_probs, masks, spans, routes = [], [], [], list[VersionSpan](), list[Routes]()
     for turn in path:
         given = 0 if turn.parent is None else len(turn.prompt_token_ids)
         own = spans_of(turn.sample)
@@ -159,6 +164,7 @@ def _joined(path: Sequence[Turn], trained: set[int], *, is_truncated: bool) -> S
         token_ids += [turn.prompt_token_ids[len(turn.prompt_token_ids) - given :], turn.sample.token_ids]
         log_probs += [np.zeros(given, np.float32), turn.sample.rollout_log_probs]
         masks += [np.zeros(given, np.float32), np.full(len(turn.sample.token_ids), id(turn) not in trained, np.float32)]
+        routes.append(turn.own_routes())
     last, spans = path[-1].sample, merged(spans)
     return Sample(
         prompt_index=last.prompt_index,
@@ -172,4 +178,5 @@ def _joined(path: Sequence[Turn], trained: set[int], *, is_truncated: bool) -> S
         prompt_token_ids=path[0].prompt_token_ids,
         loss_mask=np.concatenate(masks),
         version_spans=spans if len(spans) > 1 else (),
+        routed_experts=np.concatenate(routes) if all(map(len, routes)) else (),
     )

@@ -29,6 +29,9 @@ VersionSpan = types_pb2.VersionSpan
 Watched = coordinator_pb2.WatchStateResponse
 
 
+Routes = NDArray[np.uint8] | tuple[()]
+
+
 class FinishReason(WireEnum):
     """Why a completion ended."""
 
@@ -125,6 +128,8 @@ class Sample:
     """[T], 0 for tokens of an episode that the policy did not draw; empty if it drew all."""
     version_spans: Sequence[VersionSpan] = ()
     """Versions by token, of a sample that was cut and continued, the last of them `policy_version`; empty if all tokens have that."""
+    routed_experts: NDArray[np.uint8] | tuple[()] = ()
+    """[tokens of prompt and completion - 1, bytes], with trainer.router_replay: the experts that each token passed, as in types.proto."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,6 +159,8 @@ class TrainingSample:
     """Targets of the critic. Required by ValueLoss."""
     version_spans: Sequence[VersionSpan] = ()
     """Versions by token, as the sample's; empty if all tokens have `policy_version`."""
+    routed_experts: NDArray[np.uint8] | tuple[()] = ()
+    """As the sample's. Required with trainer.router_replay by every policy loss that needs rollout_log_probs."""
 
     @classmethod
     def of(
@@ -177,6 +184,7 @@ class TrainingSample:
             policy_version=sample.policy_version,
             temperature=sample.temperature,
             version_spans=sample.version_spans,
+            routed_experts=sample.routed_experts,
         )
 
     @classmethod
@@ -196,7 +204,7 @@ class TrainingSample:
         """
         tokens, log_probs, mask = list[int](), list[float](), list[float]()
         first: Sample | None = None
-        num_prompt_tokens = 0
+        num_prompt_tokens, routes = 0, list[Routes]()
         for index, turn in enumerate(turns):
             if turn is None:  # callers may have no types
                 raise InvalidArgument(f"turns[{index}]", "is None; give a Sample or token ids")
@@ -209,6 +217,7 @@ class TrainingSample:
             if first is None:
                 first, num_prompt_tokens = turn, len(tokens)
             _check_turn(turn, index=index, first=first, before=tokens)
+            routes.append(turn.routed_experts)
             tokens += turn.token_ids.tolist()
             log_probs += turn.rollout_log_probs.tolist()
             mask += [1.0] * len(turn.token_ids)
@@ -228,7 +237,20 @@ class TrainingSample:
             loss_mask=mask[num_prompt_tokens:],
             policy_version=first.policy_version,
             temperature=first.temperature,
+            routed_experts=joined_routes(routes),
         )
+
+
+def joined_routes(parts: Sequence[Routes]) -> Routes:
+    """The experts of a sample whose tokens were drawn part by part, each part after all tokens before it.
+
+    parts: each of all tokens up to its end. A token has those of the first part that reports it, from which the next token was drawn.
+    Empty if a part has none.
+    """
+    if not all(len(part) for part in parts):
+        return ()
+    ends = [0, *(len(part) for part in parts)]
+    return np.concatenate([part[start:] for part, start in zip(parts, ends, strict=False)]) if parts else ()
 
 
 def _check_turn(turn: Sample, *, index: int, first: Sample, before: Sequence[int]) -> None:

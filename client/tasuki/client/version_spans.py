@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from tasuki.client.encode import TokenIds
-from tasuki.client.types import FinishReason, Sample, VersionSpan
+from tasuki.client.types import FinishReason, Sample, VersionSpan, joined_routes
 
 
 def spans_of(sample: Sample) -> Sequence[VersionSpan]:
@@ -51,4 +51,5 @@ def continued(before: Sample, after: Sample, *, max_new_tokens: int) -> Sample:
         has_exact_log_probs=before.has_exact_log_probs and after.has_exact_log_probs,
         prompt_token_ids=before.prompt_token_ids,
         version_spans=spans if len(spans) > 1 else (),
+        routed_experts=joined_routes([one.routed_experts for one in (before, after) if len(one.token_ids)]),
     )

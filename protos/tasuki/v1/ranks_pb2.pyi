@@ -368,6 +368,8 @@ class SampleColumns(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     PREFIXES_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
+    HAS_WIDE_ROUTES_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.bytes
     """int64, one for each sample."""
     num_completion_tokens: _builtins.bytes
@@ -377,6 +379,11 @@ class SampleColumns(_message.Message):
     """int32, prompt and completion of each sample in sequence."""
     prefixes: _builtins.bytes
     """int32, one for each sample: samples with equal numbers share a prompt, which is computed once; -1 shares none. Empty: none share."""
+    routes: _builtins.bytes
+    """For each token the experts of every layer, zeros for the last token of a sample; unsigned bytes, or little-endian int16 if wide.
+    Empty: the trainer's routers choose.
+    """
+    has_wide_routes: _builtins.bool
     @_builtins.property
     def columns(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
         """float32, one for each completion token, by name."""
@@ -390,10 +397,12 @@ class SampleColumns(_message.Message):
         token_ids: _builtins.bytes = ...,
         columns: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
         prefixes: _builtins.bytes = ...,
+        routes: _builtins.bytes = ...,
+        has_wide_routes: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "num_completion_tokens", b"num_completion_tokens", "num_prompt_tokens", b"num_prompt_tokens", "policy_versions", b"policy_versions", "prefixes", b"prefixes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "has_wide_routes", b"has_wide_routes", "num_completion_tokens", b"num_completion_tokens", "num_prompt_tokens", b"num_prompt_tokens", "policy_versions", b"policy_versions", "prefixes", b"prefixes", "routes", b"routes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

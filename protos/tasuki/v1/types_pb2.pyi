@@ -381,6 +381,8 @@ class Sample(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     HAS_EXACT_LOG_PROBS_FIELD_NUMBER: _builtins.int
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
+    ROUTE_BYTES_FIELD_NUMBER: _builtins.int
     prompt_index: _builtins.int
     """Position of the prompt in the request."""
     sample_index: _builtins.int
@@ -394,6 +396,13 @@ class Sample(_message.Message):
     """Whether every token was drawn from softmax(logits / temperature), the distribution of rollout_log_probs. False for greedy samples
     and where top_p, top_k, min_p, min_new_tokens, logit_bias, json_schema or a penalty changed the distribution.
     """
+    routed_experts: _builtins.bytes
+    """Experts that each token passed, with trainer.router_replay: for every token of prompt and completion but the last, and every layer of
+    the model, as many indices as a token has experts, best first. Unsigned bytes for up to 256 experts, else little-endian int16. Dense
+    layers have zeros. A long field comes in parts: entries with prompt_index, sample_index and a part alone precede the sample.
+    """
+    route_bytes: _builtins.int
+    """Bytes of `routed_experts` of one token."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Completion token ids, without the prompt."""
@@ -420,10 +429,12 @@ class Sample(_message.Message):
         temperature: _builtins.float = ...,
         has_exact_log_probs: _builtins.bool = ...,
         version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
+        routed_experts: _builtins.bytes = ...,
+        route_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "has_exact_log_probs", b"has_exact_log_probs", "policy_version", b"policy_version", "prompt_index", b"prompt_index", "rollout_log_probs", b"rollout_log_probs", "sample_index", b"sample_index", "temperature", b"temperature", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "has_exact_log_probs", b"has_exact_log_probs", "policy_version", b"policy_version", "prompt_index", b"prompt_index", "rollout_log_probs", b"rollout_log_probs", "route_bytes", b"route_bytes", "routed_experts", b"routed_experts", "sample_index", b"sample_index", "temperature", b"temperature", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -473,10 +484,15 @@ class TrainingSample(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     RETURNS_FIELD_NUMBER: _builtins.int
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights that generated the sample, or its last token."""
     temperature: _builtins.float
     """Sampling temperature, at least 1e-6; default 1. Logits are divided by it."""
+    routed_experts: _builtins.bytes
+    """As the sample's; the parts of a long one precede its sample, as entries with nothing else. Required with trainer.router_replay by every policy loss that needs rollout_log_probs; used
+    wherever the policy computes. All samples of a call have it, or none.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -532,10 +548,11 @@ class TrainingSample(_message.Message):
         values: _abc.Iterable[_builtins.float] | None = ...,
         returns: _abc.Iterable[_builtins.float] | None = ...,
         version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
+        routed_experts: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "advantages", b"advantages", "completion_token_ids", b"completion_token_ids", "loss_mask", b"loss_mask", "old_log_probs", b"old_log_probs", "policy_version", b"policy_version", "prompt_token_ids", b"prompt_token_ids", "ref_log_probs", b"ref_log_probs", "returns", b"returns", "rollout_log_probs", b"rollout_log_probs", "temperature", b"temperature", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "advantages", b"advantages", "completion_token_ids", b"completion_token_ids", "loss_mask", b"loss_mask", "old_log_probs", b"old_log_probs", "policy_version", b"policy_version", "prompt_token_ids", b"prompt_token_ids", "ref_log_probs", b"ref_log_probs", "returns", b"returns", "rollout_log_probs", b"rollout_log_probs", "routed_experts", b"routed_experts", "temperature", b"temperature", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015

@@ -126,6 +126,9 @@ class TrainerConfig(OptimizerConfig):
     """Whether samples of one prompt in a micro-batch share its computation. Results agree up to rounding, and `micro_batch_tokens` counts
     the prompt once. "auto": where it saves operations and the attention kernel can: on a GPU, without windows and after a trial at start.
     True is refused where it cannot."""
+    router_replay: Bool = False
+    """Whether tokens pass the experts in training that they passed in rollout, which then reports them; without effect on a dense model.
+    The policy's losses and log-probs replay them, the reference and the critic choose their own."""
     lora: LoraConfig | None = None
     """Trains adapters on a frozen model, which is then also the reference policy."""
     reference_on_host: Bool | None = None

@@ -23,6 +23,7 @@ from tasuki.rpc.calls import remaining_s
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.wire.errors import PeerUnavailable, SamplesLost, TasukiError, VersionOrder, from_rpc_error
+from tasuki.wire.routes import is_part
 
 _READ_TIMEOUT_S = 10.0
 _SEED_BITS = 62
@@ -141,7 +142,7 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
                 if arrival is None:
                     num_open -= 1
                     continue
-                versions.update(sample.policy_version for sample in arrival.samples)
+                versions.update(sample.policy_version for sample in arrival.samples if not is_part(sample))
                 if len(versions) > 1:
                     have, want = sorted(versions)
                     raise VersionOrder(f"nodes serve two versions: {have} and {want}", have=have, want=want)
@@ -169,6 +170,8 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
             async for response in RolloutServiceStub(node.rollout).Generate(share, timeout=timeout_s):
                 for sample in response.samples:
                     sample.prompt_index += part.prompts.start
+                    if is_part(sample):
+                        continue
                     part.missing[sample.prompt_index] -= 1
                     self._loads[part.node] -= 1
                 yield response

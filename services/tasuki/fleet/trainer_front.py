@@ -36,6 +36,7 @@ from tasuki.wire.errors import (
     TasukiError,
     VersionOrder,
 )
+from tasuki.wire.routes import in_parts
 
 if TYPE_CHECKING:
     from tasuki.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
@@ -173,7 +174,7 @@ class TrainerFront(TrainerServiceServicer):
         async def score(rank: int, stub: Any) -> list[Any]:
             if not shares[rank]:
                 return []
-            parts = chunks([samples[position] for position in shares[rank]])
+            parts = chunks(list(in_parts(samples[position] for position in shares[rank])))
             messages = [*first, *(request(samples=trainer_pb2.TrainingSamples(samples=part)) for part in parts)]
             call = getattr(stub, method)(iter(messages), timeout=calls.remaining_s)
             return [scored async for response in call for scored in response.samples]
@@ -236,7 +237,10 @@ class TrainerCalls:
             named = _at_node(header)
             named.is_share, named.validate_only, named.num_samples = True, validate_only, len(shares[rank])
             named.log_probs_of[:] = [places[position] for position in header.log_probs_of if position in places]
-            parts = (trainer_pb2.TrainingSamples(samples=part) for part in chunks([samples[each] for each in shares[rank]]))
+            parts = (
+                trainer_pb2.TrainingSamples(samples=part)
+                for part in chunks(list(in_parts(samples[each] for each in shares[rank])))
+            )
             messages = [trainer_pb2.ForwardBackwardRequest(samples=part) for part in parts]
             first = trainer_pb2.ForwardBackwardRequest(header=named)
             return await stub.ForwardBackward(iter([first, *messages]), timeout=self.remaining_s)

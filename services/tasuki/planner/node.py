@@ -39,6 +39,7 @@ class Part(StrEnum):
     CONTEXTS = "contexts, NCCL"
     PROCESSES = "processes"
     MODEL_COPY = "model in /dev/shm"
+    ROUTES = "routes of tokens"
 
 
 TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE)

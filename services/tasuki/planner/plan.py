@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tasuki.planner.node import GB, MARGIN, TAGS, Node, Part, Strategy, gb
-from tasuki.planner.rollout_bytes import KvPool, cuda_graphs, engine_step, engine_weights, kv_bytes_per_token, kv_pool
+from tasuki.planner.rollout_bytes import (
+    KvPool,
+    cuda_graphs,
+    engine_step,
+    engine_weights,
+    host_routes,
+    kv_bytes_per_token,
+    kv_pool,
+)
 from tasuki.planner.step_bytes import offloaded_bytes, training_peak
 from tasuki.planner.trainer_bytes import Bytes, export_arena, frozen_bytes, host_moments, host_reference, trainer_tags
 from tasuki.wire.stages import RING, Phase, Stage
@@ -208,6 +216,7 @@ def plan_of(node: Node, sizes: Sizes) -> Plan:
         Part.TRAINER_WEIGHTS: host_reference(node) * num_ranks,
         Part.OPTIMIZER: host_moments(node) * num_ranks,
         Part.ACTIVATIONS: offloaded_bytes(node) * num_ranks,
+        Part.ROUTES: host_routes(node, sizes.kv_pool) * node.config.num_engine_ranks,
     }
     for stage in PLAN_STAGES:
         parts = {kind: parts_on_gpu(node, sizes, stage, gpu) for kind, gpu in first_of.items()}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from tasuki.config.engine_arguments import DRAFT_BLOCKS, draft_tokens
 from tasuki.memory.granularity import arena_bytes
+from tasuki.models.routes import RouteShape
 from tasuki.models.shape import ROUTERS, VOCABULARY_STEP, ModelShape, Shapes
 from tasuki.planner.kv_tokens import CPU_TOKENS, SGLANG_GRAPH_REQUESTS, graph_requests, running_requests
 from tasuki.planner.node import Node
@@ -78,6 +79,12 @@ def kv_pool(node: Node, *, taken_bytes: int) -> KvPool:
     if most is not None:
         num_tokens = min(num_tokens, most)
     return KvPool(num_tokens, num_tokens * each)
+
+
+def host_routes(node: Node, pool: KvPool) -> int:
+    """Experts of the cache's tokens, which a rank keeps in host memory, pinned on a GPU, with trainer.router_replay."""
+    routes = RouteShape.of(node.model) if node.trainer.router_replay else None
+    return 0 if routes is None else (pool.num_tokens + _CONTEXT_SLACK + 1) * routes.token_bytes
 
 
 def cuda_graphs(node: Node) -> int:

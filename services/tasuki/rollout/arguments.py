@@ -60,6 +60,8 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
         # It would read params.json for a folder that is named like some of Mistral's.
         "model_config_parser": "hf",
     }
+    if model.routes is not None:
+        arguments["enable_return_routed_experts"] = True
     if rollout.max_running_requests is not None:
         arguments["max_running_requests"] = rollout.max_running_requests
     if choices.kv_tokens is not None:

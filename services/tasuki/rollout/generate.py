@@ -56,6 +56,8 @@ class Completion:
     log_probs: Sequence[float]
     reason: str
     """SGLang's finish reason: "stop", "length" or "abort"."""
+    routed_experts: bytes = b""
+    """See types.proto."""
 
     @property
     def is_cut(self) -> bool:
@@ -267,6 +269,8 @@ async def generate(
                     policy_version=policy_version,
                     temperature=temperature,
                     has_exact_log_probs=is_exact,
+                    routed_experts=completion.routed_experts,
+                    route_bytes=0 if engine.model.routes is None else engine.model.routes.token_bytes,
                 )
                 for index, completion in ended
             ]

@@ -11,6 +11,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.models import families
 from tasuki.models.families import FAMILIES
 from tasuki.models.family import Model
+from tasuki.models.routes import RouteShape
 from tasuki.models.tokenizer import read_stop_token_ids
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
@@ -31,6 +32,8 @@ class ModelFacts:
     """Whether every request is sampled with its own seed."""
     is_speculative: bool = False
     """Whether the engine drafts tokens and verifies them."""
+    routes: RouteShape | None = None
+    """What the engine reports of the experts of each token."""
 
 
 def read_model(config: NodeConfig) -> ModelFacts:
@@ -43,8 +46,11 @@ def read_model(config: NodeConfig) -> ModelFacts:
     architectures = table.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise UnsupportedModel(f"model.path: {path}/config.json names no architecture")
+    routes = None
     if architectures[0] in FAMILIES:
-        _check_engine(families.read_model(table), device=config.device)
+        model = families.read_model(table)
+        _check_engine(model, device=config.device)
+        routes = RouteShape.of(model.shape) if config.trainer.router_replay else None
     # A multimodal model nests its language model's configuration.
     text: dict[str, Any] = table.get("text_config", table)
     longest = _size(text, "max_position_embeddings", path)
@@ -63,6 +69,7 @@ def read_model(config: NodeConfig) -> ModelFacts:
         stop_token_ids=read_stop_token_ids(path, vocab_size=vocab_size),
         is_seeded=config.device == "cpu",
         is_speculative="speculative_algorithm" in config.rollout.engine,
+        routes=routes,
     )
 
 

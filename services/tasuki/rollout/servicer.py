@@ -14,6 +14,7 @@ from tasuki.rpc.calls import remaining_s
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, watch_usage
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2
+from tasuki.wire.routes import in_parts
 from tasuki.wire.stages import Service
 
 # A token and its log-prob take at most 9 bytes, so that even with the longest last sample a message stays below 4 MiB.
@@ -76,9 +77,9 @@ def _bundles(samples: Sequence[types_pb2.Sample]) -> Iterator[list[types_pb2.Sam
     """Groups as many samples as fit into one message."""
     bundle: list[types_pb2.Sample] = []
     num_tokens = 0
-    for sample in samples:
+    for sample in in_parts(samples):
         bundle.append(sample)
-        num_tokens += len(sample.token_ids) + _TOKENS_FOR_FIELDS
+        num_tokens += len(sample.token_ids) + _TOKENS_FOR_FIELDS + len(sample.routed_experts) // _TOKENS_FOR_FIELDS
         if num_tokens > _MAX_BUNDLE_TOKENS:
             yield bundle
             bundle, num_tokens = [], 0

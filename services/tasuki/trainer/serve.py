@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from tasuki.config.choices import read_choices
 from tasuki.config.gpus import gpus_of
-from tasuki.config.paths import node_targets, socket_dir, training_log_path
+from tasuki.config.paths import model_source, node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
-from tasuki.models.families import read_model_file
+from tasuki.models.families import read_model_file, read_model_shape
+from tasuki.models.routes import RouteShape
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
@@ -118,6 +119,7 @@ async def _training(ranks: TrainerRanks, *, ready: RankReady, config: NodeConfig
         vocab_size=ready.vocab_size,
         context_length=ready.context_length,
         micro_batch_tokens=read_choices(config.state_dir).micro_batch_tokens,
+        routes=RouteShape.of(read_model_shape(model_source(config))) if config.trainer.router_replay else None,
     )
     _log.info("ready ranks=%d micro_batch_tokens=%d", ranks.num_ranks, limits.micro_batch_tokens)
     if ready.HasField("nodes_rate"):

@@ -63,6 +63,8 @@ REPLACED = [
     ("srt.model_loader.loader", "DefaultModelLoader.load_model", "srt.model_executor.model_runner_components.load_model_utils"),
     ("srt.model_loader.loader", "DefaultModelLoader.load_weights_and_postprocess"),
     ("srt.models.gpt_oss", "GptOssAttention"),
+    ("srt.state_capturer.base", "BaseDeviceCache"),
+    ("srt.state_capturer.base", "BaseHostCache"),
     ("srt.speculative.base_spec_worker", "BaseSpecWorker.clear_cache_pool", SCHEDULER),
     (SAVER, "TorchMemorySaverAdapter.create", RUNNER),
     (

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import time
+from base64 import b64decode
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ from sglang.srt.utils.network import get_zmq_socket
 from tasuki.config.choices import read_choices
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
+from tasuki.models.routes import RouteShape
 from tasuki.rollout.arguments import ADAPTER_ID, engine_arguments
 from tasuki.rollout.generate import CUT, Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts, check_capacity
@@ -176,7 +178,9 @@ class RolloutEngine:
             self._continued.add(call)
         try:
             while ended := await call.ended():
-                yield [(index, _NOT_BEGUN if answer is None else _completion(answer)) for index, answer in ended]
+                yield [
+                    (index, _NOT_BEGUN if answer is None else _completion(answer, self.model.routes)) for index, answer in ended
+                ]
         finally:
             self._intake.leave(call)
             self._continued.discard(call)
@@ -216,6 +220,7 @@ class RolloutEngine:
             sampling_params=[dict(request.sampling) for request in requests],
             return_logprob=True,
             logprob_start_len=-1,
+            return_routed_experts=self.model.routes is not None,
         )
         if manager.server_args.enable_lora:
             batch.lora_id = [ADAPTER_ID for _ in requests]
@@ -361,14 +366,23 @@ class _EndSignal:
             self._call.end(self._index, answer)
 
 
-def _completion(answer: Answer) -> Completion:
-    """Raises InternalError if SGLang reports that the request failed."""
+def _completion(answer: Answer, routes: RouteShape | None) -> Completion:
+    """Raises InternalError if SGLang reports that the request failed, or has reported too few experts."""
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
     if reason.get("status_code") is not None:
         raise InternalError(f"SGLang ended a request with {reason['status_code']}: {reason.get('message')}")
     log_probs = [entry[0] for entry in meta.get("output_token_logprobs", ())]
-    return Completion(answer["output_ids"], log_probs, reason["type"])
+    if routes is None:
+        return Completion(answer["output_ids"], log_probs, reason["type"])
+    content = b64decode(meta.get("routed_experts", ""))
+    if reason["type"] == CUT and not content:  # cut while it waited for room that it had lost
+        return _NOT_BEGUN
+    num_tokens = meta["prompt_tokens"] + len(answer["output_ids"]) - 1
+    if len(content) != num_tokens * routes.token_bytes:
+        problem = f"{len(content)} bytes of experts for {num_tokens} tokens of {routes.token_bytes}"
+        raise InternalError(f"SGLang answered with {problem}")
+    return Completion(answer["output_ids"], log_probs, reason["type"], content)
 
 
 class _EmbeddedEngine(Engine):

@@ -44,6 +44,7 @@ from tasuki.rollout.sglang.live_router import install_live_routers
 from tasuki.rollout.sglang.memory_saver import install_saver
 from tasuki.rollout.sglang.oss import install_oss
 from tasuki.rollout.sglang.rank_scheduler import RankScheduler
+from tasuki.rollout.sglang.routes import install_routes
 from tasuki.rollout.sglang.shared_base import EngineBase
 from tasuki.rpc.memory import staying_of_engine_rank
 from tasuki.rpc.process_start import freeze_started
@@ -318,6 +319,8 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         install_live_routers()
     if shape is not None and shape.has_sinks:
         install_oss(device=device)
+    if setup.config is not None and shape is not None and setup.config.trainer.router_replay:
+        install_routes(shape, device=str(device))
     if setup.config is not None and setup.config.served_adapter is not None:
         install_dense_lora(setup.config.served_adapter)
     if device == "cpu":

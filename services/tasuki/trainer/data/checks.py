@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tasuki.algorithms.loss import CriticLoss
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.sampling import GREEDY_BELOW
+from tasuki.models.routes import RouteShape
 from tasuki.trainer.data.samples import Samples, starts
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, VersionOrder
@@ -28,6 +29,8 @@ class BatchLimits:
     context_length: int
     micro_batch_tokens: int
     """Maximum tokens in a micro-batch, and so in a sample."""
+    routes: RouteShape | None = None
+    """Of the policy, if it replays them."""
 
 
 def check_sequences(samples: Samples, *, limits: BatchLimits) -> None:
@@ -92,6 +95,15 @@ def check_columns(samples: Samples, *, config: LossConfig, role: Role) -> None:
             problem = "is above 0, so it is not a log-probability; give natural logarithms"
             place = _completion_place(samples, int(wrong[0]), field=name)
             raise InvalidArgument(place, f"{samples.columns[name][wrong[0]]:g} {problem}")
+
+
+def check_routed(samples: Samples) -> None:
+    """Raises InvalidArgument for samples of rollout without their experts."""
+    if len(samples) and samples.routes_TR is None:
+        problem = (
+            "empty, but trainer.router_replay needs the experts that rollout reported; give the sample's, or set it to false"
+        )
+        raise InvalidArgument("samples[0].routed_experts", problem)
 
 
 def check_versions(samples: Samples, *, policy_version: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tasuki.algorithms.aggregation import token_weights
 from tasuki.algorithms.batch import LossBatch
 from tasuki.algorithms.loss_types import LossConfig
+from tasuki.models.routes import Routes
 from tasuki.trainer.data.samples import NO_PREFIX, Samples, ranges, starts
 
 # All ranks must run the model equally often. A rank without samples runs it on this token, which is not counted.
@@ -80,6 +81,8 @@ class TokenBatch:
     order_N: Tensor | None = None
     """int64: permutation of all parts' completion tokens to the order of the samples; None if they are in order."""
     prompts: SharedPrompts | None = None
+    routes_TR: Tensor | None = None
+    """int16: the experts of each token in every layer, -1 where routers choose; None: everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,14 @@ def token_batch(samples: Samples, *, device: torch.device, part: SequencePart = 
         num_places=tuple(np.diff(bounds).tolist()),
         order_N=_tensor(np.argsort(order_N), device=device) if (np.diff(packed.places_N) < 0).any() else None,
         prompts=_shared_prompts(packed, device=device),
+        routes_TR=None
+        if samples.routes_TR is None
+        else _tensor(_routes(samples.routes_TR, packed, num_dummies)[tokens], device=device),
     )
+
+
+def _routes(routes_TR: Routes, packed: Packing, num_dummies: int) -> NDArray[np.int16]:
+    return np.pad(routes_TR[packed.rows_T].astype(np.int16), ((0, num_dummies), (0, 0)), constant_values=-1)
 
 
 def _shared_prompts(packed: Packing, *, device: torch.device) -> SharedPrompts | None:

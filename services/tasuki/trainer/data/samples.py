@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.models.routes import Routes
+
 COLUMNS = ("loss_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "values", "returns")
 """Per-token fields that a sample may have."""
 NO_PREFIX = -1
@@ -32,6 +34,8 @@ class Samples:
     versions by which a token is older than its sample, if samples of several versions are among them."""
     prefix_S: NDArray[np.int32] | None = None
     """Samples with equal numbers have the same prompt, computed once within a micro-batch; NO_PREFIX shares none."""
+    routes_TR: Routes | None = None
+    """[T, R]: the experts of each token in every layer; zeros for a sample's last token. None: routers choose."""
 
     def __len__(self) -> int:
         return len(self.num_prompt_S)
@@ -49,14 +53,16 @@ class Samples:
     def select(self, indices: Sequence[int]) -> Samples:
         """The samples at `indices`, in that order."""
         chosen = np.asarray(indices, dtype=np.int64)
+        rows_T = ranges(starts(self.num_tokens_S)[chosen], self.num_tokens_S[chosen])
         rows_N = ranges(starts(self.num_completion_S)[chosen], self.num_completion_S[chosen])
         return Samples(
             num_prompt_S=self.num_prompt_S[chosen],
             num_completion_S=self.num_completion_S[chosen],
             policy_version_S=self.policy_version_S[chosen],
-            token_ids_T=self.token_ids_T[ranges(starts(self.num_tokens_S)[chosen], self.num_tokens_S[chosen])],
+            token_ids_T=self.token_ids_T[rows_T],
             columns={name: column[rows_N] for name, column in self.columns.items()},
             prefix_S=None if self.prefix_S is None else self.prefix_S[chosen],
+            routes_TR=None if self.routes_TR is None else self.routes_TR[rows_T],
         )
 
 

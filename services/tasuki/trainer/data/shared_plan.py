@@ -110,11 +110,12 @@ class _Flops:
 
 
 def _groups_of_prompts(samples: Samples) -> list[list[int]]:
-    """Positions of the samples of each prompt with more than one."""
+    """Positions of the samples of each prompt with more than one. Samples whose prompts passed other experts share none."""
     groups: dict[bytes, list[int]] = defaultdict(list)
     prompts = zip(starts(samples.num_tokens_S).tolist(), samples.num_prompt_S.tolist(), strict=True)
     for position, (first, length) in enumerate(prompts):
-        groups[samples.token_ids_T[first : first + length].tobytes()].append(position)
+        routes = b"" if samples.routes_TR is None else samples.routes_TR[first : first + length].tobytes()
+        groups[samples.token_ids_T[first : first + length].tobytes() + routes].append(position)
     return [group for group in groups.values() if len(group) > 1]
 
 

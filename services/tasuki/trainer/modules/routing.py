@@ -35,9 +35,15 @@ class Router(nn.Module):
         super().__init__()
         given: Any = router
         self.weight: nn.Parameter = given.weight
-        self._num_chosen: int = given.top_k
+        self.num_chosen: int = given.top_k
         self._is_normalized: bool = getattr(given, "norm_topk_prob", True)
         self._keeps_dtype = type(router).__name__.startswith("Qwen3")
+        self.replayed_TK: Tensor | None = None
+        """Experts to take in the coming pass and its recomputation; -1 where the router chooses. None: it chooses everywhere."""
+        self.first_token = 0
+        """Place among them of the first token that the router is called with, if an MLP computes tile by tile."""
+        self.num_differing: Tensor | None = None
+        """Tokens, counted like those of `load_E`, for which the router itself chooses other experts than it is given; int64."""
         self.load_E: Tensor | None = None
         """Counts of chosen tokens in passes with gradient; int64. Only ratios within a layer matter: recomputation counts twice for every
         expert."""
@@ -56,7 +62,13 @@ class Router(nn.Module):
 
         ranking_TE: without gradient, so that only the indices depend on what is kept.
         """
-        chosen_TK = torch.topk(ranking_TE, self._num_chosen, dim=-1).indices
+        chosen_TK = torch.topk(ranking_TE, self.num_chosen, dim=-1).indices
+        if self.replayed_TK is not None:
+            own_TK, given_TK = chosen_TK, self.replayed_TK.narrow(0, self.first_token, len(chosen_TK)).long()
+            chosen_TK = torch.where(given_TK < 0, own_TK, given_TK)
+            if self.num_differing is not None and torch.is_grad_enabled():
+                differs_T = (chosen_TK.sort(dim=-1).values != own_TK.sort(dim=-1).values).any(dim=-1)
+                self.num_differing += differs_T.sum()
         if self.load_E is not None and torch.is_grad_enabled():
             chosen = chosen_TK.flatten()
             self.load_E.index_add_(0, chosen, torch.ones_like(chosen))
@@ -118,30 +130,56 @@ def _routes(routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return routed[2], routed[1]
 
 
+class Replay:
+    """The routers of a network, by the layer that they belong to."""
+
+    def __init__(self, causal_lm: nn.Module) -> None:
+        layers: Any = causal_lm.get_submodule("model.layers")
+        self._num_layers = len(layers)
+        self._routers = [
+            (index, module) for index, layer in enumerate(layers) for module in layer.modules() if isinstance(module, Router)
+        ]
+
+    def give(self, routes_TR: Tensor | None) -> None:
+        """Sets the experts of the coming pass's tokens in all layers; see TokenBatch."""
+        for index, router in self._routers:
+            router.replayed_TK = None if routes_TR is None else routes_TR.unflatten(1, (self._num_layers, -1))[:, index]
+
+
 class ExpertLoad:
-    """Tokens of each expert in each sparse layer since the last reading."""
+    """Tokens of each expert in each sparse layer since the last reading, and those that were given other experts than their router's."""
 
     def __init__(self, causal_lm: nn.Module, *, mesh: DeviceMesh, device: torch.device) -> None:
-        routers = [module for module in causal_lm.modules() if isinstance(module, Router)]
+        self._routers = routers = [module for module in causal_lm.modules() if isinstance(module, Router)]
         self._group = mesh.get_group("dp")
         self._num_ranks = mesh.size()
         self._counts_LE = torch.zeros(
             len(routers), routers[0].weight.shape[0] if routers else 0, dtype=torch.int64, device=device
         )
-        for router, load_E in zip(routers, self._counts_LE, strict=True):
-            router.load_E = load_E
+        self._differing_L = torch.zeros(len(routers), dtype=torch.int64, device=device)
+        self._num_chosen = routers[0].num_chosen if routers else 1
+        for router, load_E, num_differing in zip(routers, self._counts_LE, self._differing_L, strict=True):
+            router.load_E, router.num_differing = load_E, num_differing
 
     def take(self) -> Mapping[str, Metric]:
         """Metrics over all ranks' tokens, equal on each rank; empty without experts or tokens. Collective."""
         if not self._counts_LE.numel():
             return {}
-        counts_LE = self._counts_LE.double()
+        counts_LE = torch.cat([self._counts_LE, self._differing_L.unsqueeze(1)], dim=1).double()
         self._counts_LE.zero_()
+        self._differing_L.zero_()
         dist.all_reduce(counts_LE, group=self._group)
+        counts_LE, differing_L = counts_LE[:, :-1], counts_LE[:, -1]
         one = torch.ones((), dtype=torch.float64, device=counts_LE.device)
         busiest = (counts_LE.amax(dim=1) / counts_LE.mean(dim=1).clamp(min=1e-9)).amax()
+        tokens_L = counts_LE.sum(dim=1) / self._num_chosen
         idle = (counts_LE == 0).sum().double()
-        return {
+        metrics = {
             "expert_load_max": Metric(busiest, one, "max"),
             "idle_expert_fraction": Metric(idle, one * counts_LE.numel()),
         }
+        if any(router.replayed_TK is not None for router in self._routers):
+            # By layer, since recomputed ones count twice.
+            share = (differing_L / tokens_L.clamp(min=1)).mean()
+            metrics["router_disagreement"] = Metric(share * tokens_L.sum(), tokens_L.sum())
+        return metrics

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.setting import SettingError
+from tasuki.models.routes import Routes
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.roles import Role
 from tasuki.v1 import loss_pb2
@@ -30,6 +31,8 @@ def encode_samples(samples: Samples) -> SampleColumns:
         token_ids=samples.token_ids_T.tobytes(),
         columns={name: column_N.tobytes() for name, column_N in samples.columns.items()},
         prefixes=b"" if samples.prefix_S is None else samples.prefix_S.tobytes(),
+        routes=b"" if samples.routes_TR is None else samples.routes_TR.tobytes(),
+        has_wide_routes=samples.routes_TR is not None and samples.routes_TR.itemsize > 1,
     )
 
 
@@ -42,7 +45,12 @@ def decode_columns(message: SampleColumns) -> Samples:
         token_ids_T=np.frombuffer(message.token_ids, dtype=np.int32),
         columns={name: np.frombuffer(content, dtype=np.float32) for name, content in message.columns.items()},
         prefix_S=np.frombuffer(message.prefixes, dtype=np.int32) if message.prefixes else None,
+        routes_TR=_routes(message, num_tokens=len(message.token_ids) // 4) if message.routes else None,
     )
+
+
+def _routes(message: SampleColumns, *, num_tokens: int) -> Routes:
+    return np.frombuffer(message.routes, "<i2" if message.has_wide_routes else np.uint8).reshape(num_tokens, -1)
 
 
 def decode_scores(content: bytes, *, num_tokens_S: NDArray[np.int64], wanted: Sequence[int]) -> list[NDArray[np.float32]]:

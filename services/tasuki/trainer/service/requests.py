@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.config.trainer_schema import MAX_LEARNING_RATE
+from tasuki.models.routes import Routes, RouteShape
 from tasuki.trainer.data.samples import COLUMNS, Samples
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
@@ -25,6 +26,7 @@ from tasuki.v1.trainer_pb2 import (
 from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.routes import Whole
 
 # Fields in which a single number applies to every token.
 _BROADCAST = "advantages"
@@ -44,9 +46,12 @@ def check_log_probs_of(positions: Sequence[int], *, role: Role, samples: Samples
         raise InvalidArgument(field, f"names {num_tokens} tokens; at most {MAX_ANSWERED_TOKENS} fit, name fewer samples")
 
 
-def decode_samples(messages: Sequence[TrainingSample], *, names: Sequence[str] = COLUMNS) -> Samples:
-    """Decodes samples with the named fields. Raises InvalidArgument naming the first sample and field whose length differs from its
-    completion's.
+def decode_samples(
+    messages: Sequence[TrainingSample], *, names: Sequence[str] = COLUMNS, routes: RouteShape | None = None
+) -> Samples:
+    """Decodes samples with the named fields and, if `routes` are given, their experts.
+
+    Raises InvalidArgument naming the first sample and field whose length differs from its completion's, or without possible experts.
     """
     num_completion_S = _integers([len(message.completion_token_ids) for message in messages])
     token_ids = chain.from_iterable((*message.prompt_token_ids, *message.completion_token_ids) for message in messages)
@@ -64,7 +69,30 @@ def decode_samples(messages: Sequence[TrainingSample], *, names: Sequence[str] =
             **{name: column_N for name, column_N in columns.items() if column_N is not None},
             **_version_lags(messages),
         },
+        routes_TR=None if routes is None else _routes(messages, routes),
     )
+
+
+def _routes(messages: Sequence[TrainingSample], routes: RouteShape) -> Routes | None:
+    """[T, R]; None if no sample has any. Raises InvalidArgument."""
+    if not any(message.routed_experts for message in messages):
+        return None
+    num_tokens_S = [len(message.prompt_token_ids) + len(message.completion_token_ids) for message in messages]
+    routes_TR = np.zeros((sum(num_tokens_S), routes.num_layers * routes.experts_per_token), routes.dtype)
+    first = 0
+    for index, (message, num_tokens) in enumerate(zip(messages, num_tokens_S, strict=True)):
+        content, num_routed = message.routed_experts, max(0, num_tokens - 1)
+        field = f"samples[{index}].routed_experts"
+        if len(content) != num_routed * routes.token_bytes:
+            needed = f"{num_routed * routes.token_bytes}, {routes.token_bytes} for each token but the last"
+            problem = f"has {len(content)} bytes; give {needed}, in every sample or in none"
+            raise InvalidArgument(field, problem)
+        own = routes.read(content)
+        if (fault := routes.fault(own)) is not None:
+            raise InvalidArgument(f"{field}[{fault[0]}]", f"{fault[1]}; give the sample's own, unchanged")
+        routes_TR[first : first + num_routed] = own
+        first += num_tokens
+    return routes_TR
 
 
 def decode_role(role: RoleMessage.ValueType, *, allowed: Sequence[Role], field: str) -> Role:
@@ -161,6 +189,7 @@ async def read_forward_backward(
     To grpc.aio the stream of a client that was killed ends like a whole one.
     """
     header, samples = await _read_stream(requests, ForwardBackwardHeader())
+    samples = list(Whole().samples(samples))
     if header.HasField("num_samples") and len(samples) != header.num_samples:
         raise InvalidArgument("header.num_samples", f"is {header.num_samples}, but {len(samples)} samples came")
     return header, samples
@@ -170,12 +199,13 @@ async def read_compute_log_probs(
     requests: AsyncIterator[ComputeLogProbsRequest],
 ) -> tuple[ComputeLogProbsHeader, list[TrainingSample]]:
     """Reads the whole stream, like read_forward_backward."""
-    return await _read_stream(requests, ComputeLogProbsHeader())
+    header, samples = await _read_stream(requests, ComputeLogProbsHeader())
+    return header, list(Whole().samples(samples))
 
 
 async def read_compute_values(requests: AsyncIterator[ComputeValuesRequest]) -> list[TrainingSample]:
     """Reads the samples of the whole stream."""
-    return [sample async for request in requests for sample in request.samples.samples]
+    return list(Whole().samples([sample async for request in requests for sample in request.samples.samples]))
 
 
 async def _read_stream(requests: AsyncIterator, header: _Header) -> tuple[_Header, list[TrainingSample]]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss_types import LossConfig
+from tasuki.models.routes import RouteShape
 from tasuki.trainer.data import checks
 from tasuki.trainer.data.cost import SampleCost
 from tasuki.trainer.data.plan import MicroBatchPlan
@@ -72,7 +73,10 @@ class Training:
         VersionOrder for a version that does not exist yet.
         """
         trained = self._trained(call.role, field="header.role")
-        config, decoded = decode_loss(call.loss), decode_samples(samples)
+        config = decode_loss(call.loss)
+        decoded = decode_samples(samples, routes=self._routes(trained, samples))
+        if self._limits.routes is not None and trained is Role.POLICY and "rollout_log_probs" in config.required_fields:
+            checks.check_routed(decoded)
         if self.state.roles[trained].has_gradients and (_divides_alone(call) or trained in self._divided_alone):
             problem = (
                 f"is missing in a call of this step of the {trained}: each would divide by its own count, and their sum be too large; "
@@ -99,7 +103,7 @@ class Training:
         """Decodes samples to score with the policy, the reference or the critic. Raises InvalidArgument."""
         is_reference = role == ROLE_MESSAGES[Role.REFERENCE]
         scored = Role.REFERENCE if is_reference else self._trained(role, field="header.role")
-        decoded = decode_samples(samples, names=())  # scoring ignores fields of losses
+        decoded = decode_samples(samples, names=(), routes=self._routes(scored, samples))  # scoring ignores fields of losses
         checks.check_sequences(decoded, limits=self._limits)
         return scored, decoded
 
@@ -210,6 +214,15 @@ class Training:
         if role == ROLE_MESSAGES[Role.CRITIC] and Role.CRITIC not in self.state.roles:
             raise InvalidArgument(field, "this node has no critic; add a table [trainer.critic]")
         return decode_role(role, allowed=list(self.state.roles), field=field)
+
+    def _routes(self, role: Role, samples: Sequence[TrainingSample]) -> RouteShape | None:
+        """The routes that the role replays. Raises InvalidArgument for samples with any that this node does not replay."""
+        if self._limits.routes is None:
+            for index, sample in enumerate(samples):
+                if sample.routed_experts:
+                    problem = "has experts, but this node does not replay them (trainer.router_replay, for models with experts)"
+                    raise InvalidArgument(f"samples[{index}].routed_experts", problem)
+        return self._limits.routes if role is Role.POLICY else None
 
     def _plan(self, role: Role, samples: Samples) -> tuple[Samples, MicroBatchPlan]:
         if not len(samples):

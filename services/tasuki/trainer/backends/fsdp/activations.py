@@ -166,16 +166,24 @@ def tile_mlps(causal_lm: torch.nn.Module, *, num_tokens: int) -> None:
     """Limits every layer's MLP to `num_tokens` tokens at a time. Gradients of its weights are summed over tiles in compute dtype."""
     decoder: Any = causal_lm.get_submodule("model")
     for layer in decoder.layers:
-        layer.mlp.forward = partial(_tiled, layer.mlp.forward, recomputing(layer.mlp), num_tokens)
+        layer.mlp.forward = partial(_tiled, partial(_at, layer.mlp.forward, layer.mlp), recomputing(layer.mlp), num_tokens)
+
+
+def _at(forward: Callable[[Tensor], Tensor], mlp: nn.Module, first_token: int, hidden_states: Tensor) -> Tensor:
+    """The MLP of a tile that begins at this token."""
+    for module in mlp.modules():
+        if isinstance(module, Router):
+            module.first_token = first_token
+    return forward(hidden_states)
 
 
 @torch.compiler.disable
-def _tiled(forward: Callable[[Tensor], Any], recomputed: Layer, num_tokens: int, hidden_states: Tensor) -> Any:
+def _tiled(forward: Callable[[int, Tensor], Any], recomputed: Layer, num_tokens: int, hidden_states: Tensor) -> Any:
     """hidden_states and result: [1, T, H]."""
     if hidden_states.shape[_TOKENS_DIM] <= num_tokens:
-        return forward(hidden_states)
+        return forward(0, hidden_states)
     tiles = hidden_states.split(num_tokens, dim=_TOKENS_DIM)
-    outs = [recomputed(forward, tile) for tile in tiles]
+    outs = [recomputed(forward, index * num_tokens, tile) for index, tile in enumerate(tiles)]
     if isinstance(outs[0], tuple):  # gpt-oss's also returns the router's scores, which its layer ignores
         return torch.cat([out for out, _ in outs], dim=_TOKENS_DIM), None
     return torch.cat(outs, dim=_TOKENS_DIM)

@@ -37,7 +37,7 @@ from tasuki.trainer.durable.model_folder import load_shards
 from tasuki.trainer.modules.compiled_blocks import compile_blocks
 from tasuki.trainer.modules.pointwise import fuse_pointwise
 from tasuki.trainer.modules.rotary import fuse_rotation
-from tasuki.trainer.modules.routing import EXPERTS, replace_routers
+from tasuki.trainer.modules.routing import EXPERTS, Replay, replace_routers
 from tasuki.trainer.replicas import mesh_device
 from tasuki.weights.shared_base import SharedBase
 from tasuki.wire.denied_path import named_if_denied
@@ -74,10 +74,12 @@ class Policy(nn.Module):
         super().__init__()
         self.causal_lm, self._attention = causal_lm, attention
         self.shares_prompts = attention.shares_prompts
+        self._replay = Replay(causal_lm)
         causal_lm.lm_head = LmHead(causal_lm.lm_head, softcap=final_logit_softcap)
 
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs [N] with gradient, and entropies [N]; float32."""
+        """Log-probs [N] with gradient, and entropies [N]; float32. Its backward must precede the next pass."""
+        self._replay.give(batch.routes_TR)
         hidden_NH = _hidden_states(self.causal_lm, batch, self._attention)
         scores_N = self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, temperature_N=batch.temperature_N)
         log_probs_N, entropy_N = self._attention.gather(*scores_N, batch=batch)

@@ -1,0 +1,62 @@
+"""Routes: the experts that each token passes, as rollout reports them and the trainer replays them.
+
+A row has the experts of one token: those of the first layer, best first, then those of the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.models.shape import ModelShape
+
+Routes = NDArray[np.uint8 | np.int16]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteShape:
+    """The routes of a model's tokens."""
+
+    num_layers: int
+    experts_per_token: int
+    num_experts: int
+    sparse_layers: tuple[int, ...]
+    """Dense layers have entries, too, without meaning."""
+
+    @classmethod
+    def of(cls, model: ModelShape) -> RouteShape | None:
+        """None without experts."""
+        sparse = tuple(filter(model.is_sparse, range(model.num_layers)))
+        return cls(model.num_layers, model.experts_per_token, model.num_experts, sparse) if sparse else None
+
+    @property
+    def dtype(self) -> np.dtype[np.uint8] | np.dtype[np.int16]:
+        return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype("<i2")
+
+    @property
+    def token_bytes(self) -> int:
+        return self.num_layers * self.experts_per_token * self.dtype.itemsize
+
+    def read(self, content: bytes) -> Routes:
+        """[tokens, layers * experts of a token]. content: of whole tokens."""
+        rows: Routes = np.frombuffer(content, self.dtype)
+        return rows.reshape(-1, self.num_layers * self.experts_per_token)
+
+    def fault(self, routes: Routes) -> tuple[int, str] | None:
+        """The first token with a route that no router could choose, and why; None if there is none."""
+        by_layer = routes.reshape(-1, self.num_layers, self.experts_per_token)[:, self.sparse_layers]
+        experts = np.ascontiguousarray(by_layer.transpose(2, 0, 1))  # so that comparisons run over contiguous memory
+        is_outside = (experts < 0) | (experts >= self.num_experts)
+        if is_outside.any():
+            token, layer = np.argwhere(is_outside.any(axis=0))[0]
+            found = experts[is_outside[:, token, layer], token, layer][0]
+            return int(token), f"has expert {found} in layer {self.sparse_layers[layer]}; the model has {self.num_experts}"
+        for one, other in combinations(range(self.experts_per_token), 2):
+            if (is_doubled := experts[one] == experts[other]).any():
+                token, layer = np.argwhere(is_doubled)[0]
+                found = experts[one, token, layer]
+                return int(token), f"has expert {found} twice in layer {self.sparse_layers[layer]}"
+        return None

@@ -1,0 +1,150 @@
+"""Experts of tokens between rollout and trainer: their form, parts of messages, joined parts of samples, refusals, and planned bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tasuki.client import encode
+from tasuki.client.turns import Turn, Turns
+from tasuki.client.types import FinishReason, Sample, TrainingSample
+from tasuki.client.version_spans import continued, unfinished
+from tasuki.models.routes import RouteShape
+from tasuki.planner.node import Part
+from tasuki.planner.plan import plan
+from tasuki.planner.presets import MODELS
+from tasuki.trainer.data.checks import check_routed
+from tasuki.trainer.data.micro_batch import SequencePart, token_batch
+from tasuki.trainer.data.shared_plan import _groups_of_prompts
+from tasuki.trainer.ranks.wire import decode_columns, encode_samples
+from tasuki.trainer.service.requests import decode_samples
+from tasuki.v1 import types_pb2
+from tasuki.wire.channel import MAX_CHUNK_BYTES
+from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.routes import Whole, in_parts
+from tests.planned import node_with
+from tests.unit.training_samples import make_sample
+
+SHAPE = RouteShape(num_layers=2, experts_per_token=2, num_experts=8, sparse_layers=(1,))
+WIDE = replace(SHAPE, num_experts=300)
+
+
+def rows(num_tokens: int, shape: RouteShape = SHAPE) -> NDArray[Any]:
+    """Of a dense layer, zeros, and of a sparse one, two experts."""
+    first = np.arange(num_tokens) % 7 + shape.num_experts - 8
+    return np.stack([0 * first, 0 * first, first, first + 1], axis=1).astype(shape.dtype)
+
+
+def routed(num_tokens: int, **fields: Any) -> types_pb2.TrainingSample:
+    return make_sample(routed_experts=rows(num_tokens).tobytes(), **fields)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, WIDE])
+def test_experts_reach_the_ranks_as_rollout_reported_them(shape: RouteShape) -> None:
+    samples = [make_sample(routed_experts=rows(4, shape).tobytes()), make_sample(prompt_token_ids=[7])]
+    samples[1].routed_experts = rows(3, shape).tobytes()
+    decoded = decode_samples(samples, routes=shape)
+    found = decode_columns(encode_samples(decoded)).select([1, 0]).routes_TR
+    assert found is not None and shape.token_bytes == 4 * (1 if shape is SHAPE else 2)
+    np.testing.assert_array_equal(found, np.concatenate([rows(3, shape), [[0] * 4], rows(4, shape), [[0] * 4]]))
+
+
+def test_parts_of_a_micro_batch_have_their_tokens_experts_and_dummies_none() -> None:
+    samples = decode_samples([routed(4), routed(3, prompt_token_ids=[7])], routes=SHAPE)
+    parts = [token_batch(samples, device="cpu", part=SequencePart(index, 4)).routes_TR for index in range(4)]
+    found = np.concatenate([part.numpy() for part in parts if part is not None])
+    np.testing.assert_array_equal(found, np.concatenate([rows(4), rows(3), [[-1] * 4]]))
+
+
+REFUSED = {
+    "missing": (b"", "samples[1].routed_experts", "has 0 bytes; give 16"),
+    "short": (rows(3).tobytes(), "samples[1].routed_experts", "has 12 bytes; give 16"),
+    "unknown": (rows(4).tobytes()[:-1] + b"\x08", "samples[1].routed_experts[3]", "expert 8 in layer 1; the model has 8"),
+    "doubled": (rows(3).tobytes() + b"\0\0\5\5", "samples[1].routed_experts[3]", "expert 5 twice in layer 1"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_experts_that_no_router_could_choose_are_refused_by_sample(kind: str) -> None:
+    content, field, problem = REFUSED[kind]
+    with pytest.raises(InvalidArgument, match=problem) as refused:
+        decode_samples([routed(4), make_sample(routed_experts=content)], routes=SHAPE)
+    assert refused.value.metadata["field"] == field
+
+
+def test_a_call_without_experts_is_refused_where_they_are_replayed() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check_routed(decode_samples([make_sample()], routes=SHAPE))
+    assert refused.value.metadata["field"] == "samples[0].routed_experts"
+
+
+def test_samples_share_a_prompt_only_with_its_experts() -> None:
+    other = rows(4)
+    other[1, 2:] = 0, 4
+    last = rows(4)
+    last[2, 2:] = 0, 4  # of the completion
+    samples = [routed(4), make_sample(routed_experts=other.tobytes()), make_sample(routed_experts=last.tobytes())]
+    assert _groups_of_prompts(decode_samples(samples, routes=SHAPE)) == [[0, 2]]
+
+
+def test_experts_beyond_a_message_travel_in_parts_of_several_samples_at_once() -> None:
+    generator = np.random.default_rng(0)
+    contents = [generator.bytes(num_bytes) for num_bytes in (3 * MAX_CHUNK_BYTES, 10, MAX_CHUNK_BYTES + 1)]
+    samples = [
+        types_pb2.Sample(prompt_index=index, token_ids=[1, 2], routed_experts=content) for index, content in enumerate(contents)
+    ]
+    streams = [list(in_parts([sample])) for sample in samples]
+    assert all(entry.ByteSize() <= MAX_CHUNK_BYTES for stream in streams for entry in stream)
+    mixed = [stream[place] for place in range(max(map(len, streams))) for stream in streams if place < len(stream)]
+    whole = Whole()
+    read = [sample for entry in mixed for sample in whole.samples([entry])]
+    assert sorted(read, key=lambda sample: sample.prompt_index) == samples
+    trained = make_sample(routed_experts=contents[0])
+    assert list(Whole().samples(in_parts([trained, make_sample()]))) == [trained, make_sample()]
+
+
+def sample_of(prompt: list[int], token_ids: list[int], first: int) -> Sample:
+    """A sample whose tokens have experts numbered from `first`."""
+    routes = np.arange(first, first + len(prompt) + len(token_ids) - 1, dtype=np.uint8)[:, None].repeat(2, axis=1)
+    ids, zeros = np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32)
+    return Sample(0, 0, ids, zeros, FinishReason.CUT, 0, prompt_token_ids=np.array(prompt, np.int32), routed_experts=routes)
+
+
+def test_a_continued_sample_keeps_the_experts_with_which_each_token_was_drawn() -> None:
+    before, after = sample_of([1, 2], [3, 4], 10), sample_of([1, 2, 3, 4], [5], 50)
+    joined = continued(continued(unfinished([1, 2]), before, max_new_tokens=9), after, max_new_tokens=9)
+    assert np.asarray(joined.routed_experts)[:, 0].tolist() == [10, 11, 12, 53]
+    again = encode.sample_from_text(encode.sample_to_text(joined), prompt_token_ids=())
+    np.testing.assert_array_equal(again.routed_experts, joined.routed_experts)
+
+
+def test_turns_join_their_experts_to_one_for_each_token_but_the_last() -> None:
+    first = sample_of([1, 2], [3], 10)
+    second = sample_of([1, 2, 3, 4, 5], [6, 7], 50)
+    trained = TrainingSample.of_turns([[1, 2], first, [4, 5], second])
+    turns = Turns()
+    parent = Turn(None, np.array([1, 2], np.int32), first)
+    turns.add(parent)
+    turns.add(Turn(parent, np.array([4, 5], np.int32), second))
+    (branch,) = turns.samples()
+    for routes in (trained.routed_experts, branch.routed_experts):
+        assert np.asarray(routes)[:, 0].tolist() == [10, 11, 52, 53, 54, 55]
+    message = encode.training_sample_to_proto(TrainingSample.of(branch), index=0)
+    assert len(message.routed_experts) == 2 * (len(message.prompt_token_ids) + len(message.completion_token_ids) - 1)
+    np.testing.assert_array_equal(encode.training_sample_from_proto(message).routed_experts, branch.routed_experts)
+
+
+def test_the_engines_copy_of_its_tokens_experts_is_planned() -> None:
+    settings: dict[str, Any] = {"num_ranks": 8, "rollout": {"tp_size": 4}, "kv_tokens": 100_000}
+    without = plan(node_with("qwen3-30b-a3b", **settings))
+    replaying = node_with("qwen3-30b-a3b", **settings, trainer={"router_replay": True})
+    planned = plan(replaying)
+    num_bytes = 8 * (planned.kv_pool.num_tokens + 9) * 48 * 8
+    for stage, other in zip(planned.stages, without.stages, strict=True):
+        assert stage.host[Part.ROUTES] == num_bytes == stage.host_bytes - other.host_bytes
+    dense = replace(replaying, model=MODELS["qwen2.5-7b"])
+    assert Part.ROUTES not in plan(dense).stages[0].host
