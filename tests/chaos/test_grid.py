@@ -36,9 +36,7 @@ def chaos(node: RunningNode) -> Iterator[ChaosNode]:
 @pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("process", PROCESSES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_node_recovers(
-    chaos: ChaosNode, recoveries: list[Recovery], process: str, stage: Stage, number: signal.Signals
-) -> None:
+def test_node_recovers(chaos: ChaosNode, recoveries: list[Recovery], process: str, stage: Stage, number: signal.Signals):
     chaos.client.acquire(Phase.TRAIN)
     version = chaos.step() + (stage in TO_ROLLOUT)
     chaos.client.acquire(Phase.ROLLOUT)

@@ -26,12 +26,7 @@ def files() -> list[FileDescriptorProto]:
     """Every file of tasuki.v1, with its comments."""
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.glob("tasuki/v1/*.proto"))
     protoc = [sys.executable, "-m", "grpc_tools.protoc", "-I", ".", "--include_source_info", "--descriptor_set_out=/dev/stdout"]
-    out = subprocess.run(
-        [*protoc, *sources],
-        cwd=PROTOS,
-        check=True,
-        capture_output=True,
-    ).stdout
+    out = subprocess.run([*protoc, *sources], cwd=PROTOS, check=True, capture_output=True).stdout
     return list(FileDescriptorSet.FromString(out).file)
 
 

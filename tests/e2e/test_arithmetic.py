@@ -19,11 +19,7 @@ from tests.models import EOS, char_tokenizer, make_model, save_checkpoint
 EXAMPLE = ROOT / "client" / "examples" / "arithmetic"
 NOTEBOOK = EXAMPLE / "arithmetic.ipynb"
 TEMPLATE = "{% for message in messages %}<{{ message['role'][0] }}>{{ message['content'] }}{% endfor %}<a>"
-QUICK = [
-    "train.num_steps=2",
-    "train.max_batches=1",
-    "trainer.learning_rate=1e-5",
-]
+QUICK = ["train.num_steps=2", "train.max_batches=1", "trainer.learning_rate=1e-5"]
 NUM_TAUGHT = 64
 pytestmark = pytest.mark.timeout(600)
 

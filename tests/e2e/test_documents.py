@@ -28,9 +28,7 @@ from tests.models import make_model, save_checkpoint
 @pytest.mark.parametrize(
     ("page", "num_programs"), [("README.md", 1), ("docs/guides/python.md", 2), ("docs/reference/api.md", 1)]
 )
-def test_client_programs_of_the_page_work(
-    page: str, num_programs: int, node: RunningNode, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_client_programs_of_the_page_work(page: str, num_programs: int, node: RunningNode, capsys: pytest.CaptureFixture[str]):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     programs = [block for block in blocks if block.startswith("from tasuki.client import") and "with Client(" in block]
     assert len(programs) == num_programs

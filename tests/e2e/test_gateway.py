@@ -224,10 +224,7 @@ def pool_of(node: RunningNode, tokenizer: ModelTokenizer, tmp_path: Path) -> Cal
     def run(program: str, prompts: Sequence[str], **settings: Any) -> Episodes:
         command = [sys.executable, program]
         options = {"command": command, "tokenizer": tokenizer, "max_tokens": 96, "folders": [tmp_path], **settings}
-        with (
-            Client(state_dir=node.state_dir) as client,
-            EpisodePool("tasuki.gateway.program:run_program", **options) as pool,
-        ):
+        with Client(state_dir=node.state_dir) as client, EpisodePool("tasuki.gateway.program:run_program", **options) as pool:
             rows: list[Row] = [{"prompt": prompt, "command": "of the row", "policy": "of the row"} for prompt in prompts]
             pool.check_rows(rows, path="rows.jsonl")
             return pool.run(client, rows, SamplingParams(max_new_tokens=6, temperature=1.0), num_samples=2, number=5)

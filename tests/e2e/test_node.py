@@ -14,12 +14,7 @@ from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import memory_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
-from tasuki.v1.types_pb2 import (
-    MEMORY_TAG_EXPORT,
-    PHASE_ROLLOUT,
-    PHASE_TRAIN,
-    STAGE_SYNC,
-)
+from tasuki.v1.types_pb2 import MEMORY_TAG_EXPORT, PHASE_ROLLOUT, PHASE_TRAIN, STAGE_SYNC
 from tasuki.wire.errors import TasukiError, from_rpc_error
 from tests.conftest import RunningNode, called
 

@@ -36,9 +36,7 @@ def chaos(node: RunningNode) -> Iterator[ChaosNode]:
         *([("scheduler0", Stage.PAUSE_KV, signal.SIGKILL)] if IS_WHOLE else []),
     ],
 )
-def test_phase_is_reached_and_nothing_trained_is_lost(
-    chaos: ChaosNode, process: str, stage: Stage, number: signal.Signals
-) -> None:
+def test_phase_is_reached_and_nothing_trained_is_lost(chaos: ChaosNode, process: str, stage: Stage, number: signal.Signals):
     chaos.client.acquire(Phase.TRAIN)
     version = chaos.step()
     chaos.client.acquire(Phase.ROLLOUT)

@@ -40,8 +40,7 @@ def _keys(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["constrained", *(pytest.param(name, marks=only_whole) for name in ("balanced", "70b", "72b-lora"))],
+    "name", ["constrained", *(pytest.param(name, marks=only_whole) for name in ("balanced", "70b", "72b-lora"))]
 )
 def test_a_starting_point_learns_on_a_node(name: str) -> None:
     settings = settings_of(name)

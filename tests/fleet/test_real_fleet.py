@@ -62,9 +62,7 @@ def test_a_node_whose_processes_are_killed_asks_for_another_attempt(folder: Path
 
 
 @pytest.mark.skipif(not can_make_namespaces(), reason="one namespace has one loopback interface")
-def test_trainers_that_do_not_reach_each_other_end_both_nodes_in_time_and_ask_for_another_attempt(
-    folder: Path, task: Path
-) -> None:
+def test_trainers_that_do_not_reach_each_other_end_both_nodes_in_time_and_ask_for_another_attempt(folder: Path, task: Path):
     settings = ["coordinator.stage_timeout_s=60"]
     with places_of(2) as places:
         alone = [replace(place, interface="lo") for place in places]

@@ -65,9 +65,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("rung", list(Checkpointing))
 @pytest.mark.parametrize("lora", [None, {"rank": 16}], ids=["full", "lora"])
-def test_first_gradients_are_equal_to_rounding(
-    model: Path, mesh: DeviceMesh, rung: Checkpointing, lora: dict[str, int] | None
-) -> None:
+def test_first_gradients_are_equal_to_rounding(model: Path, mesh: DeviceMesh, rung: Checkpointing, lora: dict[str, int] | None):
     found = {}
     for kind in ("none", "blocks"):
         with started(model, mesh, kind, checkpointing=str(rung), lora=lora) as learner:

@@ -37,10 +37,7 @@ CHUNK_TOKENS, PROMPT_TOKENS, NUM_TURNS = 64, 200, 2
 # 4 GiB in bfloat16: several chunks.
 KV_TOKENS = 2 << 20
 # The last prompt repeats itself, so that n-grams predict its continuation.
-PROMPTS = [
-    *np.random.default_rng(0).integers(3, 100, (3, PROMPT_TOKENS)).tolist(),
-    [5, 6, 7, 8] * (PROMPT_TOKENS // 4),
-]
+PROMPTS = [*np.random.default_rng(0).integers(3, 100, (3, PROMPT_TOKENS)).tolist(), [5, 6, 7, 8] * (PROMPT_TOKENS // 4)]
 CALL_S = 240.0
 # A plan counts them, or they take no GPU memory.
 COUNTED = {"speculative_algorithm", "speculative_num_draft_tokens", "speculative_ngram_max_bfs_breadth"}
@@ -51,11 +48,7 @@ CASES: dict[str, dict[str, object]] = {
         "chunked_prefill_size": CHUNK_TOKENS,
         "cuda_graph_bs_decode": [1, 3, 16],
     },
-    "n-grams": {
-        "speculative_algorithm": "NGRAM",
-        "speculative_num_draft_tokens": 8,
-        "speculative_ngram_max_bfs_breadth": 4,
-    },
+    "n-grams": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8, "speculative_ngram_max_bfs_breadth": 4},
     "KV cache in fp8": {"kv_cache_dtype": "fp8_e4m3"},
 }
 # Nats. Where tokens differ, the trainer's log-probs of both are this close; it computes in float32, so all noise is the engine's.

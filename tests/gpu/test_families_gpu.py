@@ -36,9 +36,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[EngineRanks]:
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
 @pytest.mark.parametrize("source_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_sync_equals_loading_the_checkpoint_from_disk(
-    ranks: EngineRanks, kind: str, source_dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_sync_equals_loading_the_checkpoint_from_disk(ranks: EngineRanks, kind: str, source_dtype: torch.dtype, tmp_path: Path):
     tp_size = ranks.num_ranks
     devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(NUM_TRAINER_RANKS[tp_size])]
     with ExitStack() as stack:

@@ -93,9 +93,7 @@ def test_checksums_on_the_device_equal_those_of_the_host(held_dtype: torch.dtype
 
 
 @pytest.mark.parametrize(("source_dtype", "destination_dtype"), [(dtype, dtype) for dtype in DTYPES] + [(DTYPES[0], DTYPES[2])])
-def test_summed_copies_copy_and_give_the_checksums_of_their_slices(
-    source_dtype: torch.dtype, destination_dtype: torch.dtype
-) -> None:
+def test_summed_copies_copy_and_give_the_checksums_of_their_slices(source_dtype: torch.dtype, destination_dtype: torch.dtype):
     torch.manual_seed(0)
     sources = torch.randn((700, 520), device=DEVICE).to(source_dtype)
     slices = [

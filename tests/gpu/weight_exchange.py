@@ -27,15 +27,7 @@ class TrainerRank:
     """A rank's shards in the arena of `weights` on one GPU, beside unrelated memory, and their export."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        gpu: int,
-        dtype: torch.dtype,
-        in_place: bool,
-        leaves: bool,
-        rank: int = 0,
-        num_ranks: int = 1,
+        self, folder: Path, *, gpu: int, dtype: torch.dtype, in_place: bool, leaves: bool, rank: int = 0, num_ranks: int = 1
     ) -> None:
         device = torch.device("cuda", gpu)
         keep = Keep.CHUNKS if in_place and not leaves else Keep.CONTENT

@@ -17,14 +17,7 @@ from tasuki.weights.shards import Shard
 from tests.received import ReceivedPiece, check_received
 from tests.slices import Cut, by_rows, part_of
 
-TENSORS = {
-    "plain": (6, 4),
-    "transposed": (4, 6),
-    "scale": (1,),
-    "left": (3, 2),
-    "right": (3, 2),
-    "doubled": (5,),
-}
+TENSORS = {"plain": (6, 4), "transposed": (4, 6), "scale": (1,), "left": (3, 2), "right": (3, 2), "doubled": (5,)}
 
 
 class AwkwardModel(nn.Module):
@@ -58,13 +51,7 @@ class Trainer:
     """Two ranks that publish uneven shares of TENSORS."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        boot_id: str = "boot",
-        dtype: torch.dtype = torch.bfloat16,
-        seed: int = 0,
-        cut: Cut = by_rows,
+        self, folder: Path, *, boot_id: str = "boot", dtype: torch.dtype = torch.bfloat16, seed: int = 0, cut: Cut = by_rows
     ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tensors = {name: torch.randn(shape, generator=generator) for name, shape in TENSORS.items()}

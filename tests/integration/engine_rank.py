@@ -282,11 +282,7 @@ def _join_group(job: _Job, *, backend: str) -> None:
     # Weights are loaded without it; it would first exchange buffers.
     distributed.parallel_state.set_custom_all_reduce(False)
     distributed.init_distributed_environment(
-        backend=backend,
-        world_size=job.tp_size,
-        rank=job.tp_rank,
-        distributed_init_method=job.address,
-        local_rank=job.tp_rank,
+        backend=backend, world_size=job.tp_size, rank=job.tp_rank, distributed_init_method=job.address, local_rank=job.tp_rank
     )
     distributed.initialize_model_parallel(tensor_model_parallel_size=job.tp_size)
 

@@ -13,12 +13,7 @@ from pathlib import Path
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(
-    [
-        "torch",
-        "tasuki.trainer.serve",
-        "tests.integration.breaking_rank",
-        "tests.integration.learning",
-    ]
+    ["torch", "tasuki.trainer.serve", "tests.integration.breaking_rank", "tests.integration.learning"]
 )
 
 

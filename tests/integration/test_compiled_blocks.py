@@ -200,9 +200,7 @@ def trainers(
             trainer.stop()
 
 
-async def test_a_compiled_service_answers_as_one_that_is_not_and_compiles_before_it_serves(
-    trainers: list[TrainerProcess],
-) -> None:
+async def test_a_compiled_service_answers_as_one_that_is_not_and_compiles_before_it_serves(trainers: list[TrainerProcess]):
     answers, steps, scores = [], [], []
     for trainer in trainers:
         async with connect(trainer) as channel:

@@ -19,14 +19,7 @@ from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
-from tasuki.v1.types_pb2 import (
-    PHASE_ROLLOUT,
-    PHASE_TRAIN,
-    STAGE_LOAD_WEIGHTS,
-    STAGE_SYNC,
-    STAGE_UNSPECIFIED,
-    CommandId,
-)
+from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN, STAGE_LOAD_WEIGHTS, STAGE_SYNC, STAGE_UNSPECIFIED, CommandId
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import TasukiError, from_rpc_error
 from tests.integration.coordinator_process import DEADLINE_S, TO_ROLLOUT, Node, coordinators, running_coordinator
@@ -94,9 +87,7 @@ async def test_coordinator_killed_in_the_middle_finds_the_node_and_brings_it_to_
 
 async def test_services_that_stay_away_are_named(tmp_path: Path) -> None:
     config = NodeConfig(
-        state_dir=tmp_path / "state",
-        model=ModelConfig(path=tmp_path),
-        coordinator=CoordinatorConfig(stage_timeout_s=1),
+        state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path), coordinator=CoordinatorConfig(stage_timeout_s=1)
     )
     config.state_dir.mkdir()
     save_config(config, config.state_dir / "node.toml")

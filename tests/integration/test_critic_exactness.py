@@ -46,10 +46,7 @@ def plain(model: Path) -> tuple[list[float], list[PlainCriticStep], PlainCritic]
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("max_tokens", BUDGETS)
 def test_a_critics_steps_equal_plain_torch_however_they_are_cut(
-    steps: dict[int, Path],
-    plain: tuple[list[float], list[PlainCriticStep], PlainCritic],
-    num_ranks: int,
-    max_tokens: int,
+    steps: dict[int, Path], plain: tuple[list[float], list[PlainCriticStep], PlainCritic], num_ranks: int, max_tokens: int
 ) -> None:
     facts = json.loads((steps[num_ranks] / f"{max_tokens}.json").read_text())
     tensors = load_file(steps[num_ranks] / f"{max_tokens}.safetensors")

@@ -128,9 +128,7 @@ def measured(rate: float, over: str = "NET/Socket") -> trainer_pb2.GetTrainerSta
         ("10.0.0.1:1", "cuda", 1e10, Verdict.OK),
     ],
 )
-def test_gradients_between_machines_need_a_rate(
-    config: NodeConfig, leader_at: str, device: str, rate: float, verdict: Verdict
-) -> None:
+def test_gradients_between_machines_need_a_rate(config: NodeConfig, leader_at: str, device: str, rate: float, verdict: Verdict):
     assert config.fleet is not None
     fleet = config.fleet.model_copy(update={"leader": leader_at})
     elsewhere = config.model_copy(update={"fleet": fleet, "device": device})

@@ -17,15 +17,7 @@ from tasuki.fleet.rollout_front import CallSeeds, RolloutFront
 from tasuki.rollout.seeds import CallNumbers
 from tasuki.v1 import rollout_pb2, types_pb2
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
-from tasuki.wire.errors import (
-    Asleep,
-    InvalidArgument,
-    PeerUnavailable,
-    SamplesLost,
-    TasukiError,
-    VersionOrder,
-    from_rpc_error,
-)
+from tasuki.wire.errors import Asleep, InvalidArgument, PeerUnavailable, SamplesLost, TasukiError, VersionOrder, from_rpc_error
 from tests.integration.scripted_fleet import ScriptedFleet, scripted_fleet, served
 from tests.integration.scripted_node import ScriptedNode
 from tests.refusal import refused

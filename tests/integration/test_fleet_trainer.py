@@ -142,9 +142,7 @@ async def test_a_killed_node_fails_the_others_and_all_go_on_after_a_restart(
 
 
 @only_whole
-async def test_a_trainer_that_is_killed_between_steps_has_the_others_start_again(
-    folder: Path, model: Path, port: FleetPort
-) -> None:
+async def test_a_trainer_that_is_killed_between_steps_has_the_others_start_again(folder: Path, model: Path, port: FleetPort):
     """No collective runs that would tell the nodes."""
     with nodes_of(folder / "between", model, num_nodes=2, settings=SETTINGS, port=port) as nodes:
         async with fleet_of(nodes, model) as fleet:

@@ -24,9 +24,7 @@ def arena_on(device_uuid: str, *, rank: int) -> WeightArena:
 
 
 @pytest.mark.parametrize(("here", "index", "first"), [("a", 0, 1), ("b", 1, 2), ("c", 2, 0), ("none of theirs", 1, 1)])
-def test_each_gpu_begins_with_the_owner_after_its_own(
-    here: str, index: int, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_gpu_begins_with_the_owner_after_its_own(here: str, index: int, first: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(imported_weights, "device_uuid", lambda device: here)
     arenas = [arena_on(uuid, rank=rank) for rank, uuid in enumerate("abc")]
     handles = [weights_pb2.WeightHandle(rank=rank) for rank in range(3)]

@@ -85,9 +85,7 @@ def test_temperatures_are_not_rounded_to_the_compute_dtype(mesh: DeviceMesh, mod
     assert scores(learner, Role.POLICY, samples) == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-def test_a_run_with_fresh_optimizer_state_steps_as_a_fresh_optimizer_would(
-    mesh: DeviceMesh, model: Path, samples: Samples
-) -> None:
+def test_a_run_with_fresh_optimizer_state_steps_as_a_fresh_optimizer_would(mesh: DeviceMesh, model: Path, samples: Samples):
     learner = start_learner(model, mesh=mesh, learning_rate=1e-3, critic=CRITIC)
     for role in learner.roles:
         step(learner, role, samples)
@@ -111,9 +109,7 @@ def test_a_run_with_fresh_optimizer_state_steps_as_a_fresh_optimizer_would(
 
 @pytest.mark.parametrize("role", [Role.POLICY, Role.CRITIC])
 @pytest.mark.parametrize("action", ["stop", "skip"])
-def test_gradients_that_are_not_finite_change_nothing(
-    mesh: DeviceMesh, model: Path, samples: Samples, role: Role, action: str
-) -> None:
+def test_gradients_that_are_not_finite_change_nothing(mesh: DeviceMesh, model: Path, samples: Samples, role: Role, action: str):
     learner = start_learner(model, mesh=mesh, on_non_finite=action, critic=CRITIC)
     step(learner, role, samples)
     parameters, state = whole_parameters(learner, role), moments(learner, role)

@@ -113,9 +113,7 @@ async def test_elsewhere_it_asks_for_a_certificate_with_a_role(tmp_path: Path, u
             await read(port)
 
 
-async def test_a_key_that_every_user_can_read_is_refused_at_the_start_and_while_it_serves(
-    tmp_path: Path, unused_tcp_port: int
-) -> None:
+async def test_a_key_that_every_user_can_read_is_refused_at_the_start_and_while_it_serves(tmp_path: Path, unused_tcp_port: int):
     folder = make_certs(tmp_path / "certs")
     authority = folder / "ca.pem"
     authority.write_text(f"# Zürich\n{authority.read_text()}", encoding="utf-8")

@@ -37,9 +37,7 @@ def test_service_that_is_killed_is_restarted_without_its_children_and_the_others
     assert node.exit["restarts"] == {"second": 1}
 
 
-def test_service_that_could_not_start_again_waits_and_uses_up_no_restart(
-    start: Start, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_service_that_could_not_start_again_waits_and_uses_up_no_restart(start: Start, capfd: pytest.CaptureFixture[str]):
     node = start(max_restarts=1, first="good", second="good")
     node.wait_until_up()
     first, second = pids_of(node, "first"), pids_of(node, "second")

@@ -10,17 +10,7 @@ import pytest
 from tasuki.config.schema import CallerRole
 from tasuki.rpc.methods import METHODS, Method, standard_methods
 from tasuki.wire.channel import CLIENT_OPTIONS, open_channel
-from tests.integration.port_node import (
-    ROLES,
-    SERVICES,
-    PortNode,
-    make_certs,
-    make_tokens,
-    mtls,
-    port_config,
-    port_node,
-    tokens,
-)
+from tests.integration.port_node import ROLES, SERVICES, PortNode, make_certs, make_tokens, mtls, port_config, port_node, tokens
 from tests.integration.raw_calls import code_of
 
 ALL = {**METHODS, **standard_methods()}

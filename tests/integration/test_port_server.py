@@ -90,9 +90,7 @@ async def test_a_path_that_is_not_utf8_is_refused_as_an_unknown_method(tmp_path:
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_header_that_is_not_utf8_is_not_logged(
-    tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_header_that_is_not_utf8_is_not_logged(tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch):
     root, stderr = logging.getLogger(), io.StringIO()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
@@ -155,9 +153,7 @@ async def wait_until_served(target: str) -> None:
                 return await check(target)
 
 
-async def test_unfinished_messages_are_held_for_so_many_calls_and_the_socket_answers(
-    tmp_path: Path, unused_tcp_port: int
-) -> None:
+async def test_unfinished_messages_are_held_for_so_many_calls_and_the_socket_answers(tmp_path: Path, unused_tcp_port: int):
     max_calls, target = 8, f"127.0.0.1:{unused_tcp_port}"
     async with serving(tmp_path, unused_tcp_port, max_calls=max_calls) as server, open_channel(target) as channel:
         calls = [channel.stream_unary(f"/{NAME}/OptimStep")(timeout=60) for _ in range(3 * max_calls)]  # which send nothing

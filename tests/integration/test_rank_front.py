@@ -142,9 +142,7 @@ async def test_an_error_of_all_ranks_is_raised_as_it_is_and_the_next_call_is_ans
         (("tear", "tear"), "test rank 0 failed: RuntimeError: torn"),
     ],
 )
-async def test_ranks_that_disagree_or_fail_for_no_known_reason_are_broken(
-    tmp_path: Path, paths: tuple[str, str], message: str
-) -> None:
+async def test_ranks_that_disagree_or_fail_for_no_known_reason_are_broken(tmp_path: Path, paths: tuple[str, str], message: str):
     async with running(tmp_path) as (front, _):
         for asked in (paths, ("answer 1", "answer 2")):
             with pytest.raises(InternalError, match=f"^{message}$"):

@@ -10,16 +10,8 @@ import psutil
 from grpc_health.v1 import health_pb2
 
 from tasuki.v1 import types_pb2, weights_pb2
-from tasuki.wire.errors import (
-    Asleep,
-    BadHandle,
-    VersionOrder,
-)
-from tests.integration.rollout_process import (
-    RolloutClient,
-    RolloutProcess,
-    TestTrainer,
-)
+from tasuki.wire.errors import Asleep, BadHandle, VersionOrder
+from tests.integration.rollout_process import RolloutClient, RolloutProcess, TestTrainer
 from tests.models import VOCAB_SIZE
 from tests.refusal import refused
 
@@ -104,9 +96,7 @@ async def test_refused_weights_leave_the_engine_as_it_was(rollout: RolloutClient
     assert (await rollout.receive(weights)).policy_version == 5
 
 
-async def test_health_tells_whether_it_generates(
-    rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
-) -> None:
+async def test_health_tells_whether_it_generates(rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer):
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
     assert await rollout_process.generate_health() == not_serving
     await rollout.wake(trainer.publish(5))

@@ -94,9 +94,7 @@ def adapter(folder: Path, rollout: RolloutProcess) -> Iterator[Adapter]:
     export.close()
 
 
-async def test_every_version_generates_with_its_own_adapter_and_the_model_stays(
-    rollout: RolloutProcess, adapter: Adapter
-) -> None:
+async def test_every_version_generates_with_its_own_adapter_and_the_model_stays(rollout: RolloutProcess, adapter: Adapter):
     prompts = [[5, 6, 7], list(range(3, 40))]
     async with connected(rollout) as client:
         usage = await client.memory.GetUsage(memory_pb2.GetUsageRequest(), timeout=CALL_TIMEOUT_S)

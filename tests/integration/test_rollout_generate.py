@@ -14,10 +14,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from tasuki.rollout.sglang.scheduler import stop_at_the_last_token
 from tasuki.v1 import rollout_pb2, types_pb2
-from tasuki.wire.errors import (
-    Draining,
-    InvalidArgument,
-)
+from tasuki.wire.errors import Draining, InvalidArgument
 from tests.integration.conftest import TOKENIZER_EOS
 from tests.integration.rollout_process import (
     RolloutClient,
@@ -132,9 +129,7 @@ async def test_samples_say_under_which_distribution_their_log_probs_are(rollout:
         assert await facts(temperature=0.7, **shaping) == (0.7, False), shaping
 
 
-async def test_the_tokenizers_end_of_sequence_ends_a_sample_and_is_reported(
-    rollout: RolloutClient, trainer: TestTrainer
-) -> None:
+async def test_the_tokenizers_end_of_sequence_ends_a_sample_and_is_reported(rollout: RolloutClient, trainer: TestTrainer):
     tokenizer_eos = char_tokenizer().convert_tokens_to_ids(TOKENIZER_EOS)
     assert isinstance(tokenizer_eos, int)
     ends = {EOS, tokenizer_eos}
@@ -220,9 +215,7 @@ async def test_biases_and_schemas_decide_what_is_drawn(rollout: RolloutClient, t
     assert {sample.finish_reason for sample in samples} == {types_pb2.FINISH_REASON_STOP}
 
 
-async def test_prompt_and_completion_may_fill_the_context_to_the_last_token(
-    rollout: RolloutClient, trainer: TestTrainer
-) -> None:
+async def test_prompt_and_completion_may_fill_the_context_to_the_last_token(rollout: RolloutClient, trainer: TestTrainer):
     await rollout.wake(trainer.publish(6))
     for length in (CONTEXT_LENGTH - 1, CONTEXT_LENGTH - 5):
         (sample,) = await rollout.generate([[5] * length], max_new_tokens=CONTEXT_LENGTH - length, ignore_eos=True)

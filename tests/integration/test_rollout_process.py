@@ -141,11 +141,7 @@ async def test_corrupt_weights_poison_the_engine(client: RolloutClient, pair_tra
     state = await client.state()
     assert (state.is_poisoned, state.HasField("policy_version"), state.HasField("received_version")) == (True, False, False)
     assert name in state.poison_reason
-    for call in (
-        client.generate([[5]]),
-        client.receive(pair_trainer.publish(2)),
-        client.resume(types_pb2.STAGE_RESUME_KV, KV),
-    ):
+    for call in (client.generate([[5]]), client.receive(pair_trainer.publish(2)), client.resume(types_pb2.STAGE_RESUME_KV, KV)):
         assert isinstance(await refused(call), EnginePoisoned)
     await client.pause(types_pb2.STAGE_PAUSE_KV, KV)
     await client.pause(types_pb2.STAGE_PAUSE_WEIGHTS, WEIGHTS)

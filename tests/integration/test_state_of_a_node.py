@@ -23,9 +23,7 @@ from tests.integration.coordinator_process import DEADLINE_S, coordinated
 from tests.integration.stage_services import serving
 
 
-async def test_services_that_are_away_are_marked_and_the_others_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_services_that_are_away_are_marked_and_the_others_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
     config.state_dir.mkdir()
     save_config(config, config.state_dir / "node.toml")

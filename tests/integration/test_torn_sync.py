@@ -119,9 +119,7 @@ def astray(copy: ViewCopy) -> ViewCopy:
     return replace(copy, destination=torch.empty_like(copy.destination))
 
 
-def test_a_plan_that_was_lowered_wrongly_is_noticed_at_its_first_sync(
-    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_that_was_lowered_wrongly_is_noticed_at_its_first_sync(trainer: Trainer, monkeypatch: pytest.MonkeyPatch):
     def lowered_wrongly(copies: Sequence[ViewCopy], *, num_sums: int, **_: Any) -> HostSummedCopies:
         return HostSummedCopies([astray(copies[0]), *copies[1:]], num_sums=num_sums)
 

@@ -74,9 +74,7 @@ def with_adapter(model: Path, exported: Path) -> PeftModel:
     return PeftModel.from_pretrained(base, exported / "adapter", is_trainable=True)
 
 
-async def test_a_step_equals_that_of_peft_in_one_process(
-    client: TrainerClient, model: Path, adapter: Path, tmp_path: Path
-) -> None:
+async def test_a_step_equals_that_of_peft_in_one_process(client: TrainerClient, model: Path, adapter: Path, tmp_path: Path):
     await client.export(tmp_path / "before")
     given, before = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "before" / "adapter"))
     assert given.keys() == before.keys() and all(torch.equal(tensor, before[name]) for name, tensor in given.items())

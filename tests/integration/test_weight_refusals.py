@@ -130,9 +130,7 @@ def exported(folder: Path, boxes: Sequence[Box]) -> Iterator[weights_pb2.Publish
         ({"num_bytes": 8192}, "rank 0 sent memory that cpu does not map: .*the file holds 8192 bytes"),
     ],
 )
-def test_memory_that_is_of_another_size_or_could_shrink_is_refused(
-    tmp_path: Path, changes: dict[str, int], message: str
-) -> None:
+def test_memory_that_is_of_another_size_or_could_shrink_is_refused(tmp_path: Path, changes: dict[str, int], message: str):
     arguments = {"header_bytes": HEADER_BYTES, **changes}
     weights = published_by(tmp_path, manifest.to_proto(GOOD).SerializeToString(), digest=GOOD.digest(), **arguments)
     assert re.search(message, str(refusal(WeightReceiver(AwkwardModel()), weights)))

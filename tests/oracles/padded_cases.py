@@ -41,11 +41,7 @@ class Padded:
 
 
 def padded(
-    seed: int,
-    *,
-    group_size: int = 1,
-    sequence_advantages: bool = False,
-    spreads: tuple[float, ...] = (0.05, 0.3, 1.0),
+    seed: int, *, group_size: int = 1, sequence_advantages: bool = False, spreads: tuple[float, ...] = (0.05, 0.3, 1.0)
 ) -> Padded:
     """`spreads`: gaps between policies, in nats; one is drawn for the batch."""
     generator = np.random.default_rng(seed)

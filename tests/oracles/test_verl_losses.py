@@ -29,12 +29,7 @@ MODES = {
     Aggregation.SEQUENCE_MEAN_TOKEN_MEAN: "seq-mean-token-mean",
     Aggregation.CONSTANT: "seq-mean-token-sum-norm",
 }
-ESTIMATORS = {
-    KlEstimator.K1: "k1",
-    KlEstimator.K2: "k2",
-    KlEstimator.K3: "k3",
-    KlEstimator.K3_STRAIGHT_THROUGH: "k3+",
-}
+ESTIMATORS = {KlEstimator.K1: "k1", KlEstimator.K2: "k2", KlEstimator.K3: "k3", KlEstimator.K3_STRAIGHT_THROUGH: "k3+"}
 
 
 def _config(loss, aggregation: Aggregation, **settings) -> LossConfig:

@@ -111,9 +111,7 @@ async def test_foreign_holder_that_came_since_the_trainer_left_is_met_before_the
     assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
-async def test_what_torch_gives_back_with_the_trainer_counts(
-    journal: Journal, services: FakeServices, devices: Devices
-) -> None:
+async def test_what_torch_gives_back_with_the_trainer_counts(journal: Journal, services: FakeServices, devices: Devices):
     node = make_node(journal, services, devices)
     devices.cache_bytes, devices.torch_cached_bytes = 9 * GB, 2 * GB
     await acquire(node, Phase.ROLLOUT)

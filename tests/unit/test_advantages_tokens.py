@@ -33,9 +33,7 @@ def _spans(lengths: list[int]) -> list[range]:
 @given(
     lengths=lengths, seed=st.integers(0, 1 << 20), discount=st.sampled_from([1.0, 0.9]), lam=st.sampled_from([1.0, 0.95, 0.0])
 )
-def test_gae_is_the_sum_of_discounted_errors_over_counted_tokens(
-    lengths: list[int], seed: int, discount: float, lam: float
-) -> None:
+def test_gae_is_the_sum_of_discounted_errors_over_counted_tokens(lengths: list[int], seed: int, discount: float, lam: float):
     num_completion_S, mask_N, rewards_N, values_N = _random(lengths, seed)
     result_N, returns_N = advantages.gae(rewards_N, values_N, num_completion_S, discount=discount, lam=lam, loss_mask_N=mask_N)
     for span in _spans(lengths):

@@ -25,12 +25,7 @@ MINIMAL = (
 )
 HELD_OUT = "train.eval_dataset=held-out.jsonl"
 CRITIC = "trainer.critic.learning_rate=1e-5"
-STEERED = (
-    "train.advantages.kl_coef=0.1",
-    "train.advantages.kl_target=6",
-    "train.prompts_per_step=10000",
-    "train.group_size=5",
-)
+STEERED = ("train.advantages.kl_coef=0.1", "train.advantages.kl_target=6", "train.prompts_per_step=10000", "train.group_size=5")
 
 
 def config_of(folder: Path, *overrides: str) -> NodeConfig:

@@ -206,9 +206,7 @@ def test_a_value_of_another_kind_is_refused_with_a_cause(statement: str, run: Pa
 @pytest.mark.parametrize(
     "name", ["training.log", "logs/trainer.log", "journal.sqlite-wal", "fleet.sqlite-journal", "state_dir"]
 )
-def test_a_fifo_among_the_records_is_told_and_nobody_waits_for_it(
-    run: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fifo_among_the_records_is_told_and_nobody_waits_for_it(run: Path, name: str, capsys: pytest.CaptureFixture[str]):
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
     if name.startswith("fleet"):

@@ -129,9 +129,7 @@ def test_a_rollout_that_is_lost_again_and_again_ends_the_run(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("teaches", [True, False])
-def test_a_run_with_carried_groups_whose_client_dies_at_any_call_learns_and_tells_the_same(
-    tmp_path: Path, teaches: bool
-) -> None:
+def test_a_run_with_carried_groups_whose_client_dies_at_any_call_learns_and_tells_the_same(tmp_path: Path, teaches: bool):
     def reward(prompt: int, number: int) -> float:
         return by_number(prompt, number) if teaches or prompt % 2 else equal(prompt, number)
 

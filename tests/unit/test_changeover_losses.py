@@ -66,9 +66,7 @@ async def test_service_that_is_lost_again_and_again_ends_the_changeover_with_its
     assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
-async def test_corrupt_weights_are_not_served_and_rollout_is_synced_again_once_it_is_back(
-    node: Node, services: FakeServices
-) -> None:
+async def test_corrupt_weights_are_not_served_and_rollout_is_synced_again_once_it_is_back(node: Node, services: FakeServices):
     services.fail_once[Stage.SYNC] = WeightsCorrupt("lm_head.weight differs on rank 0")
     services.poisons = {Stage.SYNC}
     acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT))
@@ -83,9 +81,7 @@ async def test_corrupt_weights_are_not_served_and_rollout_is_synced_again_once_i
     assert (Phase.of(node.state().phase), services.served, node.state().last_error) == (Phase.ROLLOUT, 0, "")
 
 
-async def test_poisoned_rollout_that_nobody_restarts_is_an_error_and_the_trainer_can_go_on(
-    node: Node, services: FakeServices
-) -> None:
+async def test_poisoned_rollout_that_nobody_restarts_is_an_error_and_the_trainer_can_go_on(node: Node, services: FakeServices):
     services.poison = "planted"
     with pytest.raises(EnginePoisoned, match=r"not been restarted in 0\.3 s: planted"):
         await acquire(node, Phase.ROLLOUT)
@@ -242,9 +238,7 @@ async def test_rollout_that_was_only_silent_while_the_trainer_made_room_for_it_i
     assert ("undo", Stage.RESUME_WEIGHTS) in services.asked
 
 
-async def test_changeover_whose_publication_was_not_heard_begins_again(
-    node: Node, services: FakeServices, journal: Journal
-) -> None:
+async def test_changeover_whose_publication_was_not_heard_begins_again(node: Node, services: FakeServices, journal: Journal):
     await acquire(node, Phase.ROLLOUT)
     await acquire(node, Phase.TRAIN)
     services.version, services.done_anyway = 1, {Stage.LOAD_WEIGHTS}

@@ -13,9 +13,7 @@ from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, Hold, acquire, events, ma
 from tests.unit.fake_services import FakeServices
 
 
-async def test_stage_that_was_cut_off_is_settled_before_the_trainer_makes_room(
-    journal: Journal, services: FakeServices
-) -> None:
+async def test_stage_that_was_cut_off_is_settled_before_the_trainer_makes_room(journal: Journal, services: FakeServices):
     first, hold = make_node(journal, services), Hold(services, Stage.LOAD_WEIGHTS)
     first.acquire(Phase.ROLLOUT, "cut off")
     await hold.reached.wait()
@@ -33,9 +31,7 @@ async def test_stage_that_was_cut_off_is_settled_before_the_trainer_makes_room(
 
 
 @pytest.mark.parametrize("stage", RULES)
-async def test_stage_that_ends_after_its_coordinator_is_waited_for(
-    stage: Stage, journal: Journal, services: FakeServices
-) -> None:
+async def test_stage_that_ends_after_its_coordinator_is_waited_for(stage: Stage, journal: Journal, services: FakeServices):
     services.outlives_callers = True
     first, target = make_node(journal, services), Phase.ROLLOUT if stage in TO_ROLLOUT else Phase.TRAIN
     await acquire(first, Phase.ROLLOUT)
@@ -72,9 +68,7 @@ async def test_stage_that_never_ends_is_told(journal: Journal, services: FakeSer
     hold.release.set()
 
 
-async def test_request_whose_last_try_ended_in_a_loss_is_carried_out_after_a_restart(
-    journal: Journal, services: FakeServices
-) -> None:
+async def test_request_whose_last_try_ended_in_a_loss_is_carried_out_after_a_restart(journal: Journal, services: FakeServices):
     services.fail[Stage.SYNC] = PeerUnavailable("socket closed")
     with pytest.raises(PeerUnavailable):
         await acquire(make_node(journal, services), Phase.ROLLOUT, "mine")

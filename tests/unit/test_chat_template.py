@@ -98,9 +98,7 @@ def test_a_chat_is_rendered_as_the_template_alone_would_or_refused(
     assert not fields.get("tools") or json.dumps(fields["tools"]) in text or str(fields["tools"]) in text
 
 
-def test_answers_of_weight_0_are_not_learned_and_the_whole_row_reaches_the_template(
-    by_template: dict[str, ModelTokenizer],
-) -> None:
+def test_answers_of_weight_0_are_not_learned_and_the_whole_row_reaches_the_template(by_template: dict[str, ModelTokenizer]):
     own = Tokenizer.from_str(TRAINED["bytes"])
     messages = [
         {"role": "assistant", "content": "hello", "weight": 0},

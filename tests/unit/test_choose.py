@@ -105,9 +105,7 @@ def test_a_node_that_does_not_fit_into_free_memory_is_named_at_its_start(model: 
     assert told[-1].startswith("the plan does not fit: the host needs ") and "`tasuki plan CONFIG`" in told[-1]
 
 
-def test_a_plan_of_too_many_ranks_on_a_cpu_advises_fewer(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_of_too_many_ranks_on_a_cpu_advises_fewer(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = tmp_path / "crowd.toml"
     config.write_text(f"state_dir = 'node'\n[model]\npath = '{model}'\n[trainer]\nnum_ranks = 24\n")
     assert main(["plan", str(config), "--host-gb", "24"]) == 1

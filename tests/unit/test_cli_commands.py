@@ -89,9 +89,7 @@ def test_a_reader_that_has_gone_ends_a_command_in_silence() -> None:
 
 
 @pytest.mark.parametrize("name", ["node.toml", "run.toml", "logs/node.toml"])
-def test_a_folder_of_a_node_or_run_stands_for_its_configuration(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_of_a_node_or_run_stands_for_its_configuration(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]):
     assert config_file(str(tmp_path)) == tmp_path  # a model's folder, for a plan
     (tmp_path / "logs").mkdir()
     (tmp_path / name).write_text(f'state_dir = "{tmp_path / "node"}"\n[model]\npath = "model"\n')

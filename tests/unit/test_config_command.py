@@ -32,9 +32,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_every_key_has_its_origin_and_the_text_reads_back(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_key_has_its_origin_and_the_text_reads_back(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     overrides = ["trainer.learning_rate=1e-5", "train.loss={name='gspo'}"]
     sets = [word for override in overrides for word in ("--set", override)]
     assert main(["config", str(file), *sets]) == 0

@@ -77,9 +77,7 @@ def test_a_secret_that_every_user_may_read_or_write_is_refused(tmp_path: Path, m
 
 @pytest.mark.parametrize("opened", ["file", "folder"])
 @pytest.mark.parametrize("read", READERS)
-def test_a_file_that_every_user_may_replace_decides_nothing(
-    tmp_path: Path, read: Callable[[Path], object], opened: str
-) -> None:
+def test_a_file_that_every_user_may_replace_decides_nothing(tmp_path: Path, read: Callable[[Path], object], opened: str):
     folder = tmp_path / "folder"
     folder.mkdir()
     file = secret(folder / "file", "a" * 40)

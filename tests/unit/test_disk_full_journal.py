@@ -37,9 +37,7 @@ def written(journal: Journal) -> list[tuple[str, Stage]]:
 
 @pytest.mark.parametrize("target", [Phase.ROLLOUT, Phase.TRAIN])
 @pytest.mark.parametrize("point", ["intend", "intended", "note", "noted"])
-async def test_one_failed_write_fails_the_changeover_and_the_next_one_succeeds(
-    target: Phase, point: str, tmp_path: Path
-) -> None:
+async def test_one_failed_write_fails_the_changeover_and_the_next_one_succeeds(target: Phase, point: str, tmp_path: Path):
     for stage in TO_ROLLOUT if target is Phase.ROLLOUT else TO_TRAIN:
         folder = tmp_path / stage
         folder.mkdir()

@@ -116,9 +116,7 @@ def test_a_first_publication_without_room_names_its_tag(mesh: DeviceMesh) -> Non
     assert refused.value.metadata["tag"] == "export"
 
 
-def test_more_ranks_than_a_cpu_has_memory_for_are_refused_before_the_start(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_ranks_than_a_cpu_has_memory_for_are_refused_before_the_start(model: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(choose, "host_memory", lambda: HostMemory(24 * 2**30, 20 * 2**30))
     config = config_of(model, budget_bytes=2**40)
     check_host_ranks(config)

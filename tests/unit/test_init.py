@@ -88,9 +88,7 @@ def test_what_no_flag_says_is_asked_until_it_is_an_answer(
     assert "'sums' is not math or match or sft\n" in capsys.readouterr().out
 
 
-def test_the_end_of_the_input_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_end_of_the_input_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     def ended(_: str) -> str:
         raise EOFError
 

@@ -97,10 +97,7 @@ def test_loss_and_gradient_are_the_papers(loss: Loss, old_policy: OldPolicy, see
 def test_gspos_token_form_has_the_gradient_of_the_sequence_form(seed: int) -> None:
     loss = GspoLoss(clip_low=0.1, clip_high=0.1)
     config = LossConfig(
-        loss=loss,
-        old_policy=OldPolicy.GIVEN,
-        correction=UNCORRECTED,
-        aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_MEAN,
+        loss=loss, old_policy=OldPolicy.GIVEN, correction=UNCORRECTED, aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_MEAN
     )
     case = random_case(config, seed=seed)
     advantages_N = case.batch.advantages_N

@@ -54,9 +54,7 @@ def test_a_preset_prints_every_stage_and_the_answers(name: str, capsys: pytest.C
     (["num_steps=100", "save_every=10"], 5), (["num_steps=100", "save_every=10", "keep_last=1"], 3), (["num_steps=30", "save_every=10"], 3),
     (["num_steps=100"], 0), (["save_every=10"], 5),
 ])  # fmt: skip
-def test_the_disk_of_a_run_is_told(
-    node: Path, capsys: pytest.CaptureFixture[str], settings: list[str], num_checkpoints: int
-) -> None:
+def test_the_disk_of_a_run_is_told(node: Path, capsys: pytest.CaptureFixture[str], settings: list[str], num_checkpoints: int):
     given = ['sft.dataset="rows.jsonl"', 'sft.output_dir="run"', *(f"sft.{setting}" for setting in settings)]
     main(["plan", str(node), "--gpu-gb", "80", *(argument for each in given for argument in ("--set", each))])
     # 149,440 parameters in bfloat16, and three float32 numbers for each in a checkpoint.
@@ -148,9 +146,7 @@ def test_what_is_wrong_is_named_in_one_line(
         (["{node}", "--gpus", "2000"], "gpus: must be at most 1024 on one node, not 2000"),
     ],
 )
-def test_a_configuration_is_told_its_key(
-    node: Path, arguments: list[str], cause: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_configuration_is_told_its_key(node: Path, arguments: list[str], cause: str, capsys: pytest.CaptureFixture[str]):
     places = {"node": str(node), "model": str(node.parent / "model")}
     assert main(["plan", "--gpu-gb", "80", *(argument.format(**places) for argument in arguments)]) == 2
     assert capsys.readouterr().err.startswith(f"tasuki: error INVALID_ARGUMENT: {cause}")

@@ -24,9 +24,7 @@ def layout(path: Path) -> Node:
     return chosen_node(config, MODELS["qwen2.5-7b"], host_bytes=500 * GB)
 
 
-def test_the_copy_takes_the_bytes_of_its_files_on_the_host_in_every_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_copy_takes_the_bytes_of_its_files_on_the_host_in_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").touch()
     with (tmp_path / "model.safetensors").open("r+b") as file:

@@ -46,9 +46,7 @@ def weights(one: Node) -> tuple[int, int]:
     ],
     ids=str,
 )
-def test_a_reference_is_planned_where_a_key_says_that_it_is_used(
-    settings: dict[str, Any], has_reference: bool, on_host: bool
-) -> None:
+def test_a_reference_is_planned_where_a_key_says_that_it_is_used(settings: dict[str, Any], has_reference: bool, on_host: bool):
     found = layout(**settings)
     assert (found.has_reference, found.has_reference and found.config.reference_is_on_host) == (has_reference, on_host)
 

@@ -100,10 +100,7 @@ def attended(samples: Samples, q: Tensor, k: Tensor, v: Tensor, *, window: int |
     return out[places]
 
 
-@pytest.mark.parametrize(
-    ("window", "softcap", "products_up_to"),
-    crossed((None, 1, 5, 300), (None, 0.8), (256, 0)),
-)
+@pytest.mark.parametrize(("window", "softcap", "products_up_to"), crossed((None, 1, 5, 300), (None, 0.8), (256, 0)))
 @settings(max_examples=examples(25), deadline=None)
 @given(
     groups=st.lists(

@@ -27,9 +27,7 @@ def addresses(spans: list[Span]) -> set[int]:
 @given(
     blocks=st.lists(st.integers(0, 9), unique=True), lengths=st.lists(st.integers(1, 8), min_size=10, max_size=10), holes=SPANS
 )
-def test_what_is_left_is_every_byte_of_a_block_that_is_in_no_hole(
-    blocks: list[int], lengths: list[int], holes: list[Span]
-) -> None:
+def test_what_is_left_is_every_byte_of_a_block_that_is_in_no_hole(blocks: list[int], lengths: list[int], holes: list[Span]):
     given_blocks = [(block * 8, lengths[block]) for block in blocks]
     left = without(given_blocks, holes)
     assert addresses(left) == addresses(given_blocks) - addresses(holes)

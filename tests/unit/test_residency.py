@@ -228,9 +228,7 @@ def test_columns_that_ranks_join_are_planned_where_a_base_is_shared() -> None:
         (2, {"vocab_size": 130, "has_whole_embedding": True}, None),
     ],
 )
-def test_a_base_that_ranks_hold_in_different_parts_is_not_shared(
-    num_ranks: int, changes: dict[str, Any], problem: str | None
-) -> None:
+def test_a_base_that_ranks_hold_in_different_parts_is_not_shared(num_ranks: int, changes: dict[str, Any], problem: str | None):
     found = unshared_base(replace(MODEL, **changes), num_ranks=num_ranks)
     assert found is None if problem is None else found is not None and found.startswith(problem)
 

@@ -62,11 +62,7 @@ def test_a_json_file_may_have_a_line_per_object(tmp_path: Path) -> None:
         ("a.json", '[{"prompt": "x"}, {"prompt": "\\ud83d"}]', "a.json: row 2: not JSON"),
         ("a.json", '[{"prompt": "x"}', "a.json: not JSON"),
         ("a.json", '[{"prompt": "x", "a": NaN}]', "a.json: row 1: not JSON: NaN is no JSON number"),
-        (
-            "a.jsonl",
-            '{"prompt": "x"}\n{"prompt": "x", "a": [-Infinity]}',
-            "a.jsonl:2: not JSON: -Infinity is no JSON number",
-        ),
+        ("a.jsonl", '{"prompt": "x"}\n{"prompt": "x", "a": [-Infinity]}', "a.jsonl:2: not JSON: -Infinity is no JSON number"),
         ("a.jsonl", '{"prompt": "x", "a": 1e999}', "a.jsonl:1: not JSON: 1e999 is no JSON number"),
         ("a.jsonl", '{"prompt": "x", "a": {"b": 1, "b": 1}}', "a.jsonl:1: not JSON: it has `b` twice; remove one"),
         ("a.parquet", "no parquet at all", "a.parquet: not parquet"),

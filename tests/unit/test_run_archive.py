@@ -60,9 +60,7 @@ def test_a_failed_run_leaves_journal_and_logs_that_can_be_audited(
     assert (report["num_failed"], report["journal"]) == (1, str(journal_path(output)))
 
 
-def test_run_whose_client_was_killed_is_audited_by_the_nodes_journal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_whose_client_was_killed_is_audited_by_the_nodes_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     state, output = tmp_path / "state", tmp_path / "output"
     state.mkdir()
     with closing(Journal(journal_path(state))) as journal:

@@ -45,12 +45,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def shown_step(step: int, text: str = "text", *, num_tokens: int = 3) -> ShownSamples:
     shown = ShownSamples(step, num_groups=1)
     sample = Sample(
-        0,
-        0,
-        np.arange(num_tokens, dtype=np.int32),
-        np.full(num_tokens, -0.5, dtype=np.float32),
-        FinishReason.STOP,
-        7,
+        0, 0, np.arange(num_tokens, dtype=np.int32), np.full(num_tokens, -0.5, dtype=np.float32), FinishReason.STOP, 7
     )
     completion = Completion.of(sample, text=text, prompt_token_ids=[1])
     rewards = np.array([NAN], dtype=np.float32)

@@ -82,9 +82,7 @@ def test_a_step_is_a_batch_and_an_update_and_rollout_is_never_asked_for(settings
 
 
 @pytest.mark.parametrize(("eval_every", "measured"), [(None, [0, 3]), (2, [0, 2, 3]), (1, [0, 1, 2, 3])])
-def test_the_held_out_loss_counts_tokens_under_the_mask(
-    settings: SftConfig, eval_every: int | None, measured: list[int]
-) -> None:
+def test_the_held_out_loss_counts_tokens_under_the_mask(settings: SftConfig, eval_every: int | None, measured: list[int]):
     settings = SftConfig(dataset=settings.dataset, samples_per_step=2, output_dir=settings.output_dir, eval_every=eval_every)
     steps = steps_of(SftClient(), settings, eval_samples=SAMPLES[:2])
     assert [step.step for step in steps if "eval/loss" in step.metrics] == measured

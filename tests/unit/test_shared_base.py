@@ -207,9 +207,7 @@ W = torch.arange(48.0).view(SHAPE)
 @pytest.mark.parametrize(
     ("offsets", "sizes"), [((4, 0), (4, 6)), ((5, 0), (2, 6)), ((0, 0), (4, 6)), ((6, 0), (3, 6)), ((4, 1), (2, 5))]
 )
-def test_a_shard_is_a_view_of_the_slice_that_contains_it_or_is_refused(
-    offsets: tuple[int, ...], sizes: tuple[int, ...]
-) -> None:
+def test_a_shard_is_a_view_of_the_slice_that_contains_it_or_is_refused(offsets: tuple[int, ...], sizes: tuple[int, ...]):
     entry, held = Entry("w", "float32", SHAPE, (4, 0), (4, 6)), W[4:]
     shard = Shard("w", SHAPE, offsets, torch.empty(sizes, device="meta"))
     if offsets[0] >= 4 and sum(pair[0] for pair in (offsets, sizes)) <= 8 and sizes[1] == 6:

@@ -104,10 +104,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         [SHARDS[0], "cut off"],
     ),
     "longer": (lambda folder: (folder / SHARDS[0]).open("ab").write(b"\0"), [SHARDS[0], "describes"]),
-    "in both": (
-        lambda folder: rewrite(folder / SHARDS[0], lambda each: each.update({UP: torch.zeros(96, 64)})),
-        [*SHARDS, UP],
-    ),
+    "in both": (lambda folder: rewrite(folder / SHARDS[0], lambda each: each.update({UP: torch.zeros(96, 64)})), [*SHARDS, UP]),
     "lost by its file": (lambda folder: rewrite(folder / SHARDS[1], lambda each: each.pop(UP)), [INDEX_FILE, SHARDS[1], UP]),
     "lost by the index": (
         lambda folder: edit(folder / INDEX_FILE, lambda index: index["weight_map"].pop(UP)),
@@ -165,9 +162,7 @@ def test_a_tensor_that_config_json_does_not_describe_is_named(change: str, folde
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bool, torch.float8_e5m2])
-def test_a_buffer_that_every_reader_computes_may_have_any_dtype(
-    dtype: torch.dtype, folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_buffer_that_every_reader_computes_may_have_any_dtype(dtype: torch.dtype, folders: dict[str, Path], tmp_path: Path):
     folder = copied(folders["single"], tmp_path)
     ids = {
         "model.position_ids": torch.ones(9).to(dtype),

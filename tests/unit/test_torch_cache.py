@@ -15,9 +15,7 @@ from tests.planned import node_with
 
 
 @pytest.mark.parametrize(
-    ("left_gb", "tries"),
-    [([0.2], 1), ([0.999], 1), ([1.0, 0.5], 2), ([5.0, 3.0, 0.1], 3), ([5.0, 3.0, 2.0], 3)],
-    ids=str,
+    ("left_gb", "tries"), [([0.2], 1), ([0.999], 1), ([1.0, 0.5], 2), ([5.0, 3.0, 0.1], 3), ([5.0, 3.0, 2.0], 3)], ids=str
 )
 def test_it_tries_until_less_than_1_gb_is_cached_and_at_most_three_times(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, left_gb: Sequence[float], tries: int

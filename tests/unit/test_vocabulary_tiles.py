@@ -16,9 +16,7 @@ SIZES = {
 
 
 @given(**SIZES)
-def test_a_tile_is_aligned_or_all_and_no_larger_than_told(
-    num_places: int, hidden_size: int, vocab_size: int, device: str
-) -> None:
+def test_a_tile_is_aligned_or_all_and_no_larger_than_told(num_places: int, hidden_size: int, vocab_size: int, device: str):
     width = tile_width(num_places, hidden_size=hidden_size, vocab_size=vocab_size, device=device)
     assert width == vocab_size or (0 < width < vocab_size and width % ALIGNMENT == 0)
     most = most_logits(num_places, hidden_size=hidden_size, vocab_size=vocab_size, device=device)
@@ -26,9 +24,7 @@ def test_a_tile_is_aligned_or_all_and_no_larger_than_told(
 
 
 @given(more=some.integers(1, 1000), **SIZES)
-def test_more_places_never_have_fewer_logits(
-    more: int, num_places: int, hidden_size: int, vocab_size: int, device: str
-) -> None:
+def test_more_places_never_have_fewer_logits(more: int, num_places: int, hidden_size: int, vocab_size: int, device: str):
     few, many = (
         most_logits(count, hidden_size=hidden_size, vocab_size=vocab_size, device=device)
         for count in (num_places, num_places + more)

@@ -8,11 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from sglang.srt.lora.layers import (
-    MergedColumnParallelLinearWithLoRA,
-    QKVParallelLinearWithLoRA,
-    RowParallelLinearWithLoRA,
-)
+from sglang.srt.lora.layers import MergedColumnParallelLinearWithLoRA, QKVParallelLinearWithLoRA, RowParallelLinearWithLoRA
 from torch.nn.functional import pad
 
 from tasuki.config.trainer_schema import LoraConfig

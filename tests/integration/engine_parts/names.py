@@ -67,11 +67,7 @@ REPLACED = [
     ("srt.state_capturer.base", "BaseHostCache"),
     ("srt.speculative.base_spec_worker", "BaseSpecWorker.clear_cache_pool", SCHEDULER),
     (SAVER, "TorchMemorySaverAdapter.create", RUNNER),
-    (
-        SAVER,
-        "TorchMemorySaverAdapter.cuda_graph",
-        "srt.model_executor.runner_backend.full_cuda_graph_backend",
-    ),
+    (SAVER, "TorchMemorySaverAdapter.cuda_graph", "srt.model_executor.runner_backend.full_cuda_graph_backend"),
     (SAVER, "TorchMemorySaverAdapter.region", "srt.mem_cache.memory_pool"),
 ]
 
