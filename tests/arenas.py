@@ -1,7 +1,5 @@
 """Moves arenas that a test created directly, as the allocator that would own them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tasuki.memory.arena import Arena, NativeAllocator, Transfer

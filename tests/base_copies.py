@@ -1,7 +1,5 @@
 """Arena chunks that a process has mapped, read from /proc."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

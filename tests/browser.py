@@ -1,7 +1,5 @@
 """A real Chromium for tests, headless, driven by the DevTools protocol over a pipe."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -1,7 +1,5 @@
 """Faults in the middle of a stage of a running node, with checks that it recovers to the same state."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

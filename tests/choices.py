@@ -1,7 +1,5 @@
 """Choices of a node for tests that start its services, or a trainer's ranks, without `tasuki up`."""
 
-from __future__ import annotations
-
 from tasuki.config.choices import Choices, write_choices
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.choose import choices_of

@@ -1,7 +1,5 @@
 """Fixtures of every test tier: GPU tests are skipped without a GPU, and one running node serves all tests that need one."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """A dashboard served by this process, and requests to it."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import ssl

@@ -1,7 +1,5 @@
 """A node's metrics page, with those of SGLang, read while the node generates."""
 
-from __future__ import annotations
-
 import urllib.request
 from dataclasses import dataclass
 

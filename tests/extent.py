@@ -1,7 +1,5 @@
 """Extent of a run of tests: `make test` leaves out long files and samples long proofs, which `make test-all` and `make chaos` run whole."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable

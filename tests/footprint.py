@@ -1,7 +1,5 @@
 """Resources of every process of a running node: resident memory, descriptors and shared memory."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import suppress

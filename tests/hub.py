@@ -1,7 +1,5 @@
 """A stand-in of the Hugging Face hub: the endpoints from which huggingface_hub and datasets read, over files in memory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

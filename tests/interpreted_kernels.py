@@ -4,8 +4,6 @@ Triton reads TRITON_INTERPRET when it is imported, so this runs as a process. Th
 of bfloat16 matrices: both are replaced.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Sequence

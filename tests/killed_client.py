@@ -1,7 +1,5 @@
 """Lives of `tasuki train` that end by SIGKILL at a chosen time, and the figures of the run that they make together."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Time limits of process tests."""
 
-from __future__ import annotations
-
 import subprocess
 
 _SLACK = 10.0

@@ -1,7 +1,5 @@
 """Tiny checkpoints of the tested architectures, with a character tokenizer, created on demand."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable
 from pathlib import Path

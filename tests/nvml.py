@@ -1,7 +1,5 @@
 """A fake of NVML's Python library."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 

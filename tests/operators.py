@@ -1,7 +1,5 @@
 """Counts of the torch operators that run in a block."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

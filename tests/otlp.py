@@ -1,7 +1,5 @@
 """A minimal OTLP receiver over HTTP."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Nodes for tests of the planner, from a few keys."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

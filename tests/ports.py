@@ -1,7 +1,5 @@
 """Free TCP ports."""
 
-from __future__ import annotations
-
 import random
 import socket
 

@@ -1,7 +1,5 @@
 """A real Prometheus that scrapes one address, if the machine has one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

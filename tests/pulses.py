@@ -1,7 +1,5 @@
 """A node's processes, found by their pulse files, whose names hold role and pid."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

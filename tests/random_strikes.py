@@ -1,7 +1,5 @@
 """Signals to random processes of a running node at random times, drawn from a seed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

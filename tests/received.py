@@ -1,7 +1,5 @@
 """Comparison of the bytes that ranks read back after a sync with those published, for tests without a service."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Changed checkpoints whose checksums are recomputed, as if they had been saved that way."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Bytes that autograd keeps for backward."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 

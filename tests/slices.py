@@ -1,7 +1,5 @@
 """Ways to shard a tensor among trainer ranks: by rows, columns, both, or boxes; the last ranks may hold less, or nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Listening sockets of a process tree, read from the kernel, and who may connect to them."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -1,7 +1,5 @@
 """Weights of the right names, shapes and size for a config.json, all zero and in a sparse file."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

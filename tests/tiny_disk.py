@@ -1,7 +1,5 @@
 """Disks that are really full or read-only: a small tmpfs if the tests may mount one, else a limit on file size."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

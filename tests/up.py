@@ -1,7 +1,5 @@
 """`tasuki up` with some choices of the planner replaced: CHOICES='{"rollout": []}' python -m tests.up up CONFIG ..."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ A test with processes spends about a third of its time waiting for them. The las
 others.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling

@@ -3,8 +3,6 @@
 One engine per family starts on a CPU, in float32.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Trainers over nodes, the slower cases: adapters, a critic, experts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

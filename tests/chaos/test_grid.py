@@ -1,7 +1,5 @@
 """Every process struck in every stage, by SIGKILL and by SIGSTOP. `make chaos`; takes half an hour and writes a report."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path

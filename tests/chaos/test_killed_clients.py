@@ -1,7 +1,5 @@
 """Runs whose client is killed two hundred times at random, on living nodes and on new ones, and once at each call. Takes an hour."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

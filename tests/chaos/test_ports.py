@@ -1,7 +1,5 @@
 """A node on ports: a client trains there while certificates change under garbage. `make chaos`."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

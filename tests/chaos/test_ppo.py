@@ -1,7 +1,5 @@
 """PPO with a critic on the demo's task: killing trainer ranks in the middle of updates changes no figure of the run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Five hundred changeovers of a node whose processes are killed and stopped at random times. `make chaos`; takes ten minutes."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

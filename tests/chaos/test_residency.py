@@ -1,7 +1,5 @@
 """Processes killed and stopped in stages that move no memory, since everything stays: nothing is lost, and the audit is clean."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 

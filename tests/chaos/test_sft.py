@@ -1,7 +1,5 @@
 """A supervised run of a whole node against plain training in transformers, even after losing its client and its node."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A node whose trainer and engine share one copy of the model below the adapters: each is killed, and finds it again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

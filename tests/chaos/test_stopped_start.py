@@ -1,7 +1,5 @@
 """A scheduler stopped while the engine restarts after a kill, in a node whose client waits."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

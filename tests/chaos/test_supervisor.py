@@ -1,7 +1,5 @@
 """A node whose supervisor is killed: nothing of it is left, and the node can be resumed from its state."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Every command of docs/guides/deploy.md as written, in its order, on Docker with a tiny model on a CPU. `make containers`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

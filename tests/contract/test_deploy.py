@@ -1,7 +1,5 @@
 """deploy/: commands in compose.yaml and copies of the Dockerfile exist, and a role's volume has its key alone. Needs no Docker."""
 
-from __future__ import annotations
-
 import os
 import re
 import stat

@@ -1,7 +1,5 @@
 """The error table, both ways: a caller catches the error that a service raises."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import grpc

@@ -1,7 +1,5 @@
 """deploy/slurm and deploy/kubernetes: the names in them exist, and a scheduler would accept them. Needs no cluster."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The committed code in protos/tasuki/v1 equals the output of the pinned generator for the .proto files."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

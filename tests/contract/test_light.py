@@ -1,7 +1,5 @@
 """`pip install tasuki` is light: client, command line and coordinator import and run without torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules of tasuki.v1 that buf cannot express."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Public names of the client. A change here is a change for users and needs a line in CHANGELOG.md."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

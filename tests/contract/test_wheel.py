@@ -1,7 +1,5 @@
 """The wheel: its content, and that it works alone in a clean environment with only its base dependencies."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

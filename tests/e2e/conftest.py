@@ -1,7 +1,5 @@
 """A second node shared by the session, with everything that the first one leaves out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

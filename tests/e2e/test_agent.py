@@ -1,7 +1,5 @@
 """The agent of the examples learns to use its tool."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The arithmetic example on a tiny Llama: its script from the task to plain transformers, and its notebook on a running node."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A shortened demo, run as a user would: its output, its files, that no process of it is left, and, among the long tests, a resume."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The Python of README.md and docs/guides/python.md, run unchanged beside the state folder of a running node, and the README's own node."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """SGLang's own metrics on a whole node's page, beside ours."""
 
-from __future__ import annotations
-
 import pytest
 
 from tasuki.client import Client, Phase, SamplingParams

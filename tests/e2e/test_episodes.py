@@ -1,7 +1,5 @@
 """Episodes against a real node: tokens, log-probs, repeats, branches, and functions that fail in every way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace

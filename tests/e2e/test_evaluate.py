@@ -1,7 +1,5 @@
 """`tasuki eval` and `tasuki export` after a short demo: equal weights have equal scores, also where completions are sampled."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

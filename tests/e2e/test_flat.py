@@ -1,7 +1,5 @@
 """Changeovers leave nothing behind: thirty here, a thousand in `make chaos`."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

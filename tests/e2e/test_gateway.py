@@ -1,7 +1,5 @@
 """The gateway of a real node, asked by OpenAI's own client: turns, sessions, changeovers, and requests that are refused."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import sys

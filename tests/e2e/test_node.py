@@ -1,7 +1,5 @@
 """A whole node as its user has it: real services on a tiny model, the command line, and changeovers both ways."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 

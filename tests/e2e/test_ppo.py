@@ -1,7 +1,5 @@
 """PPO through a whole node: a critic, several mini-batches, dynamic sampling; two runs in sequence, and one whose client was killed."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A node whose processes are killed or stopped in the middle of a changeover recovers by itself. `make chaos` runs all cases."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

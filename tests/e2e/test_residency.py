@@ -1,7 +1,5 @@
 """Tags that stay over a changeover of a whole node: stages that move nothing, lost services, and a budget that holds only some of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A training run whose client was killed, resumed on the node, which has kept running."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Keys and tokens of a whole node do not leak while it is used through its ports: not to processes, files or answers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Sockets of a whole node: none accepts a command or an object from another user of the machine."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

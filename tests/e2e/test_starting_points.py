@@ -1,7 +1,5 @@
 """Settings of the starting points in deploy/config, on a two-rank node with a tiny model: a changeover each way and two steps."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Batches that depend only on the step, and a tiny model to train on them, for a fleet and for a single trainer."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

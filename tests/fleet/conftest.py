@@ -1,7 +1,5 @@
 """The folder of a fleet's test, and the demo's task."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

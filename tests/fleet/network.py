@@ -1,7 +1,5 @@
 """Networks for the nodes of a fleet on one machine: namespaces joined by veth pairs, or one namespace for all."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import warnings

@@ -1,7 +1,5 @@
 """Fleets of real nodes on one machine, each started by `tasuki fleet up`, with real engines and trainers on the CPU."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A Slurm cluster on this machine: a controller and two nodes, each in a network, host-name and mount namespace."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

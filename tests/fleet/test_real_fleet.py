@@ -1,7 +1,5 @@
 """Fleets of real nodes on the CPU: SGLang, and FSDP over gloo. With root each node has a separate network namespace."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

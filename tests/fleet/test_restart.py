@@ -1,7 +1,5 @@
 """A scheduler's actions on a fleet: SIGTERM, a lost node, another attempt. The run ends with the figures of an undisturbed one."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

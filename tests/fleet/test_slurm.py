@@ -1,7 +1,5 @@
 """deploy/slurm/fleet.sbatch on a real Slurm: a run that loses a node is requeued and finishes; a run asked to stop saves."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

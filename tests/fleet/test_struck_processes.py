@@ -4,8 +4,6 @@ By default a few cases run; with TASUKI_PROOFS=whole every process, signal and n
 runs/fleet.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

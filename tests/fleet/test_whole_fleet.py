@@ -1,7 +1,5 @@
 """A whole fleet beside a single trainer: the same losses, the same weights on all nodes, and the bytes that cross the link."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """FlashAttention-4 and torch's varlen_attn over packed sequences, against float32 on the same GPU."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

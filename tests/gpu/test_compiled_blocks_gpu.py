@@ -3,8 +3,6 @@
 Needs `make native` and a CUDA GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

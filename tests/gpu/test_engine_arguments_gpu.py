@@ -3,8 +3,6 @@
 Needs `make native`, a CUDA GPU and no network. A node takes about a minute.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

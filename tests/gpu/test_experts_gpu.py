@@ -3,8 +3,6 @@
 All but the first need `make native`; the last needs two GPUs.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

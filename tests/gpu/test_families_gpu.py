@@ -3,8 +3,6 @@
 SGLang's models run in TP ranks of one GPU each, without an engine. Needs `make native`, a CUDA GPU and no network.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path

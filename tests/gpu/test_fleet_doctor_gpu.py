@@ -4,8 +4,6 @@ NCCL refuses two ranks on one GPU of one host. With separate host ids it takes t
 native`, a CUDA GPU and no network; with root, `ip` and veth pairs each node has a network namespace.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Float32 logits from bfloat16 weights on a GPU: the product, in a CUDA graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

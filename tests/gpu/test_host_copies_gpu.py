@@ -1,7 +1,5 @@
 """Host copies of memory that leaves a real GPU: pinned ahead, and not repeated for frozen bytes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

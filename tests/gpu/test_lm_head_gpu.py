@@ -1,7 +1,5 @@
 """The vocabulary projection's Triton kernels on a GPU: float64's numbers, deterministic bits, and memory for one tile."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Losses on the GPU: the CPU's numbers, deterministic bits, and nothing read back from the device."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Adapters merged into bfloat16 weights on a GPU, beside the same sum in float64. Needs a CUDA GPU and no network."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Needs `make native` and a CUDA GPU.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 Needs `make native`, CUDA GPUs and no network. A run takes about a minute.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

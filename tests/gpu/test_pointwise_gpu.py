@@ -1,7 +1,5 @@
 """Fused norms and MLPs on a GPU: bfloat16 against float32, and the tensors that autograd keeps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

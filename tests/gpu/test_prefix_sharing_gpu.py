@@ -1,7 +1,5 @@
 """Gradients of samples that share prompts, in bfloat16 on a GPU, against float32 without sharing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 Needs `make native` and a CUDA GPU; two for the case of two ranks.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Needs `make native`, a CUDA GPU and no network.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 from typing import Any

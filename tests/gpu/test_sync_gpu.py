@@ -1,7 +1,5 @@
 """Weights from shards to slices on a real GPU, bit for bit as torch's own copies. Needs `make native`, a CUDA GPU and no network."""
 
-from __future__ import annotations
-
 import os
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Both ends of a weight exchange on GPUs: trainer ranks in this process, and tensor-parallel ranks of a model that receive."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

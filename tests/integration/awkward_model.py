@@ -1,7 +1,5 @@
 """Two trainer ranks with a few small tensors, and a model whose loader does things that copy plans cannot express."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An engine rank's model in memory that a trainer also reads, without an engine: loaded by SGLang, and found again."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An engine rank without an engine: the real receive path with many tensors, in a process that fails between two copies."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

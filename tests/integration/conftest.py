@@ -1,7 +1,5 @@
 """Services shared by the session: rollout with a real engine, a trainer inside this process, and one of two ranks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A coordinator process, a stub to it, and the services that it leads."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

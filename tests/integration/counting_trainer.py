@@ -1,7 +1,5 @@
 """A trainer behind a real socket that only counts how often each command ran."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -3,8 +3,6 @@
 python -m tasuki.trainer.launch --num-ranks N -- tests/integration/critic_steps.py OUTPUT_FOLDER MODEL_FOLDER MAX_TOKENS...
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Fixtures of tests of the dashboard in a browser."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

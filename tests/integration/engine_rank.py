@@ -1,7 +1,5 @@
 """Real SGLang models in TP ranks without an engine: quick to start, and accessible for poisoning and comparison."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import gc

@@ -3,8 +3,6 @@
 The init of a pid namespace exits once all its processes are reaped, and a traced one is reaped after its tracer, which is the test.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import time

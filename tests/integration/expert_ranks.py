@@ -3,8 +3,6 @@
 python -m tasuki.trainer.launch --num-ranks 2 -- tests/integration/expert_ranks.py OUTPUT_FOLDER MODEL_FOLDER:CHECKPOINTING...
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

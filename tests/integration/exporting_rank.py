@@ -1,7 +1,5 @@
 """A trainer rank that publishes from its arenas, which stay or leave, and an engine's model for the published tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A proxy between two unix sockets that breaks connections on request."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from enum import StrEnum

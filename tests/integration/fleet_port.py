@@ -1,7 +1,5 @@
 """The leader's port of a fleet in a thread of the test, with nothing but the store of the trainers' ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Iterator

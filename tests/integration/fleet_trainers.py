@@ -1,7 +1,5 @@
 """Trainers of several nodes on this machine, each launched with a separate state folder, behind a fleet's front."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager

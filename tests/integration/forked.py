@@ -1,7 +1,5 @@
 """Processes forked from one that has imported torch and transformers, so that tests with many ranks pay for the imports once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

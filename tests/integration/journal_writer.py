@@ -5,8 +5,6 @@ python journal_writer.py JOURNAL NUM_KILLS SEED
 This is a separate process without threads, so that a writer is a fork with everything imported.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Test scripts, run in the ranks of one launch."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """A learner over FSDP2 ranks without a service, and calls cut into micro-batches as the service cuts them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nearly valid messages: valid ones with flipped bits, and with bytes cut, doubled and inserted."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """A node of test services under the real supervisor, observed from outside."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

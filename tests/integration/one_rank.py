@@ -1,7 +1,5 @@
 """Fixtures for learners of one rank: its process group, its mesh, and a tiny model with a value head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

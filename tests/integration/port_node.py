@@ -1,7 +1,5 @@
 """A scripted node whose services listen on ports, with certificates and tokens."""
 
-from __future__ import annotations
-
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """A checkpoint on disk, and the same weights as trainer ranks publish them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace

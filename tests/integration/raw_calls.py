@@ -1,7 +1,5 @@
 """Calls of any method with arbitrary bytes, as an attacker makes them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Run by the launcher: scores of a reference on the device and on the host; rank 0 writes, by model, whether they are equal."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rollout service process with a real engine, a client of it, and a trainer inside this process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

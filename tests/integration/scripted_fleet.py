@@ -1,7 +1,5 @@
 """A fleet of scripted nodes behind the real fronts, each on separate unix sockets, in one process."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """A node for tests of the client: real servers on unix sockets with the real command gate, and scripted work."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

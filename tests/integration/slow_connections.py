@@ -1,7 +1,5 @@
 """Connections that never complete a call."""
 
-from __future__ import annotations
-
 import os
 import socket
 import ssl

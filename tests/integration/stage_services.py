@@ -1,7 +1,5 @@
 """Trainer and rollout as gRPC servers that only keep the stage rules, for tests of a coordinator without a model."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Callable

@@ -13,8 +13,6 @@ start, and records whether that listens. Each service has a socket, a child in a
 memory, as engines and trainers do.
 """
 
-from __future__ import annotations
-
 import mmap
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Work of rank 0 for all ranks: its errors reach every rank, and none waits."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

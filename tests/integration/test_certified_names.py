@@ -1,7 +1,5 @@
 """Certificates whose names almost match a role, at a gRPC port and at the metrics address: both must identify the same caller."""
 
-from __future__ import annotations
-
 import ssl
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """A checkpoint's files: saved state is restored, and nothing in the folder is trusted or executed."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Activation checkpointing on a learner of one rank: memory and recomputation differ, gradients do not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The client against real servers: verbs, phases, chunks, repeats and errors."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

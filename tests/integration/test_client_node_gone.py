@@ -1,7 +1,5 @@
 """A client whose node ends, or is replaced on the same folder, is told so and does not continue."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A client whose changeover waits for a restarting service has its whole deadline once the service is back."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

@@ -1,7 +1,5 @@
 """`tasuki train` checks either table before it starts a node: each mistake gives one line that says where it is."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Layers compiled by torch.compile, with g++ on a CPU, against uncompiled ones: steps, scores, changeovers, checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

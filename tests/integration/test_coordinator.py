@@ -1,7 +1,5 @@
 """The coordinator as a separate process, over real gRPC, with services that keep the stage rules."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import urllib.request

@@ -1,7 +1,5 @@
 """Life of a coordinator process: stop, kill, restart, and waiting for services."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import uuid

@@ -1,7 +1,5 @@
 """Critic steps over FSDP2 ranks against plain torch in one process: results do not depend on the cut."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The dashboard in a real Chromium, on a run or node that goes on."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The dashboard in a real Chromium, on a recorded run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

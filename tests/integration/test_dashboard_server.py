@@ -1,7 +1,5 @@
 """The dashboard's server: readers' access, the paths a request can name, and clients that cannot block it."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import random

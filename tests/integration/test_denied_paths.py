@@ -1,7 +1,5 @@
 """A path that the user has no permission for is reported as such, with the user and the folder to change."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Full and read-only disks: the coordinator's journal, and the trainer's checkpoints."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

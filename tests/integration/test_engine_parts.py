@@ -1,7 +1,5 @@
 """Our parts of an engine on SGLang's own classes, without an engine. One process runs them: importing SGLang takes most of the time."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processes of a node that the kernel needs long to end: nothing takes them for ended, nor for stuck."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The load of a mixture's experts, over two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

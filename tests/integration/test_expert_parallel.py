@@ -3,8 +3,6 @@
 Steps against plain torch are in test_trainer_exactness.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory of published weights: the parameters themselves or a copy, which stays over OFFLOAD or leaves and is mapped again."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Exported models: what rollout was given, in its dtype."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

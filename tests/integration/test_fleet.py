@@ -1,7 +1,5 @@
 """A fleet over real gRPC: nodes join, change over together, and accept commands from nobody else."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager

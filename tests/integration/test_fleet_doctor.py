@@ -1,7 +1,5 @@
 """`tasuki doctor` on a node of a fleet: the real port with mTLS, and measured transfers."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import threading

@@ -1,7 +1,5 @@
 """Membership of a node: it joins, reports that it is alive or why it ends, and learns of other nodes' ends."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from pathlib import Path

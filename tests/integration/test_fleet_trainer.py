@@ -1,7 +1,5 @@
 """Trainers of two nodes as one: real FSDP over gloo. Each node is a separate launch; they meet through the fleet's port by mTLS."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """Layers that FSDP2 gathers, on a learner of one rank: bytes, and when they are freed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

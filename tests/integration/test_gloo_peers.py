@@ -1,7 +1,5 @@
 """Another user's process that connects to a rank's gloo port before the real peer."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

@@ -1,7 +1,5 @@
 """The grpcurl lines of README.md and docs/reference/grpc.md, run unchanged in the state folder of a running node."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

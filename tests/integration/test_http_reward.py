@@ -1,7 +1,5 @@
 """Example of a reward model behind HTTP, in real workers with a real server on loopback."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

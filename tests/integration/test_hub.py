@@ -1,7 +1,5 @@
 """Models and datasets by their ids from a stand-in of the hub, in processes of their own: the libraries read its address at import."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

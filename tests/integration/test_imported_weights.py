@@ -1,7 +1,5 @@
 """The order in which a reader takes the arenas of all trainer ranks."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 `make test` kills it 100 times, `make chaos` 500 times.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

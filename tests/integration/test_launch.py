@@ -1,7 +1,5 @@
 """The launcher with real processes: how ranks learn their place, and how they end together, spawned or forked."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A learner of one rank in this process: runs, schedules, non-finite gradients, and a critic beside the policy."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -3,8 +3,6 @@
 `python -m tests.integration.test_loss_curves` prints the table of docs/benchmarks.md.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Many changeovers leave nothing behind: a coordinator process, and scripted services with real arenas."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

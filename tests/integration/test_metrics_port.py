@@ -1,7 +1,5 @@
 """The metrics address of a node: who may read it, and clients that say nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import socket

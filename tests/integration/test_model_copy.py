@@ -1,7 +1,5 @@
 """The node's copy of its model in shared memory: the files copied, room for it, and its removal."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The supervisor with real processes: whichever ends first, and however, nothing of the node is left 10 s later."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

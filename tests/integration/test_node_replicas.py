@@ -1,7 +1,5 @@
 """Sums over nodes by gloo: each thread is a node, and the nodes meet in the store of the fleet's port."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Iterator

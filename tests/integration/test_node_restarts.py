@@ -1,7 +1,5 @@
 """The supervisor with real processes: services that end or hang are restarted, up to the limit."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A real coordinator on a port: after garbage, slow connections and refusals it still works as before."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

@@ -1,7 +1,5 @@
 """Certificates, authorities and tokens are replaced while calls run: no call is lost, and old credentials stop working."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

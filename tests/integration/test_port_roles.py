@@ -1,7 +1,5 @@
 """Every method of every service, called by every role and without one: a port enforces exactly the table of roles."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import grpc

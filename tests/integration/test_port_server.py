@@ -1,7 +1,5 @@
 """A service's port: unknown methods, odd headers, unfinished messages, and a path that ends grpcio's server."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import logging

@@ -1,7 +1,5 @@
 """Ports: a caller with a certificate or token works as on the unix socket and is told the ports; nobody else is admitted."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Steps whose samples share prompts, and whose ranks share micro-batches, against plain steps: every role, adapters, over gRPC."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

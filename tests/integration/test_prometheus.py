@@ -1,7 +1,5 @@
 """A real Prometheus scrapes a real coordinator over the stage tests' trainer and rollout."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

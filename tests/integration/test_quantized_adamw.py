@@ -1,7 +1,5 @@
 """8-bit moments, on learners of one and two ranks: rounded as by torchao, as large as planned, and kept by checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The front and its ranks, each in a process: answers, failures and deaths, and the front's report of them."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

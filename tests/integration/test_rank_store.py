@@ -1,7 +1,5 @@
 """The store in which the ranks of a fleet's nodes meet: over mTLS, by role, and under torch's process groups."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

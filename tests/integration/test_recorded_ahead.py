@@ -1,7 +1,5 @@
 """A plan recorded before the trainer publishes: used by the first sync if parameters and layout are the same, otherwise recorded then."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """A KL reference whose shards stay in host memory, on learners of one and of three ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

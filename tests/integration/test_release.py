@@ -1,7 +1,5 @@
 """Memory released between two publications: nobody can get it then, and readers hold it only while they read."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 Replicas compute in float32, so that their log-probs match those of transformers; in bfloat16 every gap would be rounding.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 

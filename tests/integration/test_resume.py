@@ -1,7 +1,5 @@
 """Resuming a run on a node: what is loaded, marked, and moved aside. The client is real, the node scripted."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

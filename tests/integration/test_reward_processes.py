@@ -1,7 +1,5 @@
 """Processes that rewards start, in any way, end with their worker: at the limit, when the pool closes, and when the client is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

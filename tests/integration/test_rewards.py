@@ -1,7 +1,5 @@
 """Rewards in real worker processes: any misbehaviour becomes one error that names the sample."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rollout service through real gRPC, on a real engine: its stages, and its state as others see it."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

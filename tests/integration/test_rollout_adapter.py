@@ -4,8 +4,6 @@ Its two ranks cannot share the model evenly. Of 8 heads in SGLang's padded model
 between gate and down 32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

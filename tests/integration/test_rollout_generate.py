@@ -1,7 +1,5 @@
 """Samples of the rollout service through real gRPC, on a real engine: log-probs, refusals, and ends of calls."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

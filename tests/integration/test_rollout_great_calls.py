@@ -1,7 +1,5 @@
 """Calls of the largest allowed size: rollout survives them, answers others meanwhile, and cancels abandoned ones."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The engine's memory from outside: figures of the system for the rank's process, of the service, and an engine that still works."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The rollout service process: two engine ranks, failing starts, poison, death, and cleanup."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

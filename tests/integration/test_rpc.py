@@ -1,7 +1,5 @@
 """The rpc package over a real socket: errors, health, reflection, metrics, address rules."""
 
-from __future__ import annotations
-
 import asyncio
 import stat
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Commands over a real socket: carried out once, in order, and for one coordinator at a time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

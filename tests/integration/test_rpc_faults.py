@@ -3,8 +3,6 @@
 `make test` breaks them 150 times, `make chaos` a thousand times.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import shutil

@@ -1,7 +1,5 @@
 """`tasuki state` while services are away: it reports those that run, and a node is down only if nobody holds its lock."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Moments in host memory, on a learner of one rank: equal to AdamW on the device, in steps, checkpoints and resets."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A sync that ends after k of its n copies, for every k: its version is never served, and a fresh rank gets the published weights."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager

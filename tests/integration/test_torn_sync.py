@@ -1,7 +1,5 @@
 """Reads during a publication, publications during a sync, and misdirected copies: no such version counts as received."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace

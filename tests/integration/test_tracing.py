@@ -1,7 +1,5 @@
 """Spans of changeovers by a real coordinator for a client, as an OTLP receiver gets them."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path

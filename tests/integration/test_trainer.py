@@ -1,7 +1,5 @@
 """The trainer service of two ranks over gRPC: learning, scoring, and its reported state."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

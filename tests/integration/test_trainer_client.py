@@ -1,7 +1,5 @@
 """The Python client's training verbs on a trainer in float32: a call that equals another one cancels it, gradient by gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace

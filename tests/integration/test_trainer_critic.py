@@ -1,7 +1,5 @@
 """The trainer service of two ranks with a critic: runs, and their recovery by a restarted trainer."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 

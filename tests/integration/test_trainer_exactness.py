@@ -4,8 +4,6 @@ Samples are cut into micro-batches, and tokens and heads over the ranks that sha
 chaos` five.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

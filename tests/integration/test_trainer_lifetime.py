@@ -1,7 +1,5 @@
 """Failing starts, dying ranks, and checkpoints loaded by another number of ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The trainer service of two ranks with LoRA from PEFT's adapter: only adapters learn, and all weights that leave it include them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sleeping does not change training. Two FSDP2 ranks on a CPU, with shards of unequal size."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Life of a trainer rank, in processes without a model: start, stop, and end with its launcher."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """The trainer service of two ranks over gRPC: refused requests, and requests carried out only once."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 

@@ -1,7 +1,5 @@
 """The trainer service of two ranks over gRPC: published, exported, saved and loaded weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """From a configuration to the loop of `tasuki train`, for both tables, on a client in memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import cast

@@ -1,7 +1,5 @@
 """The watchdog and starting processes: a slow start is no stall, a stopped process is one."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 `make test` runs every family at TP 2 and every cut once; `make chaos` runs each of them at TP 1 and TP 2.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator

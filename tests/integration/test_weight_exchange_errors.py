@@ -1,7 +1,5 @@
 """Loaders that a plan cannot express, and planted errors: each is caught before the weights are served."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Handles, manifests and memory that a receiver must not use are refused before anything is written."""
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

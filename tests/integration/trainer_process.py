@@ -1,7 +1,5 @@
 """A running trainer, and a client for one test."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Samples to train on, and a plain GRPO step, sample by sample, in one process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

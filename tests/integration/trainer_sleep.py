@@ -3,8 +3,6 @@
 python -m tasuki.trainer.launch --num-ranks N -- tests/integration/trainer_sleep.py OUTPUT_FOLDER MODEL_FOLDER
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Random shapes, and random boxes in them, for Hypothesis."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from tasuki.weights.copy_box import Box

@@ -1,7 +1,5 @@
 """A node in memory: the real coordinator and journal, over services that fail on request."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Findings of `tasuki doctor`, from its checks and from the command as a user runs it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

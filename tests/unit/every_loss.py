@@ -1,7 +1,5 @@
 """Every loss, with examples and random settings. A loss that is not listed here has its defaults."""
 
-from __future__ import annotations
-
 from hypothesis import strategies as st
 
 from tasuki.algorithms.loss import Loss

@@ -1,7 +1,5 @@
 """The real coordinator over services in memory, and helpers for requests to it."""
 
-from __future__ import annotations
-
 import asyncio
 
 from tasuki.coordinator.admission import Admission

@@ -1,7 +1,5 @@
 """Trainer and rollout in memory, behind the coordinator's peer boundary, with their own stage rules and failures on request."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """An in-memory node for training loops: a client that records its calls, rewards by a function, and a loop over both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

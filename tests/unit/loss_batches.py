@@ -1,7 +1,5 @@
 """Random micro-batches for the tests of losses, and parts of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A folder whose writes need not wait for a disk."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

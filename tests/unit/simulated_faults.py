@@ -1,7 +1,5 @@
 """Faults of a simulated node."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from enum import StrEnum
 

@@ -1,7 +1,5 @@
 """Logs of simulated services: the lines of their command gates, up to the death of each life."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A node in one thread and in virtual time: the real coordinator and journal, simulated services, and a network that fails on request."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Trainer and rollout without a model: the real command gate and stage rules, without any bytes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable

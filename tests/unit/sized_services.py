@@ -1,7 +1,5 @@
 """Memory behind fake services, as an admission measures it."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Small tokenizers of every kind in model folders, and chats as transformers renders them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

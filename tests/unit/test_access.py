@@ -1,7 +1,5 @@
 """Role of a certificate, from the facts that TLS reports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """An adapter to start from is judged before a node starts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

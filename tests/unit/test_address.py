@@ -1,7 +1,5 @@
 """Addresses, and chunks of messages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A stage begins only if there is room: needed bytes, free bytes, and the refusal. The services are fakes."""
 
-from __future__ import annotations
-
 import uuid
 from dataclasses import replace
 from pathlib import Path

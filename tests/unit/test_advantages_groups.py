@@ -1,7 +1,5 @@
 """Advantages from rewards of whole completions, against their definitions in loops."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Advantages of single tokens, and the KL divergence in the reward, against their definitions in loops."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable

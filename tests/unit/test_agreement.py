@@ -1,7 +1,5 @@
 """Prefix of their training logs that the nodes of a fleet keep after a restart."""
 
-from __future__ import annotations
-
 import pytest
 
 from tasuki.trainer.durable.restore import agree, outline_of

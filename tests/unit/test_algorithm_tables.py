@@ -1,7 +1,5 @@
 """`train.algorithm` and `[train.loss]`: expansion of a name, precedence, and refusals by key."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

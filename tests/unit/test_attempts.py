@@ -1,7 +1,5 @@
 """A request refused for lack of room runs when it is repeated under its request id; every other answer is repeated as it was."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A journal of a real run is clean; one that was edited is not, and the audit names the broken invariant."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

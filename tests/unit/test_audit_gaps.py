@@ -1,7 +1,5 @@
 """Audits detect when acknowledged entries are removed from journal or logs, and report files that are missing entirely."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

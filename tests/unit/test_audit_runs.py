@@ -1,7 +1,5 @@
 """Journals of coordinators under failing answers, services and disks: the audit finds every breach and reports no false one."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

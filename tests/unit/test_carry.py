@@ -1,7 +1,5 @@
 """Groups carried over changeovers: continued from their tokens, trained once, bounded in age, and resumed after any death."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`tasuki certs`: the files it writes, and a second run in the same folder."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The sequence of stages and its undo: after a failure at any point the node is back at its start, with every step in the journal."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

@@ -1,7 +1,5 @@
 """Callers of a changeover: one runs at a time, it outlives its callers, and each of them finds it again."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """A changeover that loses an answer or a service: it is retried, and the phase is reached."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """A restarted coordinator: it determines the node's state, and carries out what was requested."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Chats of rows are rendered as the template alone would, or refused by the template's line and the row's field."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """Checks of a call's samples: the first wrong field is named with its sample."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The checksum that adds up over slices and sees every changed element."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Choices made by `tasuki up` before a node starts, and its report by `tasuki plan`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

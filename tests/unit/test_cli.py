@@ -1,7 +1,5 @@
 """The command line: a user's mistake gives one line and exit code 2, before any process starts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

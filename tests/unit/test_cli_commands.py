@@ -1,7 +1,5 @@
 """Commands of `tasuki`, as its help and its errors name them."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Calls of both clients: their verbs, locks and interrupts."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

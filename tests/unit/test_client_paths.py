@@ -1,7 +1,5 @@
 """Paths at which a remote caller may have files written and read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

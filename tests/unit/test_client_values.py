@@ -1,7 +1,5 @@
 """Conversions of the client: from generated to training samples, and values that cannot be sent."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace

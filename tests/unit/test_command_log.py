@@ -1,7 +1,5 @@
 """Log lines that the gate writes for each command, as an audit reads them."""
 
-from __future__ import annotations
-
 import errno
 import io
 import logging

@@ -1,7 +1,5 @@
 """Reading and writing a node's configuration; errors are named by key."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

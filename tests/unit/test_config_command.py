@@ -1,7 +1,5 @@
 """`tasuki config`: keys, their origins, and settings without effect."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

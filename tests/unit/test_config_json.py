@@ -1,7 +1,5 @@
 """config.json values that make transformers fail or compute another model are refused by key."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Point at which an interrupted run continues."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tables for the GPU's copy kernels, executed here by torch, element by element, and compared with copy_ and checksum."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Files with secrets and certificates: refusals, and reloads after a change."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable

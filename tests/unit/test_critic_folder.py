@@ -1,7 +1,5 @@
 """A critic that cannot read the policy's output is refused before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Losses that the caller computes: their gradients as weights, and what is refused."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

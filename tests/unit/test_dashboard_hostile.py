@@ -1,7 +1,5 @@
 """The dashboard on a damaged folder: it shows the rest of the run, and names the file that cannot be read."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

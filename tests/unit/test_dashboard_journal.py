@@ -1,7 +1,5 @@
 """A journal as the dashboard reads it: beside its writer, damaged, long; changeovers with their failures."""
 
-from __future__ import annotations
-
 import shutil
 import sqlite3
 import time

@@ -1,7 +1,5 @@
 """Folders that the dashboard accepts, and the address that it prints."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

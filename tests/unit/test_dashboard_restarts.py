@@ -1,7 +1,5 @@
 """Restarts as the dashboard counts them: those by the supervisor, but no start of the node."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The sample dump as the dashboard reads it, and the texts of tokens."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

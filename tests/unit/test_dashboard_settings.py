@@ -1,7 +1,5 @@
 """What differs from the defaults, and the newest lines of logs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tasuki.config.load import config_of

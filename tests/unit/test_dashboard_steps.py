@@ -1,7 +1,5 @@
 """A run's figures by step: damage that a tail of metrics.jsonl survives, and the number of points drawn for a long run."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

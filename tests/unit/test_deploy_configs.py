@@ -1,7 +1,5 @@
 """A node accepts the example configurations."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

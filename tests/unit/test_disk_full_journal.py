@@ -1,7 +1,5 @@
 """A coordinator whose journal cannot be written: it carries out nothing unrecorded, and continues once there is room."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training log on a disk without room."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`tasuki doctor`: a good node has no failure, and the report shows the facts found."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`tasuki doctor CONFIG`: each fault of a configuration, its data, its rewards or its certificate is found."""
 
-from __future__ import annotations
-
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

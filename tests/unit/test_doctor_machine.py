@@ -1,7 +1,5 @@
 """`tasuki doctor`: each fault of the machine is found: limits, disk, ports, GPUs, memory between processes."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pwd

@@ -1,7 +1,5 @@
 """Sampling of a step: dynamic sampling and truncated completions."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """[rollout.engine]: SGLang arguments that a configuration may set, refusals of others, and the plan's account of them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from importlib.util import find_spec

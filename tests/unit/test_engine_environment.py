@@ -1,7 +1,5 @@
 """Environment that the engine and the trainer's ranks inherit from the shell that started the node."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

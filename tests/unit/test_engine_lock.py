@@ -1,7 +1,5 @@
 """A command directly from the front runs while the scheduler waits for requests, never concurrently with its work."""
 
-from __future__ import annotations
-
 import threading
 
 from tasuki.rollout.rank_commands import EngineLock

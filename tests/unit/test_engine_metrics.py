@@ -1,7 +1,5 @@
 """SGLang's metrics, as the front reads them from its ranks' files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest

@@ -1,7 +1,5 @@
 """From a batch's rewards to its samples' advantages: each estimator matches its formula over the samples that count."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Evaluation: valid settings, the estimate of pass@k against its definition, and figures from scores."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Experts on a single rank: transformers' results, tensors kept by autograd, and the planner's figures for more ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

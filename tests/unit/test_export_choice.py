@@ -1,7 +1,5 @@
 """Choices of the export: what is published, whether it stays, and the ranks' GPUs, with the planner's account of each."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

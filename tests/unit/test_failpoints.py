@@ -1,7 +1,5 @@
 """TASUKI_FAILPOINTS: a failpoint that no process reaches is refused when the node starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

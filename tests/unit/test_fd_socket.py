@@ -1,7 +1,5 @@
 """Passing a descriptor over a unix socket, and misbehaving peers."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -1,7 +1,5 @@
 """Every way in which a parameter can move is detected."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine's first batches at the start of the rollout service, when they do not end."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """FlashAttention-4's private functions, whose kernels run on GPUs alone: a test fails where a version changes what we call."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The fleet over real coordinators with simulated services, in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path

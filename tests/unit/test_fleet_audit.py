@@ -1,7 +1,5 @@
 """Audit of a fleet's journal: clean as written, and every broken promise found after a change."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import sqlite3

@@ -1,7 +1,5 @@
 """Checks of `tasuki fleet up` before anything starts: the source of [fleet], and refusals."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 `make test` runs a sample of the fault points and seeds, `make chaos` all of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import tempfile

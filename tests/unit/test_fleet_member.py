@@ -1,7 +1,5 @@
 """Conditions for joining a fleet: same version, configuration, GPUs, model and attempt of the job, and each rank once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

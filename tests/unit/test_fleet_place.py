@@ -1,7 +1,5 @@
 """Refusals before a node of a fleet, or a run on it, starts: its addresses, its certificate, the run's output folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

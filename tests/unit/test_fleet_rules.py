@@ -1,7 +1,5 @@
 """Rules of a fleet: its nodes' states, the distribution of prompts, and its place from a job's environment."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The gateway without a node: histories that agents send, and answers that a changeover has cut."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

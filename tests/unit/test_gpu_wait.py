@@ -1,7 +1,5 @@
 """A trainer that starts beside rollout: whom it waits for, and until when."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Memory and cores within control groups, in the layouts of containers, Slurm, Kubernetes and systemd; files below a folder."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Activations and buffers in host memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import chain
 

@@ -1,7 +1,5 @@
 """A budget of host memory counts whole chunks; a node that does not fit is refused before anything starts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

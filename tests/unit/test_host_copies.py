@@ -1,7 +1,5 @@
 """Host copies of paused memory: made before the first pause, and repeated only for bytes that may have changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

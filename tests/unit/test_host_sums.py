@@ -1,7 +1,5 @@
 """Copies and checksums of host memory in csrc give the same as torch's copies and Python's checksum."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """`tasuki init`: what it writes can be planned and trained, and nothing is overwritten."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

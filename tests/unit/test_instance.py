@@ -1,7 +1,5 @@
 """Instance id of a node: one per start, and none while no node runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tasuki.config.lock import NODE_LOCK, Instance, StateLock, begin_instance, holder, read_instance

@@ -1,7 +1,5 @@
 """Calls on their way into the engine: their order, their waits, and their ends. The engine is a list of the requests given."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """Triton kernels of the weight exchange give exact results, also without a GPU."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Acknowledged entries are on disk; unacknowledged ones show as unknown."""
 
-from __future__ import annotations
-
 import sqlite3
 from contextlib import closing
 from pathlib import Path

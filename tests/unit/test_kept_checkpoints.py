@@ -1,7 +1,5 @@
 """Which checkpoints of a run stay on disk."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 from collections.abc import Sequence

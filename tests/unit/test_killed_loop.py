@@ -1,7 +1,5 @@
 """Training loops whose client dies before or after any call, and goes on as `tasuki train --resume` does on a living node."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import count

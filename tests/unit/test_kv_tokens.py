@@ -1,7 +1,5 @@
 """Tokens of the KV cache: how many a step needs, how many fit, and refusals of others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Log-probs, entropies and gradients of the vocabulary projection against torch's log_softmax over all logits, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Correction of the rollout's probabilities: weights and masks against their definitions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """DPPO against the paper's formula in plain Python, and its ranges."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

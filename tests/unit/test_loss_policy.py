@@ -1,7 +1,5 @@
 """Policy losses and their gradients against the papers' formulas, token by token in plain Python."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums and averages of losses over any cut of a batch."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Ranges of the losses' settings, and the fields that each loss needs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Loss of a call on the wire: every setting arrives, and unset ones take their defaults."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

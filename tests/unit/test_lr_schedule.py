@@ -1,7 +1,5 @@
 """The learning rate of every step."""
 
-from __future__ import annotations
-
 import pytest
 
 from tasuki.trainer.learner import learning_rate_at

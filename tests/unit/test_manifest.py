@@ -1,7 +1,5 @@
 """Layout of an arena, and refusals of received manifests."""
 
-from __future__ import annotations
-
 import re
 import time
 from dataclasses import replace

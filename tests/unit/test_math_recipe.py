@@ -1,7 +1,5 @@
 """The recipe for mathematics: its reward, and the figures of its README."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory over time: the coordinator's records, and the dashboard's view of them with the journal and the plan."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Merging adapters into slices of weights: the groups that are gathered at once."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

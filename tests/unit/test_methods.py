@@ -1,7 +1,5 @@
 """The table of roles has every method of the servers, and no other."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

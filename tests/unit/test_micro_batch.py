@@ -1,7 +1,5 @@
 """Tensors of a micro-batch: sequences without padding, and the loss's inputs for each completion token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

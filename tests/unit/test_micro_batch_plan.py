@@ -1,7 +1,5 @@
 """Micro-batches: costs of samples, and plans that make ranks wait least."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

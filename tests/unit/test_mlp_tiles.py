@@ -1,7 +1,5 @@
 """Tiled MLPs: the tensors kept for backward, and the planner's count of them."""
 
-from __future__ import annotations
-
 from tasuki.planner.kept_bytes import kept_in_mlp
 from tasuki.planner.node import Checkpointing
 from tasuki.planner.step_bytes import step_moments

@@ -1,7 +1,5 @@
 """A family's description of a model against the module in transformers, and refusals by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Modules that take the place of transformers' own, for every family: results, gradients and names."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

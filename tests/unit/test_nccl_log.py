@@ -1,7 +1,5 @@
 """Facts from NCCL's log. Lines follow the format strings of NCCL 2.28, with values for several kinds of network."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Figures of a run and of GPU time, as exported to Prometheus."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

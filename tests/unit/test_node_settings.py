@@ -1,7 +1,5 @@
 """`tasuki train` on a running node: settings in its file must match the node's, and missing ones are taken from the node."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

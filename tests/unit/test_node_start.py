@@ -1,7 +1,5 @@
 """Start of a node's processes: their environment, GPUs, locks and times."""
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

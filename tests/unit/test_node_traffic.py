@@ -1,7 +1,5 @@
 """Traffic between nodes, against the arithmetic for two known models, and the report of `tasuki plan`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Packed sequences through every family, and their attention, against transformers and the formula."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of stages, against an independent model of the two services."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Account of the bytes that a copy plan writes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

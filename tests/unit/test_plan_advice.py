@@ -1,7 +1,5 @@
 """Advice for plans that do not fit, against every combination of the choices."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """`tasuki plan`: input, answers and picture."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Predictions of the planner: measured facts that it must reproduce, and invariants of every plan."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

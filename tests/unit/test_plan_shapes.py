@@ -1,7 +1,5 @@
 """Counts of the planner against the tensors of torch and transformers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Working memory of a step by the planner, against the tensors that our policy holds at its peak."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence

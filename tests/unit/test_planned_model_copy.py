@@ -1,7 +1,5 @@
 """Memory that the planner counts for the model's copy in shared memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

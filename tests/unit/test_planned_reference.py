@@ -1,7 +1,5 @@
 """Memory that the planner counts for a KL reference: none unless it is used, else on the GPU or the host as configured."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

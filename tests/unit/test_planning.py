@@ -1,7 +1,5 @@
 """The coordinator's Plan and `tasuki plan --json` give the same answer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

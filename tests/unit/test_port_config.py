@@ -1,7 +1,5 @@
 """Required settings of a configuration with ports, and the key that a refusal names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

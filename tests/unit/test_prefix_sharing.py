@@ -1,7 +1,5 @@
 """Samples that share a prompt against separate samples: attention by its formula, and every family with its gradients."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

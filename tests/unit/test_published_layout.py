@@ -1,7 +1,5 @@
 """The layout that rollout expects, against what the trainer's ranks publish."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Families against published models: config.json is accepted, and the parameter count matches their files."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Memory that an engine rank keeps over a pause: non-parameter bytes in the weights' region, and the cache's small tables."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 

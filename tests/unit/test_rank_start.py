@@ -1,7 +1,5 @@
 """Start of the engine ranks: a stop while one is forked, and ranks that fail together."""
 
-from __future__ import annotations
-
 import multiprocessing
 import signal
 import subprocess

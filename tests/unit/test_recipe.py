@@ -1,7 +1,5 @@
 """A run resumes only if everything that its numbers depend on is unchanged."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

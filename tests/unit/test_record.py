@@ -1,7 +1,5 @@
 """Recording of a loader's copies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

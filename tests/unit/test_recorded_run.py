@@ -1,7 +1,5 @@
 """A run found again by its output folder, its node's state folder or its configuration."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

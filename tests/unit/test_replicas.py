@@ -1,7 +1,5 @@
 """Distribution of requests over the engine's replicas."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Tags that stay on a GPU over a changeover, a shared base, and the file of a node's choices."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Calls of the training loop to a node, with their order and numbers, for every kind of run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

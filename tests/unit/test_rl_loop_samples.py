@@ -1,7 +1,5 @@
 """Samples of a step: which are trained on, in which mini-batches, their figures, and their files on disk."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import chain

@@ -1,7 +1,5 @@
 """Checks of a model by rollout before an engine starts for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

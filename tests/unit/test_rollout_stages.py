@@ -1,7 +1,5 @@
 """Stages of the rollout service and its admission of calls, without an engine."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Iterator

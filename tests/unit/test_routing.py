@@ -1,7 +1,5 @@
 """Routers of a mixture of experts: transformers' results, a choice made once, and the load of each expert."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

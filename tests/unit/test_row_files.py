@@ -1,7 +1,5 @@
 """Rows of CSV, JSON and parquet files, and columns under other names."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files that a run leaves for an audit, after success or failure."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A run's files: data, checkpoints of the loop."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

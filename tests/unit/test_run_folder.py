@@ -1,7 +1,5 @@
 """Records of a run: its folder, its report, a save on request."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

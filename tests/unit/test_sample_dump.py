@@ -1,7 +1,5 @@
 """Sample files of a run for people: the fields of a line, how much is kept, and a run that no slow disk delays."""
 
-from __future__ import annotations
-
 import json
 import stat
 import time

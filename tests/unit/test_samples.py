@@ -1,7 +1,5 @@
 """Samples as columns: the caller's samples, selections of them, and the ranks' shares."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Checkpoints that many nodes save together, on separate disks or in one folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Sample seeds: what repeats and what does not, across a killed service and a training phase."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Supervised data through real tokenizers: prompts, learned tokens, and errors of bad lines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The supervised loop on a client in memory: its calls, their order, and the figures of its steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A single copy of a frozen model: both services map it, neither can write to it, and it outlives its creator."""
 
-from __future__ import annotations
-
 import faulthandler
 import mmap
 import multiprocessing

@@ -1,7 +1,5 @@
 """Plan of samples that share prompts: every sample once, prompts counted once, and never more expensive than without sharing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Shares of a call per node: nothing is lost, work is even, and the divisor is that of the whole call."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

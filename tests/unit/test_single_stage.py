@@ -1,7 +1,5 @@
 """A stage command sent past the coordinator does not block the node for good, and is detected."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 

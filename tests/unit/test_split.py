@@ -1,7 +1,5 @@
 """Pieces cut by the slices of trainer ranks: whatever view a loader reads arrives whole, in few copies."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Parallel start of trainer and engine: only if each GPU can hold both, whenever SGLang measures free memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How a start that takes too long, or is told to stop, ends its process."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -5,8 +5,6 @@ twice, the GPUs have one holder and versions grow. The command gate counts execu
 runs 500 steps, `make chaos` 10,000.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Tokens of a micro-batch if the configuration leaves them open."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stop tokens of a model folder, from any of its files that name them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A model folder that is not what its config.json says is refused from its files' headers, by file and tensor."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """What a node's supervisor says of its processes."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

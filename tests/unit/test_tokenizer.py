@@ -1,7 +1,5 @@
 """Tokenizers of model folders: ids, texts and chats are those of the folder's own files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from io import BytesIO

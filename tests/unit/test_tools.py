@@ -1,7 +1,5 @@
 """Tools of an episode: their schemas, calls as templates write them, and prompts that extend an answer exactly."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

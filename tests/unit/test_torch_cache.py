@@ -1,7 +1,5 @@
 """Return of torch's cached blocks by the trainer: when, how often it is tried, and the planner's count. torch's figures are scripted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Spans: off without an endpoint, and harmless with a receiver that is away, slow or broken."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

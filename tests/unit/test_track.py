@@ -1,7 +1,5 @@
 """Trackers of a run: their records, each exactly once, and a run that none of them can delay."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What an interrupted `tasuki train` says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Modules that can have adapters, their initial values, and refusals of checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Inputs of the trainer's micro-batch plan: the cost of a sample under each role, and limits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Model folders that the trainer accepts, and its errors for others."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

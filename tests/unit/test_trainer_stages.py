@@ -1,7 +1,5 @@
 """Stages of the trainer: every pair of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tasuki.trainer.service import state as stages

@@ -1,7 +1,5 @@
 """Recovery of the trainer's log after a crash, damage or a full disk: every acknowledged command once, or a clear error."""
 
-from __future__ import annotations
-
 import asyncio
 import struct
 from contextlib import asynccontextmanager

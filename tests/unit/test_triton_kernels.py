@@ -1,7 +1,5 @@
 """GPU kernels under Triton's interpreter, in a process that enables it before anything imports Triton."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

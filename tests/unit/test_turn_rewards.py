@@ -1,7 +1,5 @@
 """Advantages by turn: returns, groups in which episodes take different numbers of turns, and what stays as it was."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Turns of an episode: which tokens are trained, and under which prefix."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

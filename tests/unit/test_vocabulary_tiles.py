@@ -1,7 +1,5 @@
 """Sizes of logit tiles."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as some
 

@@ -1,7 +1,5 @@
 """Enums of the wire, whose members are not the numbers in messages."""
 
-from __future__ import annotations
-
 import pytest
 
 from tasuki.v1.coordinator_pb2 import NodeState

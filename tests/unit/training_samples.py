@@ -1,7 +1,5 @@
 """Samples of a call as messages, for tests of their decoding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tasuki.v1.types_pb2 import TrainingSample

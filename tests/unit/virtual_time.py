@@ -1,7 +1,5 @@
 """An event loop whose clock jumps to the next timer when nothing else is left to do, so that hours pass in milliseconds."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from typing import Any

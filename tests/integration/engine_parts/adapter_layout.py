@@ -1,7 +1,5 @@
 """Share of an adapter on each engine rank, by SGLang's own layers without an engine: even, replicated and padded shapes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 

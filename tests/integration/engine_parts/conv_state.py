@@ -1,7 +1,5 @@
 """What SGLang keeps of convolutions between tokens."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Batched attention of an engine on a CPU against SGLang's loop over sequences, on the same cache."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """A damaged model folder is refused before a node starts, or SGLang, trainer and export agree on its tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 

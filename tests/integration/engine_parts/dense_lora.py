@@ -1,7 +1,5 @@
 """Matrix products of a single adapter, against the definition of LoRA."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests that the engine receives in each iteration of its loop."""
 
-from __future__ import annotations
-
 from collections import deque
 from types import SimpleNamespace
 from typing import Any

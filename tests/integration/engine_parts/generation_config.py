@@ -1,7 +1,5 @@
 """SGLang never sees the model's generation_config.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An engine that has become idle says so with its last request."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import cast

@@ -1,7 +1,5 @@
 """A router of GLM 4.5 computes with the weight of the last sync."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """Every private name of SGLang that tasuki/rollout/sglang replaces, overrides or reads: a test fails where a version moves one."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 from functools import cache

@@ -1,7 +1,5 @@
 """A rank records the plan of its first sync when it starts; what prevents that is told, and does not end the rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank that cannot start tells the front why, before SGLang's scheduler exists."""
 
-from __future__ import annotations
-
 from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any, NoReturn

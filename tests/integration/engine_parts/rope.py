@@ -1,7 +1,5 @@
 """Supported rotary embeddings: SGLang's tables against those of transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

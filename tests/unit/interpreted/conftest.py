@@ -1,7 +1,5 @@
 """Fixtures with which kernels run in Triton's interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

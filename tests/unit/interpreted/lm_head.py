@@ -1,7 +1,5 @@
 """The GPU's kernels against plain torch, run by Triton's interpreter on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The kernel that merges adapters against the same sum in float64, run by Triton's interpreter on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

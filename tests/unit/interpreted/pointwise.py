@@ -1,7 +1,5 @@
 """The GPU's kernels of gated MLPs against plain torch, run by Triton's interpreter on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import gelu, silu

@@ -1,7 +1,5 @@
 """The GPU's kernel of rotary position embeddings against plain torch, run by Triton's interpreter on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
