@@ -10,7 +10,7 @@ from tasuki.coordinator.operations import Update
 from tasuki.v1.coordinator_pb2 import StageEvent
 from tasuki.wire.errors import OutOfGpuMemory, PeerUnavailable, StageOrder
 from tasuki.wire.stages import Phase, Service, Stage, StageStatus
-from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, TRAIN, acquire, events
+from tests.unit.fake_node import TO_ROLLOUT, TRAIN, acquire, events
 from tests.unit.fake_services import FakeServices
 
 
@@ -51,20 +51,6 @@ async def test_failure_on_the_way_to_rollout_leads_back_to_train(
     del services.fail[failing]
     await acquire(node, Phase.ROLLOUT)
     assert (Phase.of(node.state().phase), node.state().last_error) == (Phase.ROLLOUT, "")
-
-
-@pytest.mark.parametrize("failing", TO_TRAIN[:3])
-async def test_failure_before_the_weights_are_gone_leads_back_to_rollout(
-    failing: Stage, node: Node, services: FakeServices, journal: Journal
-) -> None:
-    await acquire(node, Phase.ROLLOUT)
-    services.fail[failing] = OutOfGpuMemory("no")
-    with pytest.raises(OutOfGpuMemory):
-        await acquire(node, Phase.TRAIN)
-    done = TO_TRAIN[: TO_TRAIN.index(failing)]
-    assert (Phase.of(node.state().phase), services.served) == (Phase.ROLLOUT, 0)
-    stages = {Stage.of(event.stage): StageStatus.of(event.status) for event in journal.changeovers(limit=1)[0].stages}
-    assert stages == {**dict.fromkeys(done, StageStatus.UNDONE), failing: StageStatus.FAILED}
 
 
 async def test_failure_to_load_the_trainer_stays_in_the_middle_and_is_tried_again(node: Node, services: FakeServices) -> None:
@@ -166,14 +152,6 @@ async def test_acquire_turns_back_what_single_stages_began(node: Node, services:
     assert Phase.of(node.state().phase) is Phase.TRAIN
     assert services.asked[3:] == [("undo", Stage.SYNC), ("undo", Stage.RESUME_WEIGHTS), ("undo", Stage.LOAD_WEIGHTS)]
     assert [one.error_reason for one in journal.changeovers(limit=2)] == ["", "INTERRUPTED"]
-
-
-async def test_acquire_finishes_what_single_stages_began(node: Node, services: FakeServices) -> None:
-    for stage in TO_ROLLOUT[:3]:
-        await events(node.run_stage(stage, f"hand {stage}"))
-    await acquire(node, Phase.ROLLOUT)
-    assert (Phase.of(node.state().phase), node.state().policy_version) == (Phase.ROLLOUT, 0)
-    assert services.asked == [("run", stage) for stage in TO_ROLLOUT]
 
 
 async def test_node_in_the_middle_of_nowhere_says_so_and_refuses(node: Node, services: FakeServices) -> None:

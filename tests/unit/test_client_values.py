@@ -101,7 +101,6 @@ def test_a_text_in_place_of_token_ids_is_answered_with_how_to_tokenize_it(prompt
     [
         (lambda: asyncio.run(CLIENT.optim_step(schedule_step=-1)), "schedule_step"),
         (lambda: asyncio.run(CLIENT.optim_step(learning_rate=cast(Any, "0.1"))), "learning_rate"),
-        (lambda: asyncio.run(CLIENT.optim_step(learning_rate=NAN)), "learning_rate"),
         (lambda: asyncio.run(CLIENT.begin_run(keep_optimizer=cast(Any, "no"))), "keep_optimizer"),
         (lambda: asyncio.run(CLIENT.changeovers(limit=cast(Any, "all"))), "limit"),
         (lambda: loss_to_proto(cast(Any, PpoLoss())), "loss"),
@@ -110,15 +109,12 @@ def test_a_text_in_place_of_token_ids_is_answered_with_how_to_tokenize_it(prompt
         (lambda: training_sample_to_proto(TrainingSample([1], [2, 3], advantages=[0.5]), index=3), "samples[3].advantages"),
         (lambda: TrainingSample.of_turns([[1], SAMPLE], advantages=[0.5]), "advantages"),
         (lambda: training_sample_to_proto(TrainingSample([1], [2], advantages=["0.5"]), index=3), "samples[3].advantages"),
-        (lambda: training_sample_to_proto(TrainingSample([1], [2], advantages="high"), index=3), "samples[3].advantages"),
         (
             lambda: training_sample_to_proto(TrainingSample([1], [2], rollout_log_probs=0.5), index=3),
             "samples[3].rollout_log_probs",
         ),
-        (lambda: training_sample_to_proto(TrainingSample([1], [2], policy_version=-1), index=3), "samples[3].policy_version"),
         (lambda: training_sample_to_proto(TrainingSample([1], [2], temperature=NAN), index=3), "samples[3].temperature"),
         (lambda: generation.requests([[1], "two"], SamplingParams(), num_samples=1, call_number=None), "prompts[1].token_ids"),
-        (lambda: generation.requests([[1]], SamplingParams(), num_samples=2**40, call_number=None), "num_samples"),
         (lambda: generation.requests([[1]], SamplingParams(), num_samples=0, call_number=None), "num_samples"),
         (lambda: generation.requests([[1]], SamplingParams(), num_samples=1, call_number=-1), "call_number"),
         (lambda: generation.requests([[1]], SamplingParams(), num_samples=1, session_key=5), "session_key"),

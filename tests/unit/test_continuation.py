@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.client.dataset import Dataset
-from tasuki.client.loop_state import LoopState, PendingStep
+from tasuki.client.loop_state import LoopState
 from tasuki.client.step import Step
 from tasuki.runs.continuation import Continuation, continuation
 from tasuki.runs.earlier_run import EarlierRun, RunHead
@@ -68,13 +68,6 @@ def test_a_node_that_is_ahead_otherwise_is_refused_with_what_to_do(version: int,
     assert refused.value.metadata == {"have": str(version), "want": "4"}
 
 
-def test_without_a_checkpoint_it_begins_again_where_the_run_began():
-    found = continuation(earlier(*STEPS[:2]), node_version=0, is_of_run=False)
-    assert (found.first_step, found.checkpoint, numbers(found)) == (0, None, [])
-    with pytest.raises(VersionOrder, match="began at 0"):
-        continuation(earlier(*STEPS[:2]), node_version=2, is_of_run=False)
-
-
 def test_without_a_checkpoint_a_node_of_the_run_goes_on():
     found = continuation(earlier(*STEPS[:2]), node_version=2, is_of_run=True)
     assert (found.first_step, found.checkpoint, numbers(found)) == (2, None, [0, 1])
@@ -86,34 +79,8 @@ def several(number: int, *, version: int, num_policy_steps: int, position: int |
     return Step(number, policy_version=version, mean_reward=0.5, num_policy_steps=num_policy_steps, position=place)
 
 
-TWO = [several(0, version=0, num_policy_steps=2, position=2), several(1, version=2, num_policy_steps=2, position=5)]
-
-
 def begun(*steps: Step) -> EarlierRun:
     return EarlierRun(RunHead("run", 0, {}), steps, None, None)
-
-
-def test_a_step_of_several_updates_counts_as_many_versions():
-    assert continuation(begun(*TWO), node_version=4, is_of_run=True).first_step == 2
-    saved = earlier(*TWO, saved=TWO[0])
-    assert saved.saved_version == 2
-    assert continuation(saved, node_version=2, is_of_run=False).first_step == 1
-
-
-@pytest.mark.parametrize("num_made", [0, 1, 2])
-def test_a_step_whose_updates_have_begun_is_the_next_one_and_its_rows_are_not_skipped_yet(num_made: int):
-    pending = PendingStep(several(2, version=4, num_policy_steps=0, position=9))
-    found = continuation(begun(*TWO), node_version=4 + num_made, is_of_run=True, pending=pending)
-    assert (found.first_step, found.checkpoint, numbers(found), next_rows(found)) == (2, None, [0, 1], ["5"])
-    assert found.pending is pending
-
-
-@pytest.mark.parametrize(("number", "version"), [(1, 2), (3, 6), (2, 5)])
-def test_a_record_of_another_step_is_none_of_the_next_one(number: int, version: int):
-    pending = PendingStep(several(number, version=version, num_policy_steps=0, position=9))
-    assert continuation(begun(*TWO), node_version=4, is_of_run=True, pending=pending).pending is None
-    with pytest.raises(VersionOrder):
-        continuation(begun(*TWO), node_version=5, is_of_run=True, pending=pending)
 
 
 def next_rows(found: Continuation) -> list[object]:

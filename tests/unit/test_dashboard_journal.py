@@ -80,16 +80,6 @@ def test_a_query_without_end_is_interrupted(tmp_path: Path) -> None:
         db.execute(f"{ENDLESS} SELECT count(*) FROM n").fetchone()
 
 
-def test_pages_go_on_where_the_last_one_ended() -> None:
-    journal = RECORDED / "journal.sqlite"
-    first = page(journal, limit=40)
-    second = page(journal, limit=40, before=first["next"])
-    numbers = [one["number"] for one in first["changeovers"] + second["changeovers"]]
-    assert numbers == list(range(64, 0, -1))
-    assert second["next"] is None
-    assert first["counts"] == {"DONE": 62, "FAILED": 2}
-
-
 def test_changeovers_are_also_counted_since_the_nodes_last_start(journal: Journal, tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     for request_id in ("a", "b"):

@@ -108,20 +108,6 @@ def test_another_run_is_drawn_at_the_same_steps_and_a_reward_that_never_varies_i
     assert charts == {"Reward, weighted sum": [0, 1], "Loss": [0, 1]}
 
 
-def test_colours_follow_the_names_and_rounding_is_constant_beside_a_run_without_the_metric(tmp_path: Path) -> None:
-    runs = []
-    metrics = {"eval/loss": 1.0, "value_loss": 2.0, "loss": 3.0}
-    for name, figures in (("a", metrics), ("b", {**metrics, "kl": 1e-14})):
-        (tmp_path / name).mkdir()
-        rows = [line(step, metrics={key: value * (step + 1) for key, value in figures.items()}) for step in range(4)]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(rows))
-        runs.append(read_all(StepColumns(tmp_path / name)))
-    found = thinned(*runs)
-    (chart,) = drawn(found)
-    assert [one["name"] for one in chart["series"]][::2] == ["loss", "value_loss", "held-out loss"]
-    assert found["constants"] == {"kl": None, "seconds/generate": 0.5}
-
-
 def test_steps_that_change_no_weights_are_counted(tmp_path: Path) -> None:
     updates = [1, 0, 1, None, 0, 0]  # None: a step that only evaluated
     lines = [

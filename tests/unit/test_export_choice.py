@@ -44,7 +44,6 @@ def test_parameters_are_published_where_dtypes_are_equal(param_dtype: str, dtype
     [
         ({"trainer": {"devices": ["0"]}}, "trainer.devices needs rollout.devices, too"),
         ({"rollout": {"devices": ["0"]}}, "rollout.devices needs trainer.devices, too"),
-        ({"device": "cpu", "trainer": {"devices": ["0"]}}, "devices needs rollout.devices, too, and device = .cuda"),
         (
             {"device": "cpu", "trainer": {"devices": ["0"]}, "rollout": {"devices": ["0"]}},
             "trainer.devices needs device = .cuda",
@@ -52,12 +51,9 @@ def test_parameters_are_published_where_dtypes_are_equal(param_dtype: str, dtype
         ({"trainer": {"devices": ["0", "1"]}, "rollout": {"devices": ["0"]}}, "trainer.devices names 2 GPUs for 1 ranks"),
         ({"trainer": {"devices": ["0"]}, "rollout": {"devices": [UUIDS[0]]}}, "UUIDs or numbers, not both"),
         ({"trainer": {"devices": ["1", "1"], "num_ranks": 2}}, "names one of them twice"),
-        ({"trainer": {"devices": ["1", "01"], "num_ranks": 2}}, "names one of them twice"),
         ({"trainer": {"devices": ["GPU-ab", "GPU-AB"], "num_ranks": 2}}, "names one of them twice"),
         ({"trainer": {"devices": ["GPU-ab"]}, "rollout": {"devices": ["GPU-abc"]}}, "name one GPU in two ways"),
         ({"trainer": {"devices": ["cuda:0"]}}, "should match pattern"),
-        ({"trainer": {"devices": [-1]}}, "should match pattern"),
-        ({"trainer": {"devices": [True]}}, "valid string"),
         ({"trainer": {"devices": [1024]}}, "at most 1023"),
         ({"trainer": {"devices": ["9" * 5000]}}, "at most 1023"),
     ],

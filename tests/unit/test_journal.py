@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.coordinator.journal import Intent, Journal, Outcome
-from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
-from tasuki.wire.stages import HOLDS, Phase, Stage, StageStatus
+from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.stages import HOLDS, Phase, Stage
 
 TRAIN = HOLDS[Phase.TRAIN]
 
@@ -68,18 +68,6 @@ def test_sequence_grows_by_one_in_an_epoch_and_restarts_in_the_next(journal: Jou
     assert len({intent.request_id for intent in (*first, second)}) == 3
 
 
-def test_stage_without_a_result_is_unresolved_and_remains_started(journal: Journal) -> None:
-    changeover_id = journal.begin_changeover("r1", origin=TRAIN, target=Phase.ROLLOUT)
-    done = intend(journal, changeover_id, Stage.LOAD_WEIGHTS)
-    journal.done(done, Outcome(num_bytes=7, answer=b"handles", policy_version=3), seconds=0.5)
-    lost = intend(journal, changeover_id, Stage.RESUME_WEIGHTS)
-    assert journal.unresolved() == [lost]
-    assert [
-        (Stage.of(event.stage), StageStatus.of(event.status), event.bytes) for event in journal.changeovers(limit=1)[0].stages
-    ] == [(Stage.LOAD_WEIGHTS, StageStatus.DONE, 7), (Stage.RESUME_WEIGHTS, StageStatus.STARTED, 0)]
-    assert journal.last(Stage.LOAD_WEIGHTS) == Outcome(num_bytes=7, answer=b"handles", policy_version=3)
-
-
 def test_publication_whose_answer_nobody_learned_hides_the_one_before(journal: Journal) -> None:
     changeover_id = journal.begin_changeover("r1", origin=TRAIN, target=Phase.ROLLOUT)
     assert journal.last(Stage.LOAD_WEIGHTS) is None
@@ -89,33 +77,6 @@ def test_publication_whose_answer_nobody_learned_hides_the_one_before(journal: J
     assert journal.last(Stage.LOAD_WEIGHTS) is None
     journal.done(lost, Outcome(), seconds=0.0)
     assert journal.last(Stage.LOAD_WEIGHTS) is None
-
-
-def test_changeover_keeps_errors_and_undone_stages(journal: Journal) -> None:
-    changeover_id = journal.begin_changeover("r1", origin=TRAIN, target=Phase.ROLLOUT)
-    journal.done(intend(journal, changeover_id, Stage.LOAD_WEIGHTS), Outcome(), seconds=0.1)
-    error = OutOfGpuMemory("needs 12 GiB for weights, 9 GiB free")
-    journal.failed(intend(journal, changeover_id, Stage.RESUME_WEIGHTS), error, seconds=0.2)
-    journal.done(intend(journal, changeover_id, Stage.LOAD_WEIGHTS, is_undo=True), Outcome(), seconds=0.3)
-    ended = journal.end_changeover(changeover_id, seconds=0.6, error=error)
-    assert [(Stage.of(event.stage), StageStatus.of(event.status), event.error_reason) for event in ended.stages] == [
-        (Stage.LOAD_WEIGHTS, StageStatus.UNDONE, ""),
-        (Stage.RESUME_WEIGHTS, StageStatus.FAILED, "GPU_MEMORY"),
-    ]
-    assert (StageStatus.of(ended.status), ended.error_message, ended.seconds) == (StageStatus.FAILED, error.message, 0.6)
-    assert journal.num_done() == 0
-
-
-def test_request_id_is_found_again_in_a_later_epoch(journal: Journal, tmp_path: Path) -> None:
-    changeover_id = journal.begin_changeover("mine", origin=TRAIN, target=Phase.ROLLOUT)
-    journal.end_changeover(changeover_id, seconds=1.0)
-    journal.close()
-    later = Journal(tmp_path / "journal.sqlite")
-    later.begin_epoch("boot-2")
-    found = later.find("mine")
-    assert found is not None
-    assert (found.changeover_id, StageStatus.of(found.status), found.epoch) == (changeover_id, StageStatus.DONE, 1)
-    assert later.find("other") is None
 
 
 def test_served_version_counts_for_the_same_life_of_rollout_only(journal: Journal) -> None:

@@ -34,12 +34,10 @@ NAN, INF = math.nan, math.inf
         *((ValueLoss, "clip", value) for value in (0.0, -1.0, INF, NAN)),
         *((Correction, name, value) for name in ("token_truncation", "sequence_truncation") for value in (0.9, 1e39, INF, NAN)),
         *((Correction, "token_mask", value) for value in ((1.1, 2.0), (0.5, 0.9), (-0.1, 2.0), (0.5, INF), (NAN, 2.0), (0.5,))),
-        (Correction, "token_mask", (0.5, 1e39)),
         *((Correction, "geometric_mask", value) for value in ((1.1, 2.0), (0.5, NAN))),
         *((LossConfig, "kl_coef", value) for value in (-0.1, 1e39, INF, NAN)),
         *((LossConfig, "entropy_coef", value) for value in (-1e39, INF, NAN)),
         *((LossConfig, "denominator", value) for value in (0.0, -1.0, 1e-300, 1e300, INF, NAN)),
-        (PpoLoss, "dual_clip", 10**400),
         (LossConfig, "aggregation_length", 10),
         *(
             (LossConfig, name, value)
@@ -47,15 +45,10 @@ NAN, INF = math.nan, math.inf
             for value in ("foo", 3, None, [])
         ),
         *((LossConfig, "loss", value) for value in ("ppo", None, PpoLoss, 1.0)),
-        *((LossConfig, "correction", value) for value in (2.0, None, {})),
         *((LossConfig, name, value) for name in ("kl_coef", "entropy_coef") for value in ("0.1", None, True)),
-        *((LossConfig, name, "1") for name in ("denominator", "aggregation_length")),
         (LossConfig, "aggregation_length", 2.5),
         (PpoLoss, "clip_high", "0.28"),
-        (PpoLoss, "clip_low", None),
-        (Correction, "token_truncation", "2"),
         (Correction, "token_mask", 2.0),
-        (Correction, "token_mask", ("0.5", "2")),
     ],
 )
 def test_a_setting_out_of_range_is_named(cls: type, field: str, value: object) -> None:

@@ -69,13 +69,8 @@ def test_an_empty_correction_corrects_nothing() -> None:
     [
         ("", {}, "name"),
         ("ppo", {"clip": 0.2}, "settings.clip"),
-        ("ppo", {"clip_high": "0.2"}, "settings.clip_high"),
         ("ppo", {"clip_high": math.nan}, "settings.clip_high"),
-        ("ppo", {"aggregation_length": 7}, "settings.aggregation_length"),
-        ("sft", {"old_policy": "given"}, "settings.old_policy"),
         ("ppo", {"correction": {"token_mask": [2, 3]}}, "settings.correction.token_mask"),
-        ("ppo", {"correction": {"mask": 1}}, "settings.correction.mask"),
-        ("ppo", {"correction": 2.0}, "settings.correction"),
     ],
 )
 def test_a_wrong_setting_is_named(name: str, settings: dict[str, Any], field: str) -> None:

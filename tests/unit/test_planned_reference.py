@@ -6,7 +6,6 @@ import pytest
 from pydantic import ValidationError
 
 from tasuki.config.schema import NodeConfig
-from tasuki.planner.advice import advise
 from tasuki.planner.node import GB, Node, Part
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
@@ -55,16 +54,6 @@ def test_its_bytes_are_on_the_gpu_or_on_the_host() -> None:
     assert weights(on_gpu)[0] - weights(none)[0] == pytest.approx(shard, abs=2**30), "in chunks of up to 1 GiB"
     assert weights(on_host)[0] == weights(none)[0]
     assert weights(on_host)[1] - weights(none)[1] == pytest.approx(2 * shard, rel=0.02)
-
-
-def test_a_reference_that_is_in_the_way_is_told_to_stay_on_the_host() -> None:
-    settings = {"reference_on_host": False, "checkpointing": "offloaded", "moments": "host"}
-    roomy = plan(layout(**settings).keeping(frozenset()))
-    short = plan(layout(**settings, gpu_bytes=roomy.gpu_peak.gpu_bytes))
-    assert roomy.fits and not short.fits
-    rungs = advise(short).ladder
-    assert ("trainer.reference_on_host", "true") in [(rung.setting, rung.new) for rung in rungs]
-    assert rungs[-1].plan.fits
 
 
 def test_adapters_have_no_reference_to_place() -> None:

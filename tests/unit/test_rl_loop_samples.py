@@ -1,6 +1,5 @@
 """Samples of a step: which are trained on, in which mini-batches, their figures, and their files on disk."""
 
-import json
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -10,9 +9,7 @@ import pytest
 
 from tasuki.algorithms import advantages
 from tasuki.client.dataset import Dataset
-from tasuki.client.estimation import Estimator, EstimatorState
-from tasuki.client.loop_state import PendingStep, read_loop_state, read_pending
-from tasuki.config.train_schema import AdvantageConfig, EvalConfig, TrainConfig
+from tasuki.config.train_schema import EvalConfig, TrainConfig
 from tests.unit.loop_node import ROWS, LoopClient, changed, keys, loop_of, steps_of, train_config
 
 NAN = float("nan")
@@ -104,49 +101,3 @@ def test_a_score_that_is_reached_ends_the_run(settings: TrainConfig):
     loop_of(client, own, eval_rows=ROWS[:2]).run(steps.append)
     assert [(step.eval_score, step.mean_reward) for step in steps] == [(0.0, None)]
     assert client.verbs() == ["acquire ROLLOUT", "generate", "export_model"]
-
-
-def test_what_is_known_of_a_step_is_on_disk_before_its_first_update(settings: TrainConfig):
-    seen: list[PendingStep | None] = []
-    client = LoopClient(before_update=lambda: seen.append(read_pending(settings.output_dir)))
-    own = changed(settings, max_batches=4, advantages=AdvantageConfig(estimator=Estimator.RUNNING_BASELINE))
-    (step,) = steps_of(loop_of(client, own))
-    (pending,) = seen
-    assert pending is not None
-    begun = pending.step
-    assert (begun.step, begun.num_policy_steps, begun.position) == (0, 0, step.position)
-    assert begun.estimator == step.estimator != {}
-
-
-def test_a_checkpoint_has_the_step_and_the_place_in_the_data(settings: TrainConfig):
-    client, dataset = LoopClient(), Dataset(ROWS)
-    steps = steps_of(loop_of(client, changed(settings, num_steps=4, save_every=2, num_mini_batches=2), dataset=dataset))
-    paths = sorted((settings.output_dir / "checkpoints").iterdir())
-    assert [path.name for path in paths] == ["version-000004", "version-000008"]
-    saved = read_loop_state(paths[0])
-    assert (saved.step.step, saved.step.next_version(), saved.position) == (1, 4, steps[1].position)
-    assert json.loads(json.dumps(saved.step.estimator)) == steps[1].estimator
-
-
-@pytest.mark.parametrize(
-    "estimator",
-    [
-        AdvantageConfig(estimator=Estimator.RUNNING_BASELINE),
-        AdvantageConfig(estimator=Estimator.RUNNING_BASELINE, kl_coef=0.1, kl_target=0.01),
-        AdvantageConfig(kl_coef=0.1, kl_target=10.0),
-    ],
-)
-def test_a_run_that_goes_on_estimates_as_one_that_was_not_broken_off(settings: TrainConfig, estimator: AdvantageConfig):
-    own = changed(settings, num_steps=3, advantages=estimator)
-    whole, parts = LoopClient(), LoopClient()
-    steps_of(loop_of(whole, own, reward=lambda prompt, number: prompt * number))
-    dataset = Dataset(ROWS)
-    first = loop_of(parts, changed(own, num_steps=2), reward=lambda prompt, number: prompt * number, dataset=dataset)
-    last = steps_of(first)[-1]
-    second = loop_of(parts, own, reward=lambda prompt, number: prompt * number, dataset=dataset)
-    second.state = EstimatorState.of(json.loads(json.dumps(last.estimator)))
-    steps_of(second, first_step=2)
-    found = [[sample.advantages for sample in call.samples] for call in whole.of("forward_backward")]
-    again = [[sample.advantages for sample in call.samples] for call in parts.of("forward_backward")]
-    assert found == again
-    assert found[0] != found[2]

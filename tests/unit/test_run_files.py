@@ -12,7 +12,6 @@ from tasuki.client.loop_state import (
     LOOP_FILE,
     LoopState,
     checkpoint_path,
-    complete_checkpoints,
     damaged_checkpoint,
     newest_checkpoint,
     read_loop_state,
@@ -121,17 +120,6 @@ def test_the_newest_is_that_of_the_latest_step_and_one_without_its_file_is_passe
     found = newest_checkpoint(tmp_path)
     assert found is not None
     assert (found[0], found[1].step.step) == (latest, 1_000_008)
-
-
-def test_checkpoints_of_one_version_sort_by_step_and_other_folders_do_not_count(tmp_path: Path):
-    first, last = (LoopState(Step(number, policy_version=0), POSITION) for number in (3, 11))
-    names = ["version-000000", "version-000000-step-000007", "version-000000-step-1000007", "version-000001"]
-    for name in reversed(names):
-        (tmp_path / name).mkdir()
-        write_loop_state(tmp_path / name, first)
-    (tmp_path / "version-old").mkdir()
-    write_loop_state(tmp_path / "version-old", last)
-    assert [path.name for path in complete_checkpoints(tmp_path)] == names
 
 
 def test_a_checkpoint_is_named_by_its_version_and_by_its_step_where_that_one_is_taken(tmp_path: Path):

@@ -89,17 +89,6 @@ async def test_an_explicit_seed_gives_every_sample_its_own_and_the_same_in_every
     assert len(set(whole + await node.ask(seed=6, prompts=3))) == 12
 
 
-async def test_calls_without_a_seed_differ_also_after_a_phase_of_training_at_one_version(tmp_path: Path) -> None:
-    node = Node(tmp_path / "calls")
-    await node.wake(4)
-    seeds = await node.ask("a") + await node.ask() + await node.ask(first_prompt=2)
-    await node.wake(4)
-    seeds += await node.ask("b") + await node.ask()
-    await node.wake(5)
-    seeds += await node.ask("b")
-    assert len(set(seeds)) == len(seeds) == 24
-
-
 async def test_a_run_whose_rollout_is_killed_draws_what_an_undisturbed_one_draws(tmp_path: Path) -> None:
     """Calls have new ids in every run, and a lost call is repeated under its id."""
     calm = Node(tmp_path / "calm")

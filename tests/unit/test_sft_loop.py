@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.client.dataset import Dataset
-from tasuki.client.loop_state import PendingStep, newest_checkpoint, read_pending
 from tasuki.client.sft_loop import SftLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
@@ -86,24 +85,3 @@ def test_the_held_out_loss_counts_tokens_under_the_mask(settings: SftConfig, eva
     assert [step.step for step in steps if "eval/loss" in step.metrics] == measured
     # Tokens 10, 11 and 2: the mask leaves out the first sample's last token.
     assert steps[0].metrics["eval/loss"] == pytest.approx((1.0 + 1.1 + 0.2) / 3)
-
-
-def test_checkpoints_have_the_place_in_the_data_and_a_skipped_step_makes_none(settings: SftConfig) -> None:
-    settings = SftConfig(dataset=settings.dataset, samples_per_step=2, output_dir=settings.output_dir, save_every=1)
-    client = SftClient(skips={1})
-    steps = steps_of(client, settings)
-    assert [step.num_skipped_updates for step in steps] == [0, 1, 0, 0]
-    assert len(client.of("save")) == 2
-    newest = newest_checkpoint(settings.output_dir / "checkpoints")
-    assert newest is not None
-    path, state = newest
-    assert (path.name, state.step.step, state.position["next"]) == ("version-000002", 2, 1)
-
-
-def test_a_step_is_pending_before_its_gradients_are_made(settings: SftConfig) -> None:
-    pending: list[PendingStep | None] = []
-    client = SftClient(before_update=lambda: pending.append(read_pending(settings.output_dir)))
-    steps = steps_of(client, settings, first_step=1)
-    assert [(one.step.step, one.step.position) for one in pending if one is not None] == [
-        (one.step, one.position) for one in steps[:2]
-    ]
