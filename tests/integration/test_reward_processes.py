@@ -107,6 +107,8 @@ KILLS = (
     "forks orphan_kills_nest hangs",
     "kills_both_nests hangs",
     "chains kills_both_nests",
+    "deafens runs kills_both_nests hangs",
+    "runs closes_all kills_both_nests",
 )
 CLIENT = """
 import sys

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe, connection
@@ -18,13 +17,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tasuki.client.reward_worker import Source
-from tasuki.wire.process_tree import kill_marked
+from tasuki.wire.process_tree import kill_marked, new_mark
 
 _START = """
-import json, os, sys
-os.environ["TASUKI_WORKER"] = sys.argv[5]  # of programs that it starts; its forks have the argument
+import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from tasuki.wire.process_tree import run_nested
+from tasuki.wire.process_tree import run_nested, take_mark
+take_mark(int(sys.argv[5]))
 def work():
     import importlib
     importlib.import_module(sys.argv[4]).serve(int(sys.argv[2]))
@@ -53,11 +52,11 @@ class WorkerProcess:
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _IO_TIMEOUT_S, 0))
         self._connection = Connection(ours.detach())
         fds = theirs.fileno(), nest_end.fileno()
-        self._mark, paths = uuid.uuid4().hex, json.dumps([str(path) for path in sys.path])
+        self._mark, paths = new_mark(), json.dumps([str(path) for path in sys.path])
         with theirs, nest_end:
             # A new interpreter, since a forked child would inherit gRPC's threads and locks in an unknown state.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, paths, *map(str, fds), serves, self._mark],
+                [sys.executable, "-P", "-c", _START, paths, *map(str, fds), serves, str(self._mark)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=fds,
                 start_new_session=True,  # Ctrl-C interrupts the run alone

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes  # noqa: TID251 - prctl has no other door in Python, and is no part of the native library
 import os
+import random
+import resource
 import select
 import signal
 import time
@@ -14,6 +16,8 @@ from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_MARKED_LIMIT = resource.RLIMIT_RTTIME
+"""Of threads with real-time scheduling, in microseconds. Forks and programs inherit it, whatever they do to environment and session."""
 _KILL_S = 5.0
 _POLL_S = 0.005
 _LOOK_EVERY_MS = 1000
@@ -78,15 +82,28 @@ def reap() -> dict[int, int]:
     return ended
 
 
-def kill_marked(mark: str) -> None:
-    """Kills the processes that began with `mark` among their arguments or in their environment, wherever they are in the tree."""
+def new_mark() -> int:
+    """A limit of centuries, which no other process has. For `take_mark`, by a child."""
+    most = resource.getrlimit(_MARKED_LIMIT)[1]
+    most = most if most != resource.RLIM_INFINITY else 2**62
+    return random.SystemRandom().randrange(most // 2, most)
+
+
+def take_mark(mark: int) -> None:
+    """Marks this process and all that it will start."""
+    resource.setrlimit(_MARKED_LIMIT, (mark, mark))
+
+
+def kill_marked(mark: int) -> None:
+    """Kills the processes with this mark, wherever they are in the tree."""
     ends = time.monotonic() + _KILL_S
     while time.monotonic() < ends:
         found = False
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended, or is another user's
-                if mark.encode() in (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
+                pid = int(entry.name)
+                if resource.prlimit(pid, _MARKED_LIMIT)[1] == mark and not has_ended(pid):
+                    os.kill(pid, signal.SIGKILL)
                     found = True
         if not found:
             return
