@@ -63,11 +63,14 @@ def _error(
             "train.jsonl:3: the prompt has 40 tokens; with train.max_new_tokens, at most 32 fit",
         ),
         ('{"prompt": [{"role": "user", "content": "hi"}]}', "has no chat template"),
+        ('{"prompt": "abc"}', "takes `answer`, but {folder}/train.jsonl:3 has only prompt"),
     ],
 )
 def test_a_bad_line_of_the_dataset_is_named_by_every_command(
     config: Path, capsys: pytest.CaptureFixture[str], line: str, problem: str
 ):
+    (config.parent / "my_reward.py").write_text("def reward(completion, answer):\n    return 0.0\n")
+    problem = problem.format(folder=config.parent)
     with (config.parent / "train.jsonl").open("a") as lines:
         lines.write("\n" + line + "\n")
     for command in ("train", "plan", "up"):

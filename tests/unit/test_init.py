@@ -39,7 +39,7 @@ def test_what_it_writes_is_planned_and_has_rows_that_can_be_trained(
     printed = capsys.readouterr().out
     assert "\nIt fits: " in printed and f"\n  tasuki train {folder}/node.toml\n" in printed
     config = load_config(folder / "node.toml")
-    check_data(config)
+    check_data(config, config_dir=folder)
     assert (config.sft is not None, (folder / "rewards.py").exists()) == (task == "sft", task != "sft")
     assert main(["plan", str(folder / "node.toml")]) == 0
 

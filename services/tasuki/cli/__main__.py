@@ -110,7 +110,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
     config = with_local_files(load_config(arguments.config, overrides=arguments.overrides))
     warn_of_settings(config)
-    check_data(config)
+    check_data(config, config_dir=arguments.config.resolve().parent)
     node = start_node(config, resumes=arguments.resume)
     warn_of_certificate(config)
     warn_of_tokenizer(config)
@@ -195,7 +195,7 @@ def _fleet_up(arguments: argparse.Namespace) -> int:
         fleet_config(arguments.config, overrides=arguments.overrides, flags=flags, environment=os.environ)
     )
     if config.fleet is not None and config.fleet.node_rank == 0:  # which trains, and may alone have the data
-        check_data(config)
+        check_data(config, config_dir=arguments.config.resolve().parent)
     return up(config, grace_s=arguments.grace_s)
 
 

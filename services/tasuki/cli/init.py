@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = folder / "node.toml"
     try:
         if Path(model).is_dir():
-            check_data(load_config(config))
+            check_data(load_config(config), config_dir=folder)
     except BaseException:
         for name in files:
             (folder / name).unlink()

@@ -76,7 +76,7 @@ def planned_node(arguments: argparse.Namespace) -> Node:
             from tasuki.cli.train import check_data  # a plan of a configuration file alone needs no client
 
             with suppress(NotInstalled):
-                check_data(config)
+                check_data(config, config_dir=path.resolve().parent)
     else:
         config, model, default_gb = _model_alone(path, arguments)
         gpu_gb, num_gpus = default_gb if gpu_gb is None else gpu_gb, num_gpus or config.trainer.num_ranks

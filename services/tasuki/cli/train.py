@@ -35,7 +35,7 @@ from tasuki.runs.kept_checkpoints import best_checkpoint, remove_checkpoints
 from tasuki.runs.metrics_tail import METRICS
 from tasuki.runs.progress import duration
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
-from tasuki.runs.rl_training import read_rl
+from tasuki.runs.rl_training import RlTraining, open_rewards, read_rl
 from tasuki.runs.sft_training import read_sft
 from tasuki.runs.training import SaveRequest, Training
 from tasuki.trackers.adapters import check_installed
@@ -53,10 +53,13 @@ def read_training(config: NodeConfig, *, now: datetime | None = None) -> Trainin
     return read_rl(config, now=now)
 
 
-def check_data(config: NodeConfig) -> None:
-    """Judges every row of the run's datasets, if there are any, and tells how many to train. Raises as read_training."""
+def check_data(config: NodeConfig, *, config_dir: Path) -> None:
+    """Judges the run's rewards and every row of its datasets, if there are any, and tells how many to train. Raises as `run`."""
     if config.train is not None or config.sft is not None:
         training = read_training(config)
+        if isinstance(training, RlTraining):
+            folders = (Path.cwd(), config_dir)
+            open_rewards(training.train, folders, training.rows, training.eval_rows, tokenizer=None, max_tokens=0).close()
         num_rows = training.dataset().position()["num_rows"]
         sys.stderr.write(f"{training.settings.table}.dataset has {num_rows:,} rows that can be trained\n")
 

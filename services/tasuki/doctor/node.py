@@ -25,7 +25,7 @@ from tasuki.planner.node import node_of
 from tasuki.planner.trainer_bytes import run_disk
 from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.port import check_ports
-from tasuki.runs.rl_training import check_reward_rows, open_rewards, read_rl, reward_functions
+from tasuki.runs.rl_training import open_rewards, read_rl, reward_functions
 from tasuki.runs.sft_training import read_sft
 from tasuki.trackers.adapters import check_installed
 from tasuki.wire.address import split_host_port
@@ -125,9 +125,8 @@ def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:
     key, functions = reward_functions(train)
 
     def check() -> None:
-        with open_rewards(train, folders, tokenizer=None, max_tokens=0, is_check=True) as rewards:
-            rows, eval_rows = (_readable_rows(path, train) for path in (train.dataset, train.eval_dataset))
-            check_reward_rows(rewards, train, rows=rows, eval_rows=eval_rows)
+        rows, eval_rows = (_readable_rows(path, train) for path in (train.dataset, train.eval_dataset))
+        open_rewards(train, folders, rows, eval_rows, tokenizer=None, max_tokens=0).close()
 
     return checked(f"{key.partition('.')[2]} of [train]", ", ".join(functions), check, key=key)
 

@@ -66,18 +66,17 @@ class RlTraining:
 
     @contextmanager
     def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool], progress: Progress) -> Iterator[MakeLoop]:
-        train = self.train
+        train, inputs = self.train, (self.rows, self.eval_rows)
         num_groups, dumps = train.samples.groups_per_step, (None, None)
         if num_groups:
             samples = SampleDump(train.output_dir / SAMPLES, groups_per_step=num_groups, seed=self.seed)
             evaluations = SampleDump(train.output_dir / EVALUATIONS, groups_per_step=0, num_texts=_EVAL_TEXTS, seed=self.seed)
             dumps = (samples, evaluations)
         with (
-            open_rewards(train, folders, tokenizer=self.tokenizer, max_tokens=self.longest_sample) as rewards,
+            open_rewards(train, folders, *inputs, tokenizer=self.tokenizer, max_tokens=self.longest_sample) as rewards,
             dumps[0] or nullcontext() as dump,
             dumps[1] or nullcontext() as eval_dump,
         ):
-            check_reward_rows(rewards, train, rows=self.rows, eval_rows=self.eval_rows)
 
             def loop(client: Client, dataset: Dataset[Row], start: Continuation) -> RlLoop:
                 state = EstimatorState.of(start.steps[-1].estimator if start.steps else {})
@@ -189,36 +188,49 @@ def rl_run_settings(train: TrainConfig) -> RunSettings:
 
 
 def open_rewards(
-    train: TrainConfig, folders: Sequence[Path], *, tokenizer: ModelTokenizer | None, max_tokens: int, is_check: bool = False
+    train: TrainConfig,
+    folders: Sequence[Path],
+    rows: Sequence[Row],
+    eval_rows: Sequence[Row],
+    *,
+    tokenizer: ModelTokenizer | None,
+    max_tokens: int,
 ) -> RewardPool | EpisodePool:
-    """Starts the workers of `[train.reward]` or `[train.episode]`, which import its functions. Raises InvalidArgument naming the key.
+    """Starts the workers of `[train.reward]` or `[train.episode]`, which import its functions. Raises as check_reward_rows.
 
-    tokenizer, max_tokens: of episodes. is_check: whether one worker suffices.
+    tokenizer, max_tokens: of episodes; without a tokenizer, to check the rows, one worker suffices.
     """
     key, _ = reward_functions(train)
     with field_as_key(key.partition(".")[2], key):
         if train.episode is not None:
             _check_program(train.episode.command, folders)
-            return EpisodePool(
+            rewards = EpisodePool(
                 train.episode.function or _RUNS_PROGRAM,
                 command=train.episode.command,
                 tokenizer=tokenizer,
                 max_tokens=max_tokens,
                 folders=folders,
-                num_workers=1 if is_check else train.episode.num_workers,
+                num_workers=1 if tokenizer is None else train.episode.num_workers,
                 timeout_s=train.episode.timeout_s,
                 max_turns=train.episode.max_turns,
                 on_error=train.episode.on_error,
                 discount=train.episode.discount,
             )
-        assert train.reward is not None
-        return RewardPool(
-            named_rewards(train.reward),
-            folders=folders,
-            num_workers=1 if is_check else train.reward.num_workers,
-            timeout_s=train.reward.timeout_s,
-            on_error=train.reward.on_error,
-        )
+        else:
+            assert train.reward is not None
+            rewards = RewardPool(
+                named_rewards(train.reward),
+                folders=folders,
+                num_workers=1 if tokenizer is None else train.reward.num_workers,
+                timeout_s=train.reward.timeout_s,
+                on_error=train.reward.on_error,
+            )
+    try:
+        check_reward_rows(rewards, train, rows=rows, eval_rows=eval_rows)
+    except BaseException:
+        rewards.close()
+        raise
+    return rewards
 
 
 def _check_program(command: Sequence[str], folders: Sequence[Path]) -> None:
