@@ -264,13 +264,15 @@ def test_what_a_template_drops_of_a_message_is_refused(tmp_path: Path, message: 
 
 
 def test_what_a_row_gives_the_template_is_written_or_refused(tmp_path: Path) -> None:
-    template = "{% if messages[0].role == 'system' and tools %}{{ tools|tojson }}{% endif %}{{ terse }}" + TEMPLATES["plain"]
+    reads_tools = "{% if messages[0].role == 'system' and tools %}{{ tools|tojson }}{% endif %}"
+    template = reads_tools + "{{ terse }}{{ tool_choice }}" + TEMPLATES["plain"]
     found = ModelTokenizer(
         write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"]), tokenizer_config={"chat_template": template})
     )
     system, user = ({"role": role, "content": "hi"} for role in ("system", "user"))
     assert found.encode_prompt([system, user], {"tools": TOOLS}) != found.encode_prompt([system, user])
-    for encode in (found.encode_prompt, found.encode_chat):
+    for encode in (found.encode_prompt, lambda chat, row=None: found.encode_chat(chat, row).token_ids):
+        assert [*encode([user], {"tool_choice": "auto"})] == [*found.encode_text("auto"), *encode([user])]
         with pytest.raises(InvalidArgument, match="^tools: the model's chat template does not write them"):
             encode([user], {"tools": TOOLS})
         with pytest.raises(InvalidArgument, match="^terse: is read by the model's chat template; give it in"):

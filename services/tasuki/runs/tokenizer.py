@@ -21,6 +21,11 @@ from tasuki.wire.errors import InvalidArgument
 _ANSWER = "\ufdd2"
 """Stands for an answer in a rendered chat: a noncharacter of Unicode, which no text contains."""
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "strftime_now")
+_CHAT_FIELDS = (
+    "documents", "system", "functions", "function_call", "tool_choice", "parallel_tool_calls", "response_format",
+    "image", "images", "video", "videos", "audio", "audios",
+)  # fmt: skip
+"""Of a row beside its messages, as other programs have them: a template that reads one gets it."""
 
 
 class ModelTokenizer:
@@ -58,7 +63,7 @@ class ModelTokenizer:
         """Encodes both as one text and appends the end-of-sequence token. The prompt is as rollout encodes it, unless a token spans both,
         which belongs to the completion.
         """
-        _refuse_template_fields(fields)
+        _refuse_template_fields(fields, _CHAT_FIELDS)
         if (eos_token_id := self._tokenizer.eos_token_id) is None:
             raise InvalidArgument("completion", "the model's tokenizer has no end-of-sequence token to end it with")
         prompt_ids, token_ids = (self._tokenizer.encode_start(text) for text in (prompt, prompt + completion))
@@ -77,6 +82,9 @@ class ModelTokenizer:
         template, variables = self._template("messages", fields)
         if problem := prompt_problem(messages):
             raise InvalidArgument("messages", problem)
+        for name in _CHAT_FIELDS:
+            if _is_given(fields, name) and name not in template.variables:
+                raise InvalidArgument(name, "is not read by the model's chat template; remove it")
         messages = template.settle(messages, variables)
         template.check(messages, variables, field="messages")
         if template.has_marks:
@@ -174,20 +182,25 @@ class ModelTokenizer:
                 problem = "is set by tasuki" if name in _OWN_VARIABLES else "is not read by the model's chat template"
                 raise InvalidArgument(f"chat_template_kwargs.{name}", f"{problem}; remove it")
         for name, value in (fields or {}).items():
-            if value is not None and name in template.variables and name not in (*_OWN_VARIABLES, "documents"):
+            if value is not None and name in template.variables and name not in (*_OWN_VARIABLES, *_CHAT_FIELDS):
                 raise InvalidArgument(
                     name, "is read by the model's chat template; give it in `chat_template_kwargs`, or rename it"
                 )
-        documents = (fields or {}).get("documents") if "documents" in template.variables else None
+        passed = {name: (fields or {})[name] for name in _CHAT_FIELDS if name in template.variables and _is_given(fields, name)}
+        documents = passed.get("documents")
         if documents is not None and not (isinstance(documents, list) and all(isinstance(one, dict) for one in documents)):
             raise InvalidArgument("documents", "must be a list of objects: the model's chat template reads it")
-        common = {"tools": tools, "documents": documents, "add_generation_prompt": False, "strftime_now": self.now.strftime}
-        return template, {**common, **self._tokenizer.special_tokens, **(options or {})}
+        common = {"tools": tools, "documents": None, "add_generation_prompt": False, "strftime_now": self.now.strftime}
+        return template, {**common, **passed, **self._tokenizer.special_tokens, **(options or {})}
 
 
-def _refuse_template_fields(fields: Row | None) -> None:
-    for name in ("tools", "chat_template_kwargs"):
-        if (fields or {}).get(name):
+def _is_given(fields: Row | None, name: str) -> bool:
+    return (fields or {}).get(name) not in (None, "", [], {})
+
+
+def _refuse_template_fields(fields: Row | None, more: Sequence[str] = ()) -> None:
+    for name in ("tools", "chat_template_kwargs", *more):
+        if _is_given(fields, name):
             raise InvalidArgument(name, "is for the chat template, but `prompt` is a string; give it as chat messages")
 
 
