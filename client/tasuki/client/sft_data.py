@@ -87,8 +87,6 @@ def _chat_sample(messages: object, row: Row, tokenizer: SftTokenizer) -> Trainin
     """The prompt ends with the template's generation prompt for the first answer. Everything after the last answer is dropped."""
     if not isinstance(messages, list):
         raise InvalidArgument("messages", f"must be a list of chat messages, is {type(messages).__name__}")
-    if problem := prompt_problem(messages):
-        raise InvalidArgument("messages", problem)
     return _sample(tokenizer.encode_chat(messages, row))
 
 

@@ -22,12 +22,11 @@ from tasuki.wire.process_tree import kill_marked, new_mark
 _START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from tasuki.wire.process_tree import run_nested, take_mark
-take_mark(int(sys.argv[5]))
+from tasuki.wire.process_tree import run_nested
 def work():
     import importlib
     importlib.import_module(sys.argv[4]).serve(int(sys.argv[2]))
-run_nested(work, lifeline_fd=int(sys.argv[3]))
+run_nested(work, lifeline_fd=int(sys.argv[3]), mark=int(sys.argv[5]))
 """
 _MAX_ANSWER_BYTES = 1 << 24
 _IO_TIMEOUT_S = 10

@@ -83,19 +83,14 @@ def reap() -> dict[int, int]:
 
 
 def new_mark() -> int:
-    """A limit of centuries, which no other process has. For `take_mark`, by a child."""
+    """A limit of centuries, which no other process has."""
     most = resource.getrlimit(_MARKED_LIMIT)[1]
     most = most if most != resource.RLIM_INFINITY else 2**62
     return random.SystemRandom().randrange(most // 2, most)
 
 
-def take_mark(mark: int) -> None:
-    """Marks this process and all that it will start."""
-    resource.setrlimit(_MARKED_LIMIT, (mark, mark))
-
-
 def kill_marked(mark: int) -> None:
-    """Kills the processes with this mark, wherever they are in the tree."""
+    """Kills what a nest with this mark has started, wherever it is in the tree."""
     ends = time.monotonic() + _KILL_S
     while time.monotonic() < ends:
         found = False
@@ -110,12 +105,13 @@ def kill_marked(mark: int) -> None:
         time.sleep(_POLL_S)
 
 
-def run_nested(work: Callable[[], object], *, lifeline_fd: int) -> NoReturn:
+def run_nested(work: Callable[[], object], *, lifeline_fd: int, mark: int) -> NoReturn:
     """Runs `work` in a child. Once it has ended, or nobody holds the other end of the lifeline, kills all that it has left, and exits.
 
     Whatever the child's processes do, they stay below this one, which adopts their orphans. So do those of a child that kills its
-    parent, as there are two such nests. The exit code is the child's, or 128 and the signal that has ended it.
+    parent, as there are two such nests. The exit code is the child's, or 128 and the signal that has ended it. mark: of `new_mark`.
     """
+    resource.setrlimit(_MARKED_LIMIT, (mark, mark))
 
     def innermost() -> None:
         os.close(lifeline_fd)

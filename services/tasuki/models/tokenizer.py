@@ -30,6 +30,7 @@ TOKENIZER_FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 CHAT_TEMPLATES = "additional_chat_templates"
 """Folder of named templates."""
 _OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 _MAX_BYTES = 500_000_000
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MOVED_SHARE = 0.01
@@ -56,13 +57,11 @@ class FolderTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        token = self.special_tokens.get("eos_token")
-        return None if token is None else self.backend.token_to_id(token)
+        return self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
 
     def encode(self, text: str) -> Encoding:
         """Encodes without the tokens that tokenizer.json would add around a text."""
-        with self._named("cannot encode it"):
-            return self._checked(self.backend.encode(text, add_special_tokens=False))
+        return self._encoded(text, add_special_tokens=False)
 
     def encode_start(self, text: str) -> list[int]:
         """Encodes the start of a sequence: with the tokens that tokenizer.json adds before a text, without those that it adds after it.
@@ -72,8 +71,7 @@ class FolderTokenizer:
         own = self.encode(text).ids
         if not self.backend.num_special_tokens_to_add(False):
             return own
-        with self._named("cannot encode it"):
-            whole = self._checked(self.backend.encode(text))
+        whole = self._encoded(text, add_special_tokens=True)
         inside = [index for index, part in enumerate(whole.sequence_ids) if part is not None]
         if not own or not inside:
             return own
@@ -98,8 +96,10 @@ class FolderTokenizer:
             )
         return found
 
-    def _checked(self, encoding: Encoding) -> Encoding:
-        """Raises InvalidArgument for a token without a row in the embedding."""
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> Encoding:
+        """Raises InvalidArgument also for a token without a row in the embedding."""
+        with _refused("text", f"the tokenizer of {self.folder} cannot encode it"):
+            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         largest = max(encoding.ids, default=0)
         if self.vocab_size is not None and largest >= self.vocab_size:
             token = self.backend.id_to_token(largest)
@@ -164,10 +164,12 @@ class FolderTokenizer:
                     texts[name] = (_read(file).decode().removeprefix("\ufeff"), file)
         return {name: ChatTemplate(text, source=str(file)) for name, (text, file) in texts.items()}
 
-    def _check_vocabularies(self) -> None:
-        """Raises InvalidArgument for a vocabulary of another format that is not tokenizer.json's: one of the two is another model's."""
+    def _check(self) -> None:
+        """Raises InvalidArgument, also for a vocabulary of another format that is not tokenizer.json's but another model's."""
         whole, base = (self.backend.get_vocab(with_added_tokens=added) for added in (True, False))
         own = base.keys() - {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        if not own:
+            raise InvalidArgument(_KEY, f"{self.folder / TOKENIZER_FILE} has no tokens for text: take the model's own file")
         for name in ("vocab.json", "vocab.txt", "tokenizer.model"):
             file = self.folder / name
             if not file.is_file():
@@ -184,12 +186,6 @@ class FolderTokenizer:
             if wrong := [token for token in other.keys() | own if whole.get(token) != other.get(token)]:
                 what = f"has {len(other)} tokens, which are not the {len(whole)} of tokenizer.json ({wrong[0]!r:.40})"
                 raise InvalidArgument(_KEY, f"{file} {what}; take both from the model's page, or remove {name}")
-
-    def _check(self) -> None:
-        self._check_vocabularies()
-        vocabulary = self.backend.get_vocab(with_added_tokens=False)
-        if vocabulary.keys() <= {token.content for token in self.backend.get_added_tokens_decoder().values()}:
-            raise InvalidArgument(_KEY, f"{self.folder / TOKENIZER_FILE} has no tokens for text: take the model's own file")
         read = {"eos_token"}.union(*(template.variables for template in self.templates.values()))
         for name in sorted(read & self.special_tokens.keys()):
             text = self.special_tokens[name]
@@ -197,21 +193,12 @@ class FolderTokenizer:
                 problem = f"{self.folder / _CONFIG} names {text!r} as {name}, which is no token of tokenizer.json"
                 raise InvalidArgument(_KEY, f"{problem}; save both files together with the tokenizer")
 
-    @contextmanager
-    def _named(self, problem: str) -> Iterator[None]:
-        with _refused("text", f"the tokenizer of {self.folder} {problem}"):
-            yield
-
 
 def read_tokenizer(folder: Path) -> FolderTokenizer:
     """Reads a folder's tokenizer. Reading the same files again costs nothing. Raises as FolderTokenizer."""
     with named_if_denied(folder, key=_KEY):
-        facts = [
-            path.stat()
-            for path in sorted(folder.iterdir())
-            if path.suffix in (".json", ".jinja", ".model", ".txt") and path.is_file()
-        ]
-    return _cached(folder, tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in facts))
+        files = [path for path in sorted(folder.iterdir()) if path.suffix in _SUFFIXES and path.is_file()]
+        return _cached(folder, tuple((one.st_ino, one.st_mtime_ns, one.st_size) for one in map(Path.stat, files)))
 
 
 @lru_cache(maxsize=2)
@@ -338,8 +325,8 @@ def read_stop_token_ids(folder: Path, *, vocab_size: int | None) -> tuple[int, .
     Logs and skips ids outside the vocabulary. Raises InvalidArgument for a file that is not JSON, and as read_tokenizer.
     """
     found = set[int]()
-    for file in _files(folder):
-        table = read_json_object(file, field="model.path")
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        table = _table(file)
         for each in (table, table.get("text_config")):
             if isinstance(each, dict):
                 found |= _ids(each.get("eos_token_id"), file)
@@ -349,10 +336,6 @@ def read_stop_token_ids(folder: Path, *, vocab_size: int | None) -> tuple[int, .
     for token_id in sorted(found - set(range(limit))):
         _log.warning("event=eos_token_outside_vocabulary token_id=%d vocab_size=%d path=%s", token_id, limit, folder)
     return tuple(sorted(token_id for token_id in found if 0 <= token_id < limit))
-
-
-def _files(folder: Path) -> list[Path]:
-    return [file for name in ("config.json", "generation_config.json") if (file := folder / name).is_file()]
 
 
 def _ids(value: object, file: Path) -> set[int]:

@@ -47,11 +47,16 @@ class ModelTokenizer:
         if isinstance(prompt, str):
             _refuse_template_fields(fields)
             return self._tokenizer.encode_start(prompt)
-        chat = _checked(prompt)
+        problem = prompt_problem(prompt)
+        if problem or not isinstance(prompt, list):
+            raise InvalidArgument("prompt", problem)
+        if weighted := [index for index, message in enumerate(prompt) if message.get("weight")]:
+            problem = f"message {weighted[0]} has a weight, but nothing of a prompt is trained; remove it"
+            raise InvalidArgument("prompt", problem)
         template, variables = self._template("prompt", fields)
         variables["add_generation_prompt"] = True
         with field_as_key("messages", "prompt"):
-            messages = template.settle(chat, variables)
+            messages = template.settle(prompt, variables)
             template.check(messages, variables, field="prompt")
             return self._tokenizer.encode(template.render(messages, variables)).ids
 
@@ -82,9 +87,8 @@ class ModelTokenizer:
         template, variables = self._template("messages", fields)
         if problem := prompt_problem(messages):
             raise InvalidArgument("messages", problem)
-        for name in _CHAT_FIELDS:
-            if _is_given(fields, name) and name not in template.variables:
-                raise InvalidArgument(name, "is not read by the model's chat template; remove it")
+        for name in sorted(_given(fields, _CHAT_FIELDS).keys() - template.variables):
+            raise InvalidArgument(name, "is not read by the model's chat template; remove it")
         messages = template.settle(messages, variables)
         template.check(messages, variables, field="messages")
         if template.has_marks:
@@ -186,29 +190,18 @@ class ModelTokenizer:
                 raise InvalidArgument(
                     name, "is read by the model's chat template; give it in `chat_template_kwargs`, or rename it"
                 )
-        passed = {name: (fields or {})[name] for name in _CHAT_FIELDS if name in template.variables and _is_given(fields, name)}
-        documents = passed.get("documents")
-        if documents is not None and not (isinstance(documents, list) and all(isinstance(one, dict) for one in documents)):
+        passed = {name: value for name, value in _given(fields, _CHAT_FIELDS).items() if name in template.variables}
+        documents = passed.get("documents", [])
+        if not (isinstance(documents, list) and all(isinstance(one, dict) for one in documents)):
             raise InvalidArgument("documents", "must be a list of objects: the model's chat template reads it")
         common = {"tools": tools, "documents": None, "add_generation_prompt": False, "strftime_now": self.now.strftime}
         return template, {**common, **passed, **self._tokenizer.special_tokens, **(options or {})}
 
 
-def _is_given(fields: Row | None, name: str) -> bool:
-    return (fields or {}).get(name) not in (None, "", [], {})
+def _given(fields: Row | None, names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := (fields or {}).get(name)) not in (None, "", [], {})}
 
 
 def _refuse_template_fields(fields: Row | None, more: Sequence[str] = ()) -> None:
-    for name in ("tools", "chat_template_kwargs", *more):
-        if _is_given(fields, name):
-            raise InvalidArgument(name, "is for the chat template, but `prompt` is a string; give it as chat messages")
-
-
-def _checked(prompt: object) -> Sequence[Message]:
-    problem = prompt_problem(prompt)
-    if problem or not isinstance(prompt, list):
-        raise InvalidArgument("prompt", problem)
-    for index, message in enumerate(prompt):
-        if message.get("weight"):
-            raise InvalidArgument("prompt", f"message {index} has a weight, but nothing of a prompt is trained; remove it")
-    return prompt
+    for name in _given(fields, ("tools", "chat_template_kwargs", *more)):
+        raise InvalidArgument(name, "is for the chat template, but `prompt` is a string; give it as chat messages")
