@@ -1,10 +1,12 @@
 """Tiny checkpoints of the tested architectures, with a character tokenizer, created on demand."""
 
+import json
 import string
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import (
@@ -26,6 +28,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tasuki.models.families import find_family
 from tasuki.models.shape import ROUTER_BIAS
@@ -122,6 +125,23 @@ def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
     copy.save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
     return folder
+
+
+def quantize_experts(folder: Path) -> dict[str, torch.Tensor]:
+    """Replaces the experts of a gpt-oss folder by random ones in MXFP4. Returns all tensors as transformers dequantizes them."""
+    stored = load_file(folder / "model.safetensors")
+    generator, whole = torch.Generator().manual_seed(0), dict(stored)
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        num, rows, columns = stored.pop(name).shape
+        blocks = torch.randint(256, (num, columns, rows // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 126, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        whole[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return whole
 
 
 def trainer_shards(model: PreTrainedModel, *, rank: int, num_ranks: int, cut: Cut = by_rows) -> list[Shard]:

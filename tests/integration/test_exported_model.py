@@ -19,7 +19,7 @@ from tasuki.weights.imported_weights import import_weights
 from tasuki.wire.errors import InvalidArgument
 from tests.integration.learning import fsdp, start_learner, trained
 from tests.integration.one_rank import mesh, model
-from tests.models import make_model, save_checkpoint
+from tests.models import make_model, quantize_experts, save_checkpoint
 
 __all__ = ["mesh", "model"]
 
@@ -54,7 +54,19 @@ def test_an_export_has_the_bits_and_the_dtype_that_rollout_serves(
     backend.close()
 
 
-@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe", "glm4_moe", "phi3"])
+def test_mxfp4_is_exported_in_bfloat16(mesh: DeviceMesh, tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model("gpt_oss", seed=1), tmp_path / "start")
+    expected = quantize_experts(folder)
+    backend = fsdp(start_learner(folder, mesh=mesh, rollout={"dtype": "bfloat16"}))
+    backend.export_model(tmp_path / "model")
+    backend.close()
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert {name: torch.equal(tensor, exported.pop(name)) for name, tensor in expected.items()} == dict.fromkeys(expected, True)
+    assert not exported
+    assert "quantization_config" not in json.loads((tmp_path / "model" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe", "glm4_moe", "gpt_oss", "phi3"])
 @pytest.mark.parametrize("lora", [None, {"rank": 3, "alpha": 5, "target_modules": ["o_proj"]}])
 def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
     mesh: DeviceMesh, tmp_path: Path, kind: str, lora: dict[str, object] | None

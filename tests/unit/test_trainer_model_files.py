@@ -8,11 +8,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+from tasuki.models.families import read_model_shape
+from tasuki.models.stored_tensors import check_stored
 from tasuki.trainer.backends.fsdp.model import ARCHITECTURES, read_model_config
 from tasuki.trainer.durable.model_folder import load_shards
 from tasuki.weights.shards import Shard
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
-from tests.models import CONFIGS
+from tests.models import CONFIGS, make_model, quantize_experts, save_checkpoint
 from tests.slices import part_of
 
 
@@ -75,3 +77,19 @@ def test_rows_come_from_the_file_that_the_index_names(tmp_path: Path) -> None:
     shard = Shard("weight", (2, 2), (1, 0), torch.zeros(1, 2))
     load_shards(tmp_path, [shard])
     assert shard.local.tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes"), [((0, 0, 0), (5, 64, 192)), ((3, 8, 1), (2, 40, 100)), ((5, 0, 0), (0, 64, 192))]
+)
+def test_mxfp4_is_read_as_transformers_dequantizes_it(offsets: tuple[int, ...], sizes: tuple[int, ...], tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model("gpt_oss", seed=1), tmp_path)
+    expected = quantize_experts(folder)
+    assert read_model_config(folder).architectures == ["GptOssForCausalLM"]
+    assert check_stored(folder, read_model_shape(folder)).keys() == expected.keys()
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    for dtype in (torch.float32, torch.bfloat16):
+        shard = Shard(name, (5, 64, 192), offsets, torch.full(sizes, 7, dtype=dtype))
+        load_shards(folder, [shard])
+        whole = expected[name][tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
+        assert torch.equal(shard.local, whole.to(dtype))

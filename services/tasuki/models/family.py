@@ -134,8 +134,8 @@ _DECODER_KEYS: dict[str, tuple[Any, ...] | None] = {
     "hidden_act": ("silu",),
     **dict.fromkeys(rope.KEYS),
 }
-# Limits of sequences and of training, which leave results as they are.
-_LIMITS = frozenset({"max_position_embeddings", "attention_dropout"})
+# Limits of sequences and of training, and how weights are stored, which leave results as they are.
+_LIMITS = frozenset({"max_position_embeddings", "attention_dropout", "quantization_config"})
 # Keys without effect on computation. Those that start with "_" are transformers' own notes.
 _KEYS_WITHOUT_EFFECT = frozenset({
     "architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "auto_map", "tokenizer_class",

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Never
@@ -24,6 +24,8 @@ EMBEDDING, HEAD, VALUE_HEAD = "model.embed_tokens.weight", "lm_head.weight", "va
 _MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
 READ_DTYPES = ("F32", "BF16", "F16")
+MXFP4, BLOCKS, SCALES = "MXFP4", "_blocks", "_scales"
+"""Dtype of a tensor that is stored as two, named with these suffixes, and read as one."""
 _BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
@@ -49,6 +51,8 @@ class StoredTensor:
     offset: int
     """Its first byte in the file."""
     num_bytes: int
+    scales: Path | None = None
+    """With MXFP4, the file of its scales; the rest is of its blocks, but the shape."""
 
 
 def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTensor]:
@@ -64,13 +68,29 @@ def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTen
             if not os.path.lexists(single):
                 raise _without_weights(folder, key=key)
             _check_alone(single, key=key)
-            return read_file(single, key=key)
+            return _paired(read_file(single, key=key))
         tensor_in = {file_name: name for name, file_name in sorted(indexed.items(), reverse=True)}
         if single.is_file() and SINGLE_FILE not in tensor_in:
             problem = f"{single} is not in {INDEX_FILE}, and readers disagree on which of the two counts; remove one of them"
             raise InvalidArgument(key, problem)
         files = {name: read_file(folder / name, key=key, tensor=tensor) for name, tensor in sorted(tensor_in.items())}
-    return _joined(folder / INDEX_FILE, indexed, files, key=key)
+    return _paired(_joined(folder / INDEX_FILE, indexed, files, key=key))
+
+
+def _paired(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """With one tensor [E, inputs, outputs] for each pair of blocks [E, outputs, inputs / 32, 16] and scales [E, outputs, inputs / 32]."""
+    for name in [name for name in stored if name.endswith(BLOCKS)]:
+        whole = name.removesuffix(BLOCKS)
+        blocks, scales = stored[name], stored.get(whole + SCALES)
+        if scales is None or {blocks.dtype, scales.dtype} != {"U8"}:
+            continue
+        if len(scales.shape) != 3 or blocks.shape != (*scales.shape, 16):
+            continue
+        num, rows, groups = scales.shape
+        stored[whole] = replace(
+            stored.pop(name), dtype=MXFP4, shape=(num, 32 * groups, rows), scales=stored.pop(whole + SCALES).file
+        )
+    return stored
 
 
 def check_stored(
@@ -101,7 +121,7 @@ def check_stored(
                 f"{name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; {_AGAIN}, or correct config.json"
             )
             raise InvalidArgument(key, f"{tensor.file}: {problem}")
-        if tensor.dtype not in READ_DTYPES:
+        if tensor.dtype not in (*READ_DTYPES, MXFP4):
             problem = f"{name} is {tensor.dtype}, the trainer reads {', '.join(READ_DTYPES)}; convert the model to one of them"
             raise InvalidArgument(key, f"{tensor.file}: {problem}")
     if unread:

@@ -51,6 +51,8 @@ def read_model(config: NodeConfig) -> ModelFacts:
         model = families.read_model(table)
         _check_engine(model, device=config.device)
         routes = RouteShape.of(model.shape) if config.trainer.router_replay else None
+    if config.served_adapter is not None and table.get("quantization_config"):
+        raise InvalidArgument("rollout.lora", '= "adapter" needs weights that are not quantized; leave it at "merged"')
     # A multimodal model nests its language model's configuration.
     text: dict[str, Any] = table.get("text_config", table)
     longest = _size(text, "max_position_embeddings", path)

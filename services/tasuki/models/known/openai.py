@@ -34,6 +34,12 @@ def _model(config: Config, shape: ModelShape) -> Model:
     return Model(shape=shape, attention=Attention(query_scale=shape.head_dim**-0.5, windows=windows, has_sinks=True))
 
 
+def _refuse_other_quantization(config: Config) -> None:
+    stored = config.get("quantization_config")
+    if stored and (not isinstance(stored, dict) or stored.get("quant_method") != "mxfp4"):
+        raise unsupported(config, "quantization_config", "only mxfp4 is dequantized")
+
+
 def _refuse_without_limit(config: Config) -> None:
     if config.get("swiglu_limit") is None:
         raise unsupported(config, "swiglu_limit", "the engine reads it, and transformers computes with 7; set it to 7.0")
@@ -52,6 +58,7 @@ FAMILIES = (
             # Read by neither side: the latter is in rope_scaling, too.
             "experts_per_token": None,
             "initial_context_length": None,
+            "quantization_config": None,
             "swiglu_limit": (7.0,),
             "hidden_act_alpha": (1.702,),
             "tie_word_embeddings": (False,),
@@ -59,7 +66,7 @@ FAMILIES = (
         shape={"head_dim": 64, "has_float_norms": True, "has_biased_experts": True, "has_sinks": True},
         shape_of=_shape,
         model_of=_model,
-        checks=(_refuse_without_limit,),
+        checks=(_refuse_without_limit, _refuse_other_quantization),
         checkpoint=CheckpointNames(has_whole_experts=True),
     ),
 )

@@ -18,8 +18,9 @@ from torch import Tensor
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import read_model_shape
 from tasuki.models.folder_files import INDEX_FILE, other_files
-from tasuki.models.stored_tensors import SINGLE_FILE, draft_tensors, read_stored
+from tasuki.models.stored_tensors import BLOCKS, SCALES, SINGLE_FILE, draft_tensors, read_stored
 from tasuki.models.tokenizer import CHAT_TEMPLATES
+from tasuki.trainer.durable.mxfp4 import dequantized
 from tasuki.weights.shards import Shard
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -34,7 +35,8 @@ _MAX_FILE_BYTES = 4 * 2**30
 def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
     """Fills the shards from the safetensors of a Hugging Face folder, reading only their slices.
 
-    Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor that is missing or misshapen.
+    Dequantizes MXFP4, expert by expert. Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor that is
+    missing or misshapen.
     """
     stored = read_stored(folder)
     for shard in shards:
@@ -44,11 +46,19 @@ def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
             problem = f"{folder}: {shard.name} has shape {list(shape)}, config.json asks for {list(shard.global_shape)}"
             raise InvalidArgument("model.path", problem)
     with ExitStack() as stack:
-        files = sorted({stored[shard.name].file for shard in shards})
+        tensors = [stored[shard.name] for shard in shards]
+        files = {file for tensor in tensors for file in (tensor.file, tensor.scales) if file is not None}
         opened = {file: stack.enter_context(_opened(file)) for file in files}
-        for shard in shards:
-            tensor = opened[stored[shard.name].file].get_slice(shard.name)
-            _fill(shard.local, tensor[tuple(map(slice, shard.offsets, shard.box.ends))])
+        for shard, stored_as in zip(shards, tensors, strict=True):
+            part = tuple(map(slice, shard.offsets, shard.box.ends))
+            if stored_as.scales is None:
+                _fill(shard.local, opened[stored_as.file].get_slice(shard.name)[part])
+            else:
+                blocks = opened[stored_as.file].get_slice(shard.name + BLOCKS)
+                scales = opened[stored_as.scales].get_slice(shard.name + SCALES)
+                for index, local in enumerate(shard.local, start=shard.offsets[0]):
+                    expert = (each[index : index + 1][0].to(local.device) for each in (blocks, scales))
+                    local.copy_(dequantized(*expert).T[part[1:]])
 
 
 def _fill(local: Tensor, stored: Tensor) -> None:
@@ -145,4 +155,5 @@ def copy_other_files(source: Path, folder: Path, *, dtype: torch.dtype) -> None:
     config = read_json_object(folder / "config.json", field="model.path")
     keys = config.keys() & {"dtype", "torch_dtype"} or {"torch_dtype"}  # the older name, which every transformers reads
     config |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+    config.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -133,11 +133,13 @@ def read_model_config(path: Path) -> PreTrainedConfig:
         raise UnsupportedModel(
             f"the trainer does not know architecture {architecture}; it knows {known}", architecture=architecture
         )
-    if getattr(config, "quantization_config", None) is not None:
+    is_known = "quantization_config" in FAMILIES[architecture].keys
+    if getattr(config, "quantization_config", None) is not None and not is_known:
         raise UnsupportedModel(
             f"{path} holds quantized weights; the trainer needs floating-point ones", architecture=architecture
         )
     read_model(read_json_object(path / "config.json", field="model.path"))
+    vars(config).pop("quantization_config", None)  # its weights are dequantized
     return config
 
 
