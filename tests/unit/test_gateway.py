@@ -1,6 +1,8 @@
 """The gateway without a node: histories that agents send, and answers that a changeover has cut."""
 
+import asyncio
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +20,15 @@ from starlette.routing import Route
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.episode import Asked, Episode, shown_message
 from tasuki.client.generation import Part
-from tasuki.client.types import FinishReason, Sample, SamplingParams, VersionSpan
+from tasuki.client.types import FinishReason, Phase, RolloutState, Sample, SamplingParams, VersionSpan
 from tasuki.gateway.app import Refused, answering, application, read_reward
 from tasuki.gateway.chat_completions import completion, read_chat, read_generate, read_messages
 from tasuki.gateway.messages import as_chat_request, as_message
 from tasuki.gateway.rollout import Rollout, stopped
 from tasuki.gateway.sessions import MAX_SESSIONS, Sessions
 from tasuki.runs.tokenizer import ModelTokenizer
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, PeerUnavailable
+from tasuki.wire.stages import Stage
 from tests.models import EOS, char_tokenizer
 
 TEMPLATE = (
@@ -229,15 +232,85 @@ def test_sessions_are_told_apart_by_their_secrets_and_have_a_limit(tokenizer: Mo
     assert sessions.session("one more", "secret").id == "one more"
 
 
+def test_idle_sessions_make_room_and_ended_ones_keep_no_tokens(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch):
+    sessions = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode), tokenizer, model="m", key="secret")
+    idle, used = sessions.create("secret"), sessions.create("secret")
+    for session in (idle, used):
+        sessions.count(session, 10)
+    later = time.monotonic() + 10_000
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert sessions.session(None, used.key) is used
+    new = sessions.create("secret")
+    assert (sessions.known(used.id, "secret"), sessions.known(new.id, "secret"), sessions.num_tokens) == (used, new, 10)
+    with pytest.raises(Refused, match="no session"):
+        sessions.known(idle.id, "secret")
+    sessions.end(used)
+    sessions.count(used, 5)  # an answer after its end
+    assert sessions.num_tokens == 0
+
+
+def test_turns_without_exact_log_probs_are_not_trained(tokenizer: ModelTokenizer):
+    session = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode), tokenizer, model="m", key="secret").create("secret")
+    messages: list[dict[str, Any]] = []
+    for is_exact in (True, False, True):
+        messages.append({"role": "user", "content": "q"})
+        fields = read_chat({"messages": messages}).fields
+        asked = Asked.of("chat", fields, {}, turns=session.episode.turns, tokenizer=tokenizer)
+        drawn = sample([A, A + 1], has_exact_log_probs=is_exact)
+        messages.append(asked.answered(drawn, turns=session.episode.turns, tokenizer=tokenizer)["shown"])
+    given = session.samples()
+    (one,) = given["samples"]
+    assert (given["skipped_turns"], one["has_exact_log_probs"], sum(one["loss_mask"])) == (1, False, 4)
+
+
+async def test_rollout_that_restarts_asleep_is_acquired_again_or_refused_in_time(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    asked, acquired, stage = list[Part](), list[Phase](), [0]
+
+    async def generate(_: AsyncClient, part: Part) -> Sample | None:
+        asked.append(part)
+        return sample([A] * 4) if stage[0] else None
+
+    async def state(_: AsyncClient) -> RolloutState:
+        return RolloutState(stage=stage[0])
+
+    async def acquire(_: AsyncClient, phase: Phase) -> None:
+        acquired.append(phase)
+        stage[0] = Stage.RESUME_KV.number
+
+    for name, value in (("generate_if_served", generate), ("rollout_state", state), ("acquire", acquire)):
+        monkeypatch.setattr(AsyncClient, name, value)
+    monkeypatch.setattr("tasuki.gateway.rollout._LOST_S", 0.5)
+    sampling = SamplingParams(max_new_tokens=4)
+    for acquires in (False, True):
+        rollout = Rollout("unix:nowhere", decode=tokenizer.decode, acquires=acquires)
+        rollout._take(Phase.ROLLOUT)
+        asking = [rollout.complete(np.array([A], np.int32), sampling, session_key=str(number)) for number in range(20)]
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        if not acquires:
+            assert all(isinstance(one, PeerUnavailable) for one in answers)
+            assert len(asked) <= 20, "one task polls rollout, not each request"
+            stage[0] = Stage.RESUME_KV.number  # somebody has acquired it
+            async with asyncio.timeout(5):
+                while rollout._lost:
+                    await asyncio.sleep(0.05)
+            assert len((await rollout.complete(np.array([A], np.int32), sampling, session_key="s")).token_ids) == 4
+            stage[0] = 0
+        else:
+            assert all(isinstance(one, Sample) for one in answers)
+            assert acquired == [Phase.ROLLOUT]
+
+
 @pytest.mark.parametrize("pieces", [(4,), (0, 4), (1, 0, 3)])
 async def test_an_answer_that_a_changeover_cuts_at_its_last_token_is_whole(
     tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, pieces: Sequence[int]
 ):
     left = list(pieces)
 
-    async def cut(_: AsyncClient, part: Part) -> list[Sample]:
+    async def cut(_: AsyncClient, part: Part) -> Sample:
         assert part.sampling_params.max_new_tokens == sum(left)
-        return [replace(sample([A] * left.pop(0)), finish_reason=FinishReason.CUT)]
+        return replace(sample([A] * left.pop(0)), finish_reason=FinishReason.CUT)
 
     monkeypatch.setattr(AsyncClient, "generate_if_served", cut)
     rollout = Rollout("unix:nowhere", decode=tokenizer.decode)

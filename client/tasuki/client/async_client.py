@@ -203,14 +203,21 @@ class AsyncClient:
             self._connection.phase = None  # the next call asks for it: something may have ended this one
         return samples
 
-    async def generate_if_served(self, part: generation.Part) -> list[Sample]:
-        """Generates without acquiring a phase. A drain cuts the samples at once; those that had not begun are missing.
+    async def generate_if_served(self, part: generation.Part) -> Sample | None:
+        """Draws one sample without acquiring a phase. A drain cuts it at once, or returns None for one that had not begun.
 
-        So all are while the node is not in phase ROLLOUT. Raises PeerUnavailable if rollout is lost.
+        None also while the node is not in phase ROLLOUT. Raises PeerUnavailable if rollout is lost.
         """
-        rollout = await self._connection.rollout()
-        requests = generation.requests_of([part])
-        return [sample async for sample in generation.stream(rollout, requests, timeout_s=self._timeout_s)]
+        rollout, ((_, request),) = await self._connection.rollout(), generation.requests_of([part])
+        prompt, sample = np.asarray(part.prompt, np.int32), None
+        try:
+            async for response in rollout.Generate(request, timeout=self._timeout_s):
+                sample = encode.sample_from_proto(response.samples[0], prompt_index=0, prompt_token_ids=prompt)
+        except grpc.aio.AioRpcError as error:
+            failure = from_rpc_error(error)
+            if not isinstance(failure, Asleep | Draining):
+                raise failure from None
+        return sample
 
     async def _samples(self, requests: Sequence[generation.Request], num_samples: int) -> AsyncGenerator[Sample, None]:
         """num_samples: total over all requests."""

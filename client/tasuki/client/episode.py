@@ -233,10 +233,10 @@ class Asked:
         left = replace(self.sampling, max_new_tokens=most - len(before.token_ids))
         part = Part(np.concatenate([prompt, before.token_ids]), left, 1, self.call_number, self.session_key)
         try:
-            samples = await client.generate_if_served(part)
+            sample = await client.generate_if_served(part)
         except PeerUnavailable:
-            samples = []
-        return continued(before, samples[0], max_new_tokens=most) if samples and len(samples[0].token_ids) else before
+            sample = None
+        return before if sample is None or not len(sample.token_ids) else continued(before, sample, max_new_tokens=most)
 
 
 def shown_message(answer: Mapping[str, Any], stop: Sequence[str]) -> dict[str, Any]:

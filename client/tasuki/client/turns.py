@@ -86,13 +86,13 @@ class Turns:
         places = range(len(digests) - 2, -1, -1)
         return next(((self._of_chat[digests[place]], place) for place in places if digests[place] in self._of_chat), None)
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self, skipped: Sequence[Turn] = ()) -> Iterator[Sample]:
         """Yields a sample for each branch.
 
         Its `loss_mask` is 1 for tokens that were drawn, in the first branch that has them, and 0 for all others: each is trained
-        once, under the prefix it was drawn from.
+        once, under the prefix it was drawn from. skipped: turns that are not trained.
         """
-        trained: set[int] = set()
+        trained = {id(turn) for turn in skipped}
         for path in self._branches():
             yield _joined(path, trained, is_truncated=self.is_truncated)
             trained |= {id(turn) for turn in path}

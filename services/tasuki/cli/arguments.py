@@ -97,7 +97,9 @@ def _add_node_commands(commands: _Commands) -> None:
     _add_node(gateway)
     text = "address to serve at (127.0.0.1:8000); beyond loopback uses the certificate of CONFIG's [security]"
     gateway.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help=text)
-    gateway.add_argument("--acquire", action="store_true", help="bring the node to phase ROLLOUT first, such as after a run")
+    gateway.add_argument(
+        "--acquire", action="store_true", help="bring the node to phase ROLLOUT first, and again if rollout restarts"
+    )
     text = "file with the key of the gateway, closed to other users (default: a new one, which is printed)"
     gateway.add_argument("--key-file", type=Path, metavar="FILE", help=text)
 

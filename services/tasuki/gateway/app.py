@@ -7,10 +7,9 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Route, Router
 
 from tasuki.client.reward_worker import checked_reward
 from tasuki.gateway.chat_completions import Answer, Choices, chunks, completion, generated, read_chat, read_generate
@@ -109,7 +108,8 @@ class App:
         return StreamingResponse(events(message), media_type=_EVENTS) if asked.get("stream") else JSONResponse(message)
 
     async def _generate(self, request: Request) -> Response:
-        return JSONResponse(generated(await self._answers(request, read_generate(await read_json(request)))))
+        answers = await self._answers(request, read_generate(await read_json(request)))
+        return Response(generated(answers), media_type="application/json")
 
     def _session(self, request: Request) -> Asker:
         return self._host.session(request.path_params.get("session_id"), key_of(request))
@@ -138,8 +138,8 @@ class App:
             await asyncio.gather(asking, return_exceptions=True)
 
 
-def application(host: Host, *further: BaseRoute) -> Starlette:
-    return Starlette(routes=[*App(host).routes(), *further])
+def application(host: Host, *further: BaseRoute) -> Router:
+    return Router([*App(host).routes(), *further])
 
 
 def answering(answer: Handler) -> Handler:

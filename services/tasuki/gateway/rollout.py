@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +15,11 @@ from tasuki.client.generation import Part
 from tasuki.client.types import FinishReason, Phase, Sample, SamplingParams, VersionSpan
 from tasuki.client.version_spans import continued, merged, spans_of, unfinished
 from tasuki.wire.errors import NodeDown, PeerUnavailable, TasukiError
+from tasuki.wire.stages import Stage
 
-_LOOK_EVERY_S = 0.1
+_LOOK_EVERY_S, _LONGEST_PAUSE_S, _LOOK_TIMEOUT_S = 0.1, 2.0, 10.0
+_LOST_S = 120.0
+"""Time that requests wait for rollout while the node's phase is ROLLOUT."""
 _TIMEOUT_S = 3600.0
 Decode = Callable[[NDArray[np.int32]], str]
 
@@ -26,16 +29,25 @@ class Rollout:
 
     context_length: int
 
-    def __init__(self, target: str, *, decode: Decode) -> None:
-        """decode: text of token ids, in which stop texts are found that a changeover has split."""
-        self._target, self._decode = target, decode
+    def __init__(self, target: str, *, decode: Decode, acquires: bool = False) -> None:
+        """decode: text of token ids, in which stop texts are found that a changeover has split.
+
+        acquires: whether to bring the node to phase ROLLOUT first, and again if rollout was restarted in it.
+        """
+        self._target, self._decode, self._acquires = target, decode, acquires
         self._client = AsyncClient(target, timeout_s=_TIMEOUT_S)
         self._serves = asyncio.Event()
+        self._phase: Phase | None = None
+        self._lost = ""
+        """Why requests are refused, if rollout has been gone for too long."""
+        self._looking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Rollout:
-        """Raises as AsyncClient.rollout_state."""
+        """Raises as AsyncClient.rollout_state, and as acquire."""
         try:
             self.context_length = (await self._client.rollout_state()).context_length
+            if self._acquires:
+                await self._client.acquire(Phase.ROLLOUT)
         except BaseException:
             await self._client.close()
             raise
@@ -43,16 +55,14 @@ class Rollout:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self._follower.cancel()
-        await asyncio.gather(self._follower, return_exceptions=True)
+        tasks = [task for task in (self._follower, self._looking) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
 
-    async def acquire(self) -> None:
-        """Brings the node to phase ROLLOUT. Raises as AsyncClient.acquire."""
-        await self._client.acquire(Phase.ROLLOUT)
-
     async def complete(self, prompt: NDArray[np.int32], sampling: SamplingParams, *, session_key: str) -> Sample:
-        """Completes a prompt over any number of changeovers. Raises InvalidArgument as rollout does, and NodeDown."""
+        """Completes a prompt over any number of changeovers. Raises InvalidArgument as rollout does, and PeerUnavailable."""
         assert sampling.max_new_tokens is not None
         limit = sampling.max_new_tokens
         penalties = (
@@ -65,30 +75,62 @@ class Rollout:
         whole = unfinished(prompt)
         while whole.finish_reason is FinishReason.CUT:
             await self._serves.wait()
-            tokens = np.concatenate([prompt, whole.token_ids])
-            left = replace(sampling, max_new_tokens=limit - len(whole.token_ids))
+            if self._lost:
+                raise PeerUnavailable(self._lost, peer="rollout")
+            tokens, left = prompt, sampling
+            if len(whole.token_ids):
+                tokens = np.concatenate([prompt, whole.token_ids])
+                left = replace(sampling, max_new_tokens=limit - len(whole.token_ids))
             try:
-                samples = await self._client.generate_if_served(Part(tokens, left, 1, session_key=session_key))
+                sample = await self._client.generate_if_served(Part(tokens, left, 1, session_key=session_key))
             except PeerUnavailable:
-                samples = []
-            if not samples:
-                await asyncio.sleep(_LOOK_EVERY_S)  # the coordinator tells of the end of a phase a moment later
+                sample = None
+            if sample is None:
+                self._serves.clear()
+                if self._looking is None or self._looking.done():
+                    self._looking = asyncio.create_task(self._look())
                 continue
-            (sample,) = samples
             joined = continued(whole, sample, max_new_tokens=limit)
             if not (is_whole_only and joined.finish_reason is FinishReason.CUT):
                 whole = stopped(joined, sampling.stop, self._decode) if len(whole.token_ids) else joined
         return whole
+
+    async def _look(self) -> None:
+        """Finds out when rollout, lost in phase ROLLOUT, serves again. A restarted one is asleep until the phase is acquired again."""
+        pause_s, giving_up = _LOOK_EVERY_S, asyncio.get_running_loop().call_later(_LOST_S, self._give_up)
+        try:
+            while True:
+                await asyncio.sleep(pause_s)  # also, the coordinator tells of the end of a phase a moment later
+                if self._phase is not Phase.ROLLOUT or (self._serves.is_set() and not self._lost):
+                    return
+                with suppress(TasukiError, TimeoutError):
+                    async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                        stage = Stage.of((await self._client.rollout_state()).stage)
+                    if stage is Stage.RESUME_KV:
+                        self._take(Phase.ROLLOUT)
+                    elif self._acquires and stage is None:
+                        await self._client.acquire(Phase.ROLLOUT)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        finally:
+            giving_up.cancel()
+
+    def _give_up(self) -> None:
+        self._lost = f"rollout has not served for over {_LOST_S:g} s in phase ROLLOUT; see `tasuki state`"
+        self._serves.set()
+
+    def _take(self, phase: Phase | None) -> None:
+        self._phase, self._lost = phase, ""
+        if phase is Phase.ROLLOUT:
+            self._serves.set()
+        else:
+            self._serves.clear()
 
     async def _follow(self) -> None:
         while True:
             try:
                 async with aclosing(self._client.watch()) as states:
                     async for watched in states:
-                        if Phase.of(watched.state.phase) is Phase.ROLLOUT:
-                            self._serves.set()
-                        else:
-                            self._serves.clear()
+                        self._take(Phase.of(watched.state.phase))
             except NodeDown:  # another node may have started in its place
                 await self._client.close()
                 self._client = AsyncClient(self._target, timeout_s=_TIMEOUT_S)

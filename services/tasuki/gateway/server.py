@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 import socket
 import sys
@@ -11,10 +12,9 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from tasuki.config.paths import client_target
 from tasuki.config.schema import NodeConfig
@@ -39,13 +39,14 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def serving(
-    served: Starlette, port: socket.socket, *, cert: Path | None = None, key: Path | None = None
+    served: Router, port: socket.socket, *, cert: Path | None = None, key: Path | None = None
 ) -> AsyncIterator[None]:
     """cert, key: of TLS."""
     settings = uvicorn.Config(
         served,
         log_level="warning",
         lifespan="off",
+        proxy_headers=False,
         timeout_graceful_shutdown=1,
         timeout_keep_alive=_KEEP_ALIVE_S,
         ssl_certfile=cert,
@@ -63,16 +64,14 @@ async def serving(
 def run(config: NodeConfig, *, listen: str, key_file: Path | None, acquires: bool) -> int:
     """Serves until Ctrl-C. Prints the address, and a new key unless a file has one. Raises InvalidArgument, NodeDown.
 
-    acquires: whether to bring the node to phase ROLLOUT first.
+    acquires: see `Rollout`.
     """
     (cert, tls_key), tokenizer = _tls_files(config, listen), ModelTokenizer(config.model.path)
     key = secrets.token_urlsafe(24) if key_file is None else read_tokens("--key-file", key_file)[0]
 
     async def serve() -> None:
         with bound(listen) as port:
-            async with Rollout(client_target(config), decode=tokenizer.decode) as rollout:
-                if acquires:
-                    await rollout.acquire()
+            async with Rollout(client_target(config), decode=tokenizer.decode, acquires=acquires) as rollout:
                 sessions = Sessions(rollout, tokenizer, model=config.model.path.name, key=key)
                 async with serving(gateway(sessions), port, cert=cert, key=tls_key):
                     sys.stdout.write(f"OPENAI_BASE_URL=http{'s' if cert else ''}://{listen}/v1\n")
@@ -80,6 +79,7 @@ def run(config: NodeConfig, *, listen: str, key_file: Path | None, acquires: boo
                     sys.stdout.flush()
                     await asyncio.Event().wait()
 
+    gc.freeze()  # what is imported never goes: a collection would search it again and again
     asyncio.run(serve())
     return 0
 
@@ -106,7 +106,7 @@ def bound(listen: str) -> socket.socket:
         raise InvalidArgument("--listen", f"{listen}: {error.strerror}; give another address") from error
 
 
-def gateway(sessions: Sessions) -> Starlette:
+def gateway(sessions: Sessions) -> Router:
     """The routes of agents, and those of the sessions themselves."""
 
     def known(request: Request) -> Session:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tasuki.client.episode import Asked, ChatTokenizer, Episode
-from tasuki.client.types import SamplingParams, TrainingSample
+from tasuki.client.types import Sample, SamplingParams, TrainingSample
 from tasuki.gateway.app import Refused, busy
 from tasuki.gateway.rollout import Rollout
 from tasuki.wire.errors import InvalidArgument
 
 MAX_SESSIONS, MAX_TOKENS = 4096, 1 << 25
 """Sessions, and tokens of all of them, that are kept."""
+_IDLE_S = 7200.0
+"""Time after which a session without requests is forgotten when another begins."""
+_MANY_CHARACTERS = 16_384
+"""Of a prompt that is encoded in a thread, so that other sessions go on."""
 _MAX_ID_CHARACTERS = 128
 
 
@@ -27,19 +33,19 @@ class Session:
     def __init__(self, sessions: Sessions, session_id: str) -> None:
         self.id, self.key, self._sessions = session_id, secrets.token_urlsafe(24), sessions
         self.episode = Episode(0, {})
-        self.num_tokens = 0
+        self.num_tokens, self.used_s = 0, time.monotonic()
 
     async def ask(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         rollout, tokenizer, turns = self._sessions.rollout, self._sessions.tokenizer, self.episode.turns
-        asked = await asyncio.to_thread(Asked.of, kind, fields, {}, turns=turns, tokenizer=tokenizer)
+        read = partial(Asked.of, kind, fields, {}, turns=turns, tokenizer=tokenizer)
+        num_characters = sum(len(message["content"]) for message in fields.get("messages", ()))
+        asked = await asyncio.to_thread(read) if num_characters > _MANY_CHARACTERS else read()
         room = rollout.context_length - asked.num_tokens - 1
         if room < 1:
             problem = f"the prompt has {asked.num_tokens} tokens, and the model a context of {rollout.context_length}"
             raise Refused(400, problem, param="messages", code="context_length_exceeded")
-        if self._sessions.num_tokens() + asked.num_tokens > MAX_TOKENS:
-            raise busy(
-                f"sessions hold {self._sessions.num_tokens()} tokens of at most {MAX_TOKENS}; DELETE those that have ended"
-            )
+        if (num_tokens := self._sessions.num_tokens) + asked.num_tokens > MAX_TOKENS:
+            raise busy(f"sessions hold {num_tokens} tokens of at most {MAX_TOKENS}; DELETE those that have ended")
         wanted = fields["max_new_tokens"]
         sampling = SamplingParams(
             **fields["sampling"], stop=fields["stop"], max_new_tokens=room if wanted is None else min(wanted, room)
@@ -47,14 +53,18 @@ class Session:
         prompt = np.concatenate([asked.token_ids_before, asked.new_token_ids])
         sample = await rollout.complete(prompt, sampling, session_key=self.id)
         answer = asked.answered(sample, turns=turns, tokenizer=tokenizer)
-        turn = turns.turns[-1]
-        self.num_tokens += len(turn.prompt_token_ids) + len(turn.sample.token_ids)
+        self._sessions.count(self, len(turns.turns[-1].prompt_token_ids) + len(sample.token_ids))
         return answer
 
     def samples(self) -> dict[str, Any]:
-        """The training samples of its turns, one for each branch, and the reward."""
-        reward = None if np.isnan(self.episode.reward) else self.episode.reward
-        return {"session_id": self.id, "reward": reward, "samples": [_as_json(one) for one in self.episode.training_samples()]}
+        """The samples of its turns, one for each branch, and the reward.
+
+        Turns without exact log-probs, such as greedy ones, have mask 0; `skipped_turns` counts them.
+        """
+        turns, reward = self.episode.turns, None if np.isnan(self.episode.reward) else self.episode.reward
+        skipped = [turn for turn in turns.turns if not turn.sample.has_exact_log_probs]
+        samples = [_as_json(sample) for sample in turns.samples(skipped) if np.any(sample.loss_mask)]
+        return {"session_id": self.id, "reward": reward, "samples": samples, "skipped_turns": len(skipped)}
 
 
 class Sessions:
@@ -64,14 +74,19 @@ class Sessions:
         """key: of the gateway, which opens every session."""
         self.rollout, self.tokenizer, self.model, self.key = rollout, tokenizer, model, key
         self._sessions: dict[str, Session] = {}
+        """By id; those used least recently first."""
         self._of_key: dict[str, Session] = {}
+        self.num_tokens = 0
 
     @property
     def max_tokens(self) -> int:
         return self.rollout.context_length
 
-    def num_tokens(self) -> int:
-        return sum(session.num_tokens for session in self._sessions.values())
+    def count(self, session: Session, num_tokens: int) -> None:
+        """Counts tokens that a session keeps, unless it has ended."""
+        if self._sessions.get(session.id) is session:
+            session.num_tokens += num_tokens
+            self.num_tokens += num_tokens
 
     def session(self, session_id: str | None, key: str) -> Session:
         """The session of a path, which begins with its first request, or of a key.
@@ -80,11 +95,11 @@ class Sessions:
         """
         own = self._of_key.get(key)
         if own is not None and session_id in (None, own.id):
-            return own
+            return self._used(own)
         self._check(key)
         if session_id is None:
             return Session(self, secrets.token_hex(16))
-        return self._sessions[session_id] if session_id in self._sessions else self.begin(session_id)
+        return self._used(self._sessions[session_id]) if session_id in self._sessions else self.begin(session_id)
 
     def known(self, session_id: str, key: str) -> Session:
         """Raises Refused if there is no such session."""
@@ -92,11 +107,18 @@ class Sessions:
             self._check(key)
         if own is None:
             raise Refused(404, f"there is no session {session_id}")
-        return own
+        return self._used(own)
+
+    def _used(self, session: Session) -> Session:
+        session.used_s = time.monotonic()
+        self._sessions[session.id] = self._sessions.pop(session.id)
+        return session
 
     def begin(self, session_id: str) -> Session:
         if not session_id.isprintable() or len(session_id) > _MAX_ID_CHARACTERS:
             raise InvalidArgument("session_id", f"has over {_MAX_ID_CHARACTERS} characters, or some that are not printable")
+        while self._sessions and (oldest := next(iter(self._sessions.values()))).used_s < time.monotonic() - _IDLE_S:
+            self.end(oldest)
         if len(self._sessions) >= MAX_SESSIONS:
             raise busy(f"{MAX_SESSIONS} sessions are open; DELETE those that have ended")
         session = self._sessions[session_id] = Session(self, session_id)
@@ -113,12 +135,15 @@ class Sessions:
             raise Refused(401, "the key is not this gateway's or session's", kind="authentication_error")
 
     def end(self, session: Session) -> None:
-        self._sessions.pop(session.id, None)
-        self._of_key.pop(session.key, None)
+        if self._sessions.pop(session.id, None) is not None:
+            del self._of_key[session.key]
+            self.num_tokens -= session.num_tokens
 
 
-def _as_json(sample: TrainingSample) -> dict[str, Any]:
+def _as_json(sample: Sample) -> dict[str, Any]:
+    known = TrainingSample.of(sample)
     arrays = ("prompt_token_ids", "completion_token_ids", "rollout_log_probs", "loss_mask")
+    fields = {name: np.asarray(getattr(known, name)).tolist() for name in arrays}
     spans = [{"num_tokens": one.num_tokens, "policy_version": one.policy_version} for one in sample.version_spans]
-    fields = {name: np.asarray(getattr(sample, name)).tolist() for name in arrays}
-    return {**fields, "policy_version": sample.policy_version, "temperature": sample.temperature, "version_spans": spans}
+    told = {"policy_version": sample.policy_version, "temperature": sample.temperature, "version_spans": spans}
+    return {**fields, **told, "has_exact_log_probs": sample.has_exact_log_probs}
