@@ -1,6 +1,7 @@
 """Recording of a loader's copies."""
 
 from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -23,6 +24,32 @@ class PaddingRank(nn.Module):
             self.weight.data[rows.shape[0] :].fill_(0)
 
 
+class JoinedRows(nn.Module):
+    """Loads two tensors as one, whole, and two others of which it takes a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.full((5, 2), torch.nan), requires_grad=False)
+        self.part = nn.Parameter(torch.full((2, 2), torch.nan), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        given = dict(weights)
+        if "a" in given:
+            self.whole.data.copy_(torch.cat([given["a"], given["b"]]))
+        if "c" in given:
+            self.part.data.copy_(torch.cat([given["c"], given["d"]], dim=0)[2:4])
+
+
+class Published:
+    values: ClassVar = {name: torch.randn(rows, 2) for name, rows in (("a", 2), ("b", 3), ("c", 2), ("d", 3))}
+
+    def layout(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (tuple(value.shape), value.dtype) for name, value in self.values.items()}
+
+    def gathered(self, name: str) -> torch.Tensor:
+        return self.values[name]
+
+
 class Vocabulary:
     def layout(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"embed": ((6, 2), torch.float32)}
@@ -35,3 +62,14 @@ def test_a_rank_that_holds_no_row_of_a_tensor_needs_no_fallback_for_it() -> None
     plan = record_plan(PaddingRank(), Vocabulary())
     assert (plan.pieces, plan.fallback_names) == ((), ())
     assert plan.constants == (Constant("weight", whole((4, 2)), 0.0),)
+
+
+def test_tensors_that_are_loaded_as_one_are_copied_and_a_part_of_both_is_a_fallback() -> None:
+    model = JoinedRows()
+    plan = record_plan(model, Published())
+    assert [(piece.name, piece.parameter, piece.destination.offset, piece.destination.shape) for piece in plan.pieces] == [
+        ("a", "whole", 0, (2, 2)),
+        ("b", "whole", 4, (3, 2)),
+    ]
+    assert plan.fallback_names == ("c", "d")
+    assert torch.equal(model.part, Published.values["d"][:2])
