@@ -11,10 +11,13 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -53,7 +56,24 @@ _SIZES = {
 }
 # Shorter than the samples; layers both with and without the window.
 _WINDOW = {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-_YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+# Heads of values smaller than those of keys, and angles that yarn stretches.
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+_MSCALE = {"mscale": 0.8, "mscale_all_dim": 0.8}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
     "llama_tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
@@ -89,11 +109,27 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "gpt_oss": lambda: GptOssConfig(
         **_SIZES,
         **_WINDOW,
-        rope_parameters={**_YARN, "truncate": False},
+        rope_parameters={**_YARN, "rope_theta": 150000.0, "truncate": False},
         num_local_experts=5,
         num_experts_per_tok=2,
         swiglu_limit=7.0,
     ),
+    "deepseek_v2": lambda: DeepseekV2Config(
+        **{**_SIZES, **_LATENT},
+        q_lora_rank=None,
+        scoring_func="softmax",
+        topk_method="greedy",
+        rope_parameters=_YARN,
+    ),
+    "deepseek_v3": lambda: DeepseekV3Config(
+        **{**_SIZES, **_LATENT},
+        q_lora_rank=20,
+        scoring_func="sigmoid",
+        topk_method="noaux_tc",
+        rope_parameters=_YARN | _MSCALE,
+    ),
+    # Transformers computes with its epsilon in the norms of latent attention.
+    "glm4_moe_lite": lambda: Glm4MoeLiteConfig(**{**_SIZES, **_LATENT, "v_head_dim": 24}, q_lora_rank=20, rms_norm_eps=1e-6),
     "olmo2": lambda: Olmo2Config(**_SIZES),
     "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=5, num_experts_per_tok=2),
 }
@@ -119,8 +155,11 @@ def make_model(kind: str, *, seed: int, **settings: float) -> PreTrainedModel:
 
 
 def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
-    """Writes `model` in bfloat16 with the character tokenizer."""
+    """Writes `model` in bfloat16, but for what published checkpoints have in float32, with the character tokenizer."""
     copy = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    for name, buffer in copy.named_buffers():
+        if name.endswith(ROUTER_BIAS):
+            buffer.data = buffer.data.float()
     copy.load_state_dict(model.state_dict())
     copy.save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)

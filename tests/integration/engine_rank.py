@@ -182,7 +182,9 @@ def _run_rank(pipe: Connection, device: str) -> None:
         torch.cuda.set_device(device)
     from tasuki.memory.arena import set_host_budget
     from tasuki.rollout.rank_commands import command_tensors, rank_allocator, run_command
+    from tasuki.rollout.sglang.latent import install_latent_attention
 
+    install_latent_attention(device=device)
     allocator = rank_allocator(device)
     model = None
     while True:
@@ -229,6 +231,8 @@ def _models_without_a_test() -> list[str]:
         "gpt_oss",
         "olmo2",
         "mixtral",
+        "deepseek_v2",
+        "glm4_moe_lite",
     )
     return [module.stem for module in modules if module.stem not in tested]
 
@@ -286,9 +290,11 @@ def _join_group(job: _Job, *, backend: str) -> None:
 
 
 def _loaded_tensors(model: Any) -> list[tuple[str, Any]]:
-    """Parameters, and the values that Gemma 2's norms compute from theirs while loading."""
+    """Parameters, the values that Gemma 2's norms compute from theirs while loading, and the absorbed projections of latent attention."""
     derived = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(".gemma_weight")]
-    return [*model.named_parameters(), *derived]
+    latent = [(name, module) for name, module in model.named_modules() if hasattr(module, "w_kc")]
+    absorbed = [(f"{name}.{which}", getattr(module, which)) for name, module in latent for which in ("w_kc", "w_vc")]
+    return [*model.named_parameters(), *derived, *absorbed]
 
 
 def _poison_loaded(model: Any) -> None:

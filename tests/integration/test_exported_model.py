@@ -66,7 +66,7 @@ def test_mxfp4_is_exported_in_bfloat16(mesh: DeviceMesh, tmp_path: Path) -> None
     assert "quantization_config" not in json.loads((tmp_path / "model" / "config.json").read_text())
 
 
-@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe", "glm4_moe", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "phi3"])
 @pytest.mark.parametrize("lora", [None, {"rank": 3, "alpha": 5, "target_modules": ["o_proj"]}])
 def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
     mesh: DeviceMesh, tmp_path: Path, kind: str, lora: dict[str, object] | None

@@ -28,6 +28,7 @@ SPARSE = {
     "mixtral": "num_local_experts",
     "glm4_moe": "n_routed_experts",
     "gpt_oss": "num_local_experts",
+    "deepseek_v2": "n_routed_experts",
 }
 # Three ranks have shards of unequal size, and cannot share the experts evenly.
 CASES = dict.fromkeys(

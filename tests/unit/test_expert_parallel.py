@@ -28,8 +28,8 @@ NUM_TOKENS, NUM_CHOSEN = 96, 2
 NUM_EXPERTS = {
     "mixtral": "num_local_experts",
     "qwen3_moe": "num_experts",
-    "glm4_moe": "n_routed_experts",
     "gpt_oss": "num_local_experts",
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"), "n_routed_experts"),
 }
 MOE = MODELS["qwen3-30b-a3b"]
 

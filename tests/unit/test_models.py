@@ -10,9 +10,9 @@ from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.attention.padded import PaddedSequences
-from tasuki.trainer.backends.fsdp.model import Policy, check_module, set_buffers
+from tasuki.trainer.backends.fsdp.model import Policy, check_module, correct_latent_norms, set_buffers
 from tasuki.trainer.data.micro_batch import TokenBatch
-from tasuki.wire.errors import UnsupportedModel
+from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 from tests.models import CONFIGS, make_model
 
 CPU = torch.device("cpu")
@@ -187,6 +187,10 @@ def test_keys_that_compute_nothing_are_accepted(kind: str) -> None:
     assert read_model(table_of(module, **notes)) == model_of(module)
 
 
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+
+
 # Keys of some families only.
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
@@ -218,6 +222,22 @@ def test_keys_that_compute_nothing_are_accepted(kind: str) -> None:
         ("gpt_oss", "hidden_act_alpha", 1.0),
         ("gpt_oss", "tie_word_embeddings", True),
         ("gpt_oss", "layer_types", ["sliding_attention", "chunked_attention"]),
+        *((kind, "n_group", 2) for kind in LATENT),
+        *((kind, "attention_bias", True) for kind in LATENT),
+        *((kind, "rope_interleave", False) for kind in LATENT),
+        *((kind, "num_key_value_heads", 2) for kind in LATENT),
+        *((kind, "v_head_dim", 25) for kind in LATENT),
+        *((kind, "head_dim", 16) for kind in LATENT),
+        ("deepseek_v2", "norm_topk_prob", True),
+        ("deepseek_v2", "topk_method", "group_limited_greedy"),
+        ("deepseek_v2", "scoring_func", "sigmoid"),
+        ("deepseek_v3", "norm_topk_prob", False),
+        ("deepseek_v3", "moe_layer_freq", 2),
+        ("deepseek_v3", "rope_parameters", YARN | {"mscale": 0.7}),
+        ("deepseek_v3", "rope_parameters", YARN | {"truncate": False}),
+        ("glm4_moe_lite", "first_k_dense_replace", 0),
+        ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense"]),
+        ("glm4_moe_lite", "rope_parameters", YARN),
         ("olmo2", "head_dim", 24),
         ("olmo2", "layer_types", ["sliding_attention", "full_attention"]),
         ("gemma2", "layer_types", ["full_attention", "sliding_attention"]),
@@ -233,6 +253,42 @@ def test_keys_that_compute_nothing_are_accepted(kind: str) -> None:
 def test_what_a_family_does_not_support_is_refused_by_name(kind: str, key: str, value: object) -> None:
     with pytest.raises(UnsupportedModel, match=key):
         read_model(table_of(module_of(kind), **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "field"),
+    [
+        *((kind, {key: ...}, key) for kind in LATENT for key in ("q_lora_rank", "kv_lora_rank", "num_key_value_heads")),
+        *(
+            (kind, {key: ...}, key)
+            for kind in LATENT[:2]
+            for key in ("scoring_func", "topk_method", "moe_layer_freq", "n_group")
+        ),
+        ("glm4_moe_lite", {"first_k_dense_replace": ...}, "first_k_dense_replace"),
+        # The engine's table of angles has 8 * 32 positions.
+        ("deepseek_v3", {"max_position_embeddings": 257}, "max_position_embeddings"),
+    ],
+)
+def test_what_the_engine_of_latent_attention_reads_is_asked_for(kind: str, changes: dict[str, Any], field: str) -> None:
+    table = table_of(module_of(kind)) | changes
+    with pytest.raises(InvalidArgument, match=field):
+        read_model({key: value for key, value in table.items() if value is not ...})
+
+
+def test_attention_is_scaled_for_yarn_in_v2_as_in_v3() -> None:
+    # transformers scales it for V3 alone; DeepSeek's code and the engine do for both.
+    v3 = module_of("deepseek_v3")
+    assert v3.model.layers[0].self_attn.scaling > module_of("deepseek_v2").model.layers[0].self_attn.scaling
+    v2 = read_model(table_of(module_of("deepseek_v2"), rope_parameters=v3.config.rope_parameters))
+    assert v2.attention == model_of(v3).attention
+
+
+def test_every_norm_of_latent_attention_has_the_epsilon_of_the_configuration() -> None:
+    module = module_of("glm4_moe_lite", rms_norm_eps=0.25)
+    norms = {name: norm for name, norm in module.named_modules() if hasattr(norm, "variance_epsilon")}
+    assert {norm.variance_epsilon for norm in norms.values()} == {1e-6, 0.25}
+    correct_latent_norms(module)
+    assert {norm.variance_epsilon for norm in norms.values()} == {0.25}
 
 
 def test_keys_that_a_family_of_old_config_files_leaves_out_have_its_defaults() -> None:

@@ -16,13 +16,13 @@ from tasuki.trainer.backends.fsdp.activations import tile_mlps
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, trained_parameters
 from tasuki.trainer.modules.pointwise import GatedMlp, RmsNorm, fuse_pointwise
 from tasuki.trainer.modules.rotary import RotaryAttention, fuse_rotation
-from tasuki.trainer.modules.routing import BiasedRouter, ChosenRouter, Router, replace_routers
+from tasuki.trainer.modules.routing import BiasedRouter, ChosenRouter, Router, ScaledRouter, replace_routers
 from tests.extent import crossed
 from tests.models import CONFIGS, make_model
 from tests.unit.test_packed_attention import LENGTHS, RUNGS, pack, policy_of
 
 SPARSE, GEMMA = ("mixtral", "qwen3_moe"), ("gemma2", "gemma3")
-BIASED = ("glm4_moe",)  # one dense layer, and one with an expert that every token passes
+BIASED = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")  # one dense layer, and one with an expert that every token passes
 OSS = ("gpt_oss",)
 ROTATED = ("llama", "llama_tied", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "mistral", "mixtral")
 CHANGES: dict[str, Callable[[nn.Module], object]] = {
@@ -38,7 +38,12 @@ def num_replaced(kind: str, change: str) -> dict[type, int]:
     of_change = {
         "pointwise": {RmsNorm: 0 if kind in GEMMA else 5, GatedMlp: 0 if kind in (*SPARSE, *OSS) else 2},
         "rotation": {RotaryAttention: 2 if kind in ROTATED else 0},
-        "routers": {Router: 2 if kind in SPARSE else 0, BiasedRouter: int(kind in BIASED), ChosenRouter: 2 * (kind in OSS)},
+        "routers": {
+            Router: 2 if kind in SPARSE else 0,
+            BiasedRouter: int(kind in BIASED),
+            ChosenRouter: 2 * (kind in OSS),
+            ScaledRouter: int(kind == "deepseek_v2"),
+        },
     }
     return of_change.get(change, {})
 

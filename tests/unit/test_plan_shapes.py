@@ -9,10 +9,13 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -40,6 +43,7 @@ from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
 from tasuki.trainer.attention.blocks import OwnBlocks
 from tasuki.trainer.attention.packed import IMPLEMENTATION, LayerAttention
+from tasuki.trainer.attention.padded import PRODUCTS_UP_TO, PaddedSequences
 from tasuki.trainer.attention.shared import SharedSequences
 from tasuki.trainer.modules.routing import replace_routers
 from tasuki.weights.chunk_memory import new_arena
@@ -58,6 +62,20 @@ TINY: dict[str, Any] = {
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
 GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
+LATENT: dict[str, Any] = {
+    **TINY,
+    **GLM_EXPERTS,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_layer_freq": 1,
+}
+V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 GEMMA: dict[str, Any] = {**TINY, "head_dim": 32, "sliding_window": 128, "hidden_act": "gelu_pytorch_tanh"}
 CONFIGS = {
     "llama": LlamaConfig(**TINY),
@@ -77,6 +95,10 @@ CONFIGS = {
     "glm4-moe": Glm4MoeConfig(**TINY, **GLM_EXPERTS, first_k_dense_replace=0, use_qk_norm=True, attention_bias=True),
     "glm4-moe, first dense": Glm4MoeConfig(**TINY, **GLM_EXPERTS),
     "gpt-oss": GptOssConfig(**TINY, head_dim=32, num_local_experts=8, num_experts_per_tok=2, swiglu_limit=7.0),
+    "deepseek2": DeepseekV2Config(**LATENT, topk_method="greedy", scoring_func="softmax", q_lora_rank=None),
+    "deepseek3": DeepseekV3Config(**LATENT, **V3, q_lora_rank=36, first_k_dense_replace=0),
+    "deepseek3, first dense": DeepseekV3Config(**LATENT, **V3, q_lora_rank=36, first_k_dense_replace=1),
+    "glm4-moe-lite": Glm4MoeLiteConfig(**LATENT | {"v_head_dim": 32}, q_lora_rank=36, first_k_dense_replace=1),
     "olmo2": Olmo2Config(**TINY),
     "mixtral": MixtralConfig(**TINY, num_local_experts=8, num_experts_per_tok=2),
 }
@@ -128,7 +150,7 @@ def test_published_shapes_have_as_many_parameters_as_transformers_makes_of_them(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype: torch.dtype):
+def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     num_tokens = 96
     model = model_of(CONFIGS[name], device="cpu", dtype=dtype)
     layer = model.model.layers[0]
@@ -136,21 +158,28 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
     positions = torch.arange(num_tokens)[None]
     types = ("sliding_attention",) if name == "gemma3" else ()
     rotary = model.model.rotary_emb(hidden, positions, *types)
-    shape = shape_from(CONFIGS[name], model)
-    sinks: dict[str, Any] = {}
+    described = read_model(table_of(CONFIGS[name], model))
+    shape, cu_seqlens_S = described.shape, torch.tensor([0, num_tokens], dtype=torch.int32)
+    packed: dict[str, Any] = {}
     if shape.has_sinks:
-        sequences = SharedSequences(OwnBlocks.of(torch.tensor([0, num_tokens], dtype=torch.int32), num_tokens))
+        sequences = SharedSequences(OwnBlocks.of(cu_seqlens_S, num_tokens))
         replace_routers(model)
-        sinks["layer_attention"] = LayerAttention(sequences, read_model(table_of(CONFIGS[name], model)).attention)
-    with kept_bytes([*layer.parameters(), *rotary]) as kept:
-        output = layer(hidden, attention_mask=None, position_embeddings=rotary, **sinks)
+        packed["layer_attention"] = LayerAttention(sequences, described.attention)
+    if shape.latent is not None:
+        # Plain torch has no fused attention for values that are smaller than keys; ours pads them.
+        monkeypatch.setitem(PRODUCTS_UP_TO, "cpu", 0)
+        model.set_attn_implementation(IMPLEMENTATION)
+        packed["layer_attention"] = LayerAttention(PaddedSequences.of(cu_seqlens_S, num_tokens), described.attention)
+    shared = [rotary] if isinstance(rotary, torch.Tensor) else rotary
+    with kept_bytes([*layer.parameters(), *shared]) as kept:
+        output = layer(hidden, attention_mask=None, position_embeddings=rotary, **packed)
     # Token counts per expert, and norm weights plus one; neither grows with the tokens.
-    once = 4 * shape.num_experts
+    once = 4 * shape.num_experts if shape.is_sparse(0) else 0
     if "gemma" in name:
         once += 4 * sum(param.numel() for key, param in layer.named_parameters() if "norm" in key)
     predicted = num_tokens * kept_per_token(shape, 0, num_keys=num_tokens, compute_bytes=dtype.itemsize) + once
-    # GLM 4 keeps its part of the rotary table for each layer; Mixtral the sums that normalize the router's scores.
-    rel = 0.02 if name.startswith(("glm4", "mixtral")) else 0
+    # GLM 4 keeps its part of the rotary table for each layer; Mixtral the sums that normalize the router's scores, DeepSeek more of them.
+    rel = 0.02 if name.startswith(("glm4", "mixtral")) or (shape.latent is not None and shape.is_sparse(0)) else 0
     assert sum(kept.values()) == pytest.approx(predicted, rel=rel)
     assert output is not None
 

@@ -20,6 +20,18 @@ GPT_OSS = {
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                      "original_max_position_embeddings": 4096},
 }  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "tie_word_embeddings": False, "attention_bias": False, "attention_dropout": 0.0,
+}  # fmt: skip
+DEEPSEEK = {
+    **LATENT, "q_lora_rank": None, "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_shared_experts": 2, "num_experts_per_tok": 6,
+    "aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1, "pretraining_tp": 1, "auto_map": {},
+}  # fmt: skip
+YARN = {
+    "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}  # fmt: skip
 HYBRID = {"cache_implementation": "hybrid", "attention_bias": False, "attention_dropout": 0.0, "query_pre_attn_scalar": 256}
 
 
@@ -47,7 +59,8 @@ def table(
 
 # As on huggingface.co: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B, Qwen/Qwen3-4B-Instruct-2507,
 # Qwen/Qwen3-30B-A3B, mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, microsoft/phi-4, THUDM/GLM-4-9B-0414,
-# zai-org/GLM-4.5-Air, openai/gpt-oss-20b and -120b, allenai/OLMo-2-1124-7B, mistralai/Mixtral-8x7B-v0.1.
+# zai-org/GLM-4.5-Air, openai/gpt-oss-20b and -120b, deepseek-ai/DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash,
+# allenai/OLMo-2-1124-7B, mistralai/Mixtral-8x7B-v0.1.
 PUBLISHED = [
     (134_515_008, table("LlamaForCausalLM", 576, 1536, 30, (9, 3), 49152, 8192, tie_word_embeddings=True, is_llama_config=True,
                         rope_interleaved=False, pretraining_tp=1, **{"transformers.js_config": {"kv_cache_dtype": "float32"}})),
@@ -76,6 +89,16 @@ PUBLISHED = [
                             attention_bias=True, partial_rotary_factor=0.5, use_qk_norm=False, tie_word_embeddings=False)),
     *((number, table("GptOssForCausalLM", 2880, 2880, layers, (64, 8), 201088, 131072, num_local_experts=experts, **GPT_OSS))
       for number, layers, experts in ((20_914_757_184, 24, 32), (116_829_156_672, 36, 128))),
+    (15_706_484_224, table("DeepseekV2ForCausalLM", 2048, 10944, 27, (16, 16), 102400, 163840, **DEEPSEEK, rope_scaling=YARN,
+                           routed_scaling_factor=1.0, topk_method="greedy", scoring_func="softmax", norm_topk_prob=False)),
+    (15_960_108_544, table("DeepseekV3ForCausalLM", 2048, 11264, 27, (16, 16), 163840, 8192, **DEEPSEEK, rope_theta=50000.0,
+                           rms_norm_eps=1e-5, routed_scaling_factor=2.446, topk_method="noaux_tc", scoring_func="sigmoid",
+                           norm_topk_prob=True, num_nextn_predict_layers=0)),
+    (29_943_390_976, table("Glm4MoeLiteForCausalLM", 2048, 10240, 47, (20, 20), 154880, 202752,
+                           **LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256}, q_lora_rank=768, rms_norm_eps=1e-5,
+                           moe_intermediate_size=1536, n_shared_experts=1, num_experts_per_tok=4, routed_scaling_factor=1.8,
+                           topk_method="noaux_tc", norm_topk_prob=True, num_nextn_predict_layers=1, partial_rotary_factor=1.0,
+                           rope_theta=1000000)),
     (7_298_617_344, table("Olmo2ForCausalLM", 4096, 11008, 32, (32, 32), 100352, 4096, attention_bias=False)),
     (46_702_792_704, table("MixtralForCausalLM", 4096, 14336, 32, (32, 8), 32000, 32768, num_local_experts=8,
                            num_experts_per_tok=2, sliding_window=None, output_router_logits=False, router_aux_loss_coef=0.02)),

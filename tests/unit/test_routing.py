@@ -15,7 +15,7 @@ from tests.models import make_model
 from tests.operators import CountedOperators
 from tests.unit.test_packed_attention import LENGTHS, pack, policy_of
 
-SPARSE = ("mixtral", "qwen3_moe", "glm4_moe")
+SPARSE = ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
 (CHOICE,) = routing_operators()
 
 

@@ -1,5 +1,6 @@
 """Modules that can have adapters, their initial values, and refusals of checkpoints."""
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasuki.config.checks import check_lora_targets
+from tasuki.config.checks import check_lora_targets, check_model
+from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape
@@ -58,7 +60,10 @@ def test_adapters_are_beside_every_linear_layer_that_the_family_names(kind: str)
     linear = {
         name.rpartition(".")[2] for name, module in model.model.layers[0].named_modules() if isinstance(module, torch.nn.Linear)
     }
-    assert set(targets) == (linear if not shape.num_experts else {"q_proj", "k_proj", "v_proj", "o_proj"})
+    attention = {
+        name for name, module in model.model.layers[0].self_attn.named_modules() if isinstance(module, torch.nn.Linear)
+    }
+    assert set(targets) == (attention if shape.num_experts else linear)
     add_adapters(model, LoraConfig(target_modules=targets))
     assert len(dict(trained_parameters(model))) == 2 * 2 * len(targets)
 
@@ -67,6 +72,11 @@ def test_adapters_are_beside_every_linear_layer_that_the_family_names(kind: str)
     ("kind", "missing", "there"),
     [
         ("phi3", "q_proj, k_proj, v_proj, gate_proj, up_proj", "qkv_proj, o_proj, gate_up_proj, down_proj"),
+        (
+            "glm4_moe_lite",
+            "q_proj, k_proj, v_proj, gate_proj, up_proj, down_proj",
+            "q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj",
+        ),
         ("glm4", "gate_proj, up_proj", "q_proj, k_proj, v_proj, o_proj, gate_up_proj, down_proj"),
     ],
 )
@@ -109,3 +119,13 @@ def test_a_checkpoint_of_another_kind_of_training_is_refused(
     (tmp_path / "checkpoint.json").write_text(sealed({"format": 4, **asdict(held)}))
     with pytest.raises(InvalidArgument, match=problem):
         load_checkpoint(tmp_path, tensors={}, have=have)
+
+
+@pytest.mark.parametrize("lora", ["merged", "adapter"])
+def test_adapters_of_latent_attention_are_served_merged(lora: str, tmp_path: Path) -> None:
+    shape = shape_of(on_meta("deepseek_v3"))
+    node = {"state_dir": tmp_path, "model": {"path": tmp_path}, "rollout": {"lora": lora}}
+    config = NodeConfig.model_validate(node | {"trainer": {"lora": {"target_modules": ["o_proj"]}}})
+    with nullcontext() if lora == "merged" else pytest.raises(InvalidArgument, match="latent attention") as refused:
+        check_model(config, shape)
+    assert refused is None or refused.value.metadata["field"] == "rollout.lora"

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from tasuki.config.schema import NodeConfig
     from tasuki.models.shape import ModelShape
 
-FUSED_LINEAR = ("qkv_proj", "gate_up_proj")
-"""Fused linear layers, for which SGLang supports adapters on the parts only."""
+UNSERVED_LINEAR = ("qkv_proj", "gate_up_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+"""Linear layers of a few families, for which SGLang serves no adapters: fused ones, and those of latent attention."""
 HEARTBEAT_S = 0.25
 """Interval of a process's heartbeat."""
 MISSED_BEATS = 4
@@ -43,9 +43,11 @@ def check_config(config: NodeConfig) -> None:
     _check_kind_of_device(config)
     if config.rollout.lora == "adapter" and config.trainer.lora is None:
         raise SettingsConflict("rollout.lora", '= "adapter" needs a table [trainer.lora]')
-    fused = [name for name in FUSED_LINEAR if config.served_adapter and name in config.served_adapter.target_modules]
-    if fused:
-        raise SettingsConflict("rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(fused)}; leave it at "merged"')
+    unserved = [name for name in UNSERVED_LINEAR if config.served_adapter and name in config.served_adapter.target_modules]
+    if unserved:
+        raise SettingsConflict(
+            "rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(unserved)}; leave it at "merged"'
+        )
     if config.trainer.lora is not None and config.trainer.lora.path is not None and config.has_kl:
         problem = "starts the policy, but the KL reference would be the model without it; "
         raise SettingsConflict("trainer.lora.path", f"{problem}merge it into the model with PEFT, or set kl_coef = 0")
@@ -133,6 +135,9 @@ def check_model(config: NodeConfig, model: ModelShape, *, critic: ModelShape | N
         check_lora_targets(model, trainer.lora.target_modules)
         if trainer.lora.path is not None:
             check_adapter(trainer.lora.path, model, **trainer.lora.model_dump(exclude={"path"}))
+    if config.served_adapter is not None and model.latent is not None:
+        problem = f'= "adapter" is not for latent attention, which {model.architecture} has; leave it at "merged"'
+        raise InvalidArgument("rollout.lora", problem)
     if critic is not None and trainer.critic_lora is not None:
         check_lora_targets(critic, trainer.critic_lora.target_modules)
     if model.num_heads % rollout.tp_size:

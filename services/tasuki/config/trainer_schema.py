@@ -8,11 +8,14 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from tasuki.config.checks import FUSED_LINEAR
+from tasuki.config.checks import UNSERVED_LINEAR
 from tasuki.config.table import Bool, Devices, Distinct, Float, Int, PositiveFloat, PositiveInt, Schema
 
 Beta = Annotated[Float, Field(ge=0, lt=1)]
-LinearName = Literal["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
+LinearName = Literal[
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj",
+    "gate_proj", "up_proj", "gate_up_proj", "down_proj",
+]  # fmt: skip
 
 
 class LoraConfig(Schema):
@@ -27,10 +30,11 @@ class LoraConfig(Schema):
     path: Path | None = None
     """Adapter to start from, a folder of PEFT's with the same rank, alpha, scaling and layers. Without it the policy is the model."""
     target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1), Distinct] = tuple(
-        name for name in get_args(LinearName) if name not in FUSED_LINEAR
+        name for name in get_args(LinearName) if name not in UNSERVED_LINEAR
     )
     """Linear layers that get an adapter, in every layer of the model. Experts cannot have any. Phi 3 has "qkv_proj" and "gate_up_proj"
-    in the place of their parts, GLM 4 the latter."""
+    in the place of their parts, GLM 4 the latter. Latent attention has "kv_a_proj_with_mqa", "kv_b_proj" and either "q_proj", or "q_a_proj"
+    and "q_b_proj"."""
 
     @property
     def scaling(self) -> float:

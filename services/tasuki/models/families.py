@@ -8,14 +8,14 @@ from pathlib import Path
 
 from tasuki.models.config_json import Config, architecture_of, read_json_object
 from tasuki.models.family import Family, Model, check_keys
-from tasuki.models.known import gemma, glm, llama, openai, qwen
+from tasuki.models.known import deepseek, gemma, glm, llama, openai, qwen
 from tasuki.models.shape import ModelShape, decoder_shape
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import PathNotFound, UnsupportedModel
 
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family
-    for family in chain(llama.FAMILIES, qwen.FAMILIES, gemma.FAMILIES, glm.FAMILIES, openai.FAMILIES)
+    for family in chain(llama.FAMILIES, qwen.FAMILIES, gemma.FAMILIES, glm.FAMILIES, deepseek.FAMILIES, openai.FAMILIES)
 }
 
 

@@ -106,6 +106,8 @@ class Family:
     checks: tuple[Callable[[Config], None], ...] = ()
     """Further refusals."""
     rope_types: frozenset[str] = rope.SCALED
+    rope_parameters: frozenset[str] = frozenset()
+    """Further parameters of scaled types."""
     has_partial_rope: bool = False
     """Whether only a part of each head may be rotated."""
     shape: Mapping[str, Any] = field(default_factory=dict)
@@ -194,7 +196,7 @@ def check_keys(config: Config, family: Family) -> None:
             raise unsupported(config, key, f"trainer and engine agree on {' or '.join(map(repr, values))} only")
     _check_notes(config)
     _check_numbers(config)
-    rope.check_rope(config, types=family.rope_types, is_partial=family.has_partial_rope)
+    rope.check_rope(config, types=family.rope_types, is_partial=family.has_partial_rope, further=family.rope_parameters)
 
 
 def computing_keys(family: Family) -> frozenset[str]:

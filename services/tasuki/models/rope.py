@@ -17,6 +17,8 @@ _PARAMETERS = {
 # Parameters without a default.
 _REQUIRED = frozenset({"factor", "low_freq_factor", "high_freq_factor"})
 DEFAULT = frozenset({"default"})
+YARN = frozenset({"default", "yarn"})
+MSCALES = frozenset({"mscale", "mscale_all_dim"})
 SCALED = frozenset(_PARAMETERS)
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 _TABLES = ("rope_scaling", "rope_parameters")
@@ -24,9 +26,9 @@ _BASES = ("rope_theta", "rope_local_base_freq")
 _NAMES = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
-def check_rope(config: Config, *, types: frozenset[str], is_partial: bool) -> None:
+def check_rope(config: Config, *, types: frozenset[str], is_partial: bool, further: frozenset[str] = frozenset()) -> None:
     """Raises UnsupportedModel for a type not in `types`, for an unknown parameter, and for unsupported partial rotation; InvalidArgument
-    for a value that is not a positive number.
+    for a value that is not a positive number. further: parameters of the family's scaled types.
     """
     for key in _BASES:
         if key in config:
@@ -39,11 +41,19 @@ def check_rope(config: Config, *, types: frozenset[str], is_partial: bool) -> No
                 known = ", ".join(sorted(types))
                 raise unsupported(config, key, f"rope_type {name!r} is not supported for this family; there is {known}")
             _check_part(config, key, rope, is_partial=is_partial)
+            parameters = _PARAMETERS[name] | (further if name != "default" else frozenset())
             # Null counts too, since a default may be another value.
-            unknown = rope.keys() - _NAMES - _PARAMETERS[name]
+            unknown = rope.keys() - _NAMES - parameters
             if unknown:
                 raise unsupported(config, key, f"the effect of {', '.join(sorted(unknown))} of rope_type {name!r} is unknown")
-            _check_parameters(rope, key, name)
+            for parameter in sorted((parameters & _REQUIRED) - rope.keys()):
+                raise InvalidArgument(key, f"rope_type {name!r} needs {parameter} in the model's config.json")
+            if not isinstance(rope.get("truncate", True), bool):
+                raise InvalidArgument(
+                    key, f"truncate must be true or false in the model's config.json, not {rope['truncate']!r}"
+                )
+            for parameter in sorted(rope.keys() & (parameters | {"rope_theta"}) - {"truncate"}):
+                _check_positive(rope[parameter], key, parameter)
 
 
 def bases(config: Config) -> Iterator[float]:
@@ -51,15 +61,6 @@ def bases(config: Config) -> Iterator[float]:
     for table in (config, *(rope for key in _TABLES for rope in _each(config, key))):
         if "rope_theta" in table:
             yield table["rope_theta"]
-
-
-def _check_parameters(rope: Config, key: str, name: str) -> None:
-    for parameter in sorted((_PARAMETERS[name] & _REQUIRED) - rope.keys()):
-        raise InvalidArgument(key, f"rope_type {name!r} needs {parameter} in the model's config.json")
-    if not isinstance(rope.get("truncate", True), bool):
-        raise InvalidArgument(key, f"truncate must be true or false in the model's config.json, not {rope['truncate']!r}")
-    for parameter in sorted(rope.keys() & (_PARAMETERS[name] | {"rope_theta"}) - {"truncate"}):
-        _check_positive(rope[parameter], key, parameter)
 
 
 def _check_part(config: Config, key: str, table: Config, *, is_partial: bool) -> None:

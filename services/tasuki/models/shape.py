@@ -25,6 +25,25 @@ class QkNorm(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Sizes of latent attention (MLA): keys and values are projected from one small vector a token, which the engine caches."""
+
+    kv_rank: int
+    """Size of that vector."""
+    query_rank: int | None
+    """Size of the vector that queries are projected from; None if they come from the hidden states."""
+    rope_dim: int
+    """Rotated part of each head of queries and keys, its last. All heads of keys share it."""
+    value_dim: int
+    """Size of a head of values."""
+
+    @property
+    def cached_size(self) -> int:
+        """Numbers that the engine caches for a token in a layer, on every rank."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Sizes and flags that determine a decoder-only model's memory."""
 
@@ -76,6 +95,8 @@ class ModelShape:
     """Whether a constant float32 bias affects the choice of experts, but not their weights."""
     dense_layers: frozenset[int] = frozenset()
     """Dense layers of a mixture of experts."""
+    latent: Latent | None = None
+    """Sizes of latent attention; `head_dim` is then that of queries and keys, of which there are as many. None without."""
     num_draft_layers: int = 0
     """Layers of the checkpoint after the last, for speculation: neither loaded nor trained."""
 
@@ -149,6 +170,8 @@ class ModelShape:
         return sum(self.count_by_kind().values())
 
     def _attention(self) -> dict[str, tuple[int, ...]]:
+        if self.latent is not None:
+            return self._latent_attention(self.latent)
         query, kv = self.query_size, self.kv_size
         rows = {"qkv_proj": query + 2 * kv} if self.has_fused_qkv else {"q_proj": query, "k_proj": kv, "v_proj": kv}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -159,6 +182,20 @@ class ModelShape:
             widths = (self.head_dim, self.head_dim) if self.qk_norm is QkNorm.HEAD else (query, kv)
             shapes |= {f"self_attn.{name}.weight": (width,) for name, width in zip(("q_norm", "k_norm"), widths, strict=True)}
         return shapes | {"self_attn.sinks": (self.num_heads,)} if self.has_sinks else shapes
+
+    def _latent_attention(self, latent: Latent) -> dict[str, tuple[int, ...]]:
+        hidden, heads, rank, inner = self.hidden_size, self.num_heads, latent.kv_rank, latent.query_rank
+        nope_and_value = self.head_dim - latent.rope_dim + latent.value_dim
+        queries: dict[str, tuple[int, ...]] = {"q_proj": (self.query_size, hidden)}
+        if inner is not None:
+            queries = {"q_a_proj": (inner, hidden), "q_a_layernorm": (inner,), "q_b_proj": (self.query_size, inner)}
+        shapes = queries | {
+            "kv_a_proj_with_mqa": (latent.cached_size, hidden),
+            "kv_a_layernorm": (rank,),
+            "kv_b_proj": (heads * nope_and_value, rank),
+            "o_proj": (hidden, heads * latent.value_dim),
+        }
+        return {f"self_attn.{name}.weight": shape for name, shape in shapes.items()}
 
     def _mlp(self) -> dict[str, tuple[int, ...]]:
         inner, hidden = self.intermediate_size, self.hidden_size
@@ -198,6 +235,8 @@ def unshared_base(shape: ModelShape, *, num_ranks: int) -> str | None:
     """Why engine and trainer, of this many ranks each, cannot read one copy of the model; None if they can."""
     if shape.num_experts:
         return "has experts, which the engine holds otherwise"
+    if shape.latent is not None:
+        return "has latent attention, which the engine holds otherwise"
     if shape.architecture == "Gemma2ForCausalLM" or shape.has_fused_qkv:
         return "has weights that the engine changes when it loads them"
     if num_ranks == 1:
@@ -243,7 +282,10 @@ def decoder_shape(
         num_layers=num_layers(config),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=size(config, "head_dim", default=hidden // heads if head_dim is None else head_dim),
+        # transformers gives the rotated part of latent attention this name.
+        head_dim=size(
+            {} if "latent" in special else config, "head_dim", default=hidden // heads if head_dim is None else head_dim
+        ),
         vocab_size=size(config, "vocab_size"),
         context_length=size(config, "max_position_embeddings"),
         is_tied=flag(config, "tie_word_embeddings", default=is_tied),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasuki.models.shape import ModelShape, QkNorm
+from tasuki.models.shape import Latent, ModelShape, QkNorm
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -49,7 +49,7 @@ def kept_in_mlp(
             # No activation; logits in the place of probabilities, but those of the chosen, too; an index of biases.
             experts += model.experts_per_token * (_FLOAT32 + _INT64 - model.expert_size * compute_bytes)
             experts -= (_FLOAT32 - compute_bytes) * model.num_experts
-        if model.has_router_bias and compute_bytes < _FLOAT32:
+        if (model.has_router_bias or model.latent is not None) and compute_bytes < _FLOAT32:
             experts += _FLOAT32 * model.hidden_size  # the router's input
         return experts + _kept_in_shared_expert(model, compute_bytes, is_fused=is_fused, keeps_product=keeps_product)
     return (2 + keeps_product + (not is_fused)) * model.intermediate_size * compute_bytes
@@ -91,6 +91,8 @@ def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int, 
     norm: bytes per element of a norm.
     """
     query, kv, heads = model.query_size, model.kv_size, model.num_heads
+    if model.latent is not None:
+        return _kept_of_latent_attention(model, model.latent, compute_bytes, norm=norm)
     norms = 0
     if model.qk_norm is not None:
         sums = heads + model.num_kv_heads if model.qk_norm is QkNorm.HEAD else 2
@@ -106,6 +108,22 @@ def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int, 
         # The output also in another layout.
         kept += query
     return norms + kept * compute_bytes + 4 * heads
+
+
+def _kept_of_latent_attention(model: ModelShape, latent: Latent, compute_bytes: int, *, norm: int) -> int:
+    """Bytes per token: both norms of small vectors and their results; joined queries and keys, values, the output, also in another layout,
+    and one float32 per head.
+
+    Values and output are padded to the size of keys; otherwise values are a view of what they are projected with.
+    """
+    heads, ranks = model.num_heads, latent.kv_rank + (latent.query_rank or 0)
+    norms = ranks * (norm + compute_bytes) + 4 * (1 if latent.query_rank is None else 2)
+    if compute_bytes == _FLOAT32:
+        norms += _FLOAT32 * latent.rope_dim  # of one tensor with the small vector
+    is_padded = latent.value_dim < model.head_dim
+    projected = model.head_dim if is_padded else model.head_dim - latent.rope_dim + latent.value_dim
+    output = max(model.head_dim, latent.value_dim) + latent.value_dim
+    return norms + (2 * model.query_size + heads * (projected + output)) * compute_bytes + 4 * heads
 
 
 def _kept_of_norm(model: ModelShape, compute_bytes: int, *, is_fused: bool) -> int:

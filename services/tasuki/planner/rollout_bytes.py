@@ -21,6 +21,13 @@ MEASURED_FREE = 0.03
 """Most of the free memory that SGLang leaves when it checks the cache whose tokens are planned (rollout/arguments.py)."""
 # CUDA graphs: what they take whatever their batches, and at least.
 _GRAPHS, _CUDA_GRAPHS = 100 * 10**6, 600 * 10**6
+# Every rank has these whole.
+_WHOLE = ("o_proj.bias", "down_proj.bias", "down_proj_bias", "q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+_FUSED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +57,14 @@ def _engine_weights(model: ModelShape, tp_size: int, element_bytes: int, device:
         # In addition to the part counted above.
         tensors.append(model.vocab_size * model.hidden_size * (tp_size - 1) // tp_size * element_bytes)
     # The rotary tables, in float32.
-    tensors.append(model.context_length * model.head_dim * 4)
+    tensors.append(model.context_length * (model.head_dim if model.latent is None else model.latent.rope_dim) * 4)
     return arena_bytes(tuple(tensors), device=device)
 
 
 def kv_bytes_per_token(node: Node) -> int:
-    """Keys and values of one token in all layers of one rank."""
+    """What one rank caches of one token in all layers: keys and values, or the vector that they are projected from."""
+    if node.model.latent is not None:
+        return node.model.num_layers * node.model.latent.cached_size * node.engine_bytes
     heads = max(1, node.model.num_kv_heads // node.tp_size)
     return 2 * node.model.num_layers * heads * node.model.head_dim * node.engine_bytes
 
@@ -69,7 +78,7 @@ def kv_pool(node: Node, *, taken_bytes: int) -> KvPool:
     most = node.kv_tokens
     if node.device == "cpu":
         most = max(CPU_TOKENS, node.longest_sequence) if most is None else most
-        num_buffers = 2 * node.model.num_layers  # keys and values
+        num_buffers = (1 if node.model.latent is not None else 2) * node.model.num_layers  # keys and values
         buffer = (most + _CONTEXT_SLACK + 1) * each // num_buffers
         # SGLang's table of every request's slots.
         table = (running_requests(node.config) + 1) * (node.longest_sequence + _CONTEXT_SLACK + 4) * 4
@@ -113,17 +122,15 @@ def engine_step(node: Node) -> int:
 
 
 def _rank_tensors(unit: Shapes, tp_size: int) -> dict[str, int]:
-    """Elements of a rank's parameters in one unit: SGLang fuses q, k and v, and gate and up."""
+    """Elements of a rank's parameters in one unit: SGLang fuses q, k and v, the first projections of latent attention, and gate and up."""
     joined: dict[str, int] = {}
     for name, shape in unit.items():
-        is_whole = (
-            "norm" in name or name.startswith(ROUTERS) or name.endswith(("o_proj.bias", "down_proj.bias", "down_proj_bias"))
-        )
+        is_whole = "norm" in name or name.startswith(ROUTERS) or name.endswith(_WHOLE)
         numel = math.prod(shape) if is_whole else -(-math.prod(shape) // tp_size)
         if name in ("embed_tokens.weight", "lm_head.weight"):
             rows = -(-shape[0] // VOCABULARY_STEP) * VOCABULARY_STEP
             numel = -(-rows // tp_size) * shape[1]
-        for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
-            name = name.replace(part, "qkv_proj" if part in ("q_proj", "k_proj", "v_proj") else "gate_up_proj")
+        for part, fused in _FUSED.items():
+            name = name.replace(f".{part}.", f".{fused}.")
         joined[name] = joined.get(name, 0) + numel
     return joined

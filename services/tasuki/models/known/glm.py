@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from tasuki.models import rope
-from tasuki.models.config_json import Config, flag, num_layers, number, size
+from tasuki.models.config_json import Config, elements, flag, num_layers, unsupported
 from tasuki.models.family import Family
+from tasuki.models.known.deepseek import EXPERT_KEYS, LATENT_KEYS, latent_attention, latent_model, require, shared_and_routed
 from tasuki.models.shape import QkNorm
-from tasuki.wire.errors import InvalidArgument
-
-_GLM_KEYS = (
-    "attention_bias", "use_qk_norm", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "first_k_dense_replace", "routed_scaling_factor", "num_nextn_predict_layers",
-)  # fmt: skip
 
 
-def _glm_experts(config: Config) -> dict[str, Any]:
-    """Experts in all layers but the first, beside an MLP that every token passes."""
-    inner = size(config, "moe_intermediate_size")
-    first = config.get("first_k_dense_replace", 1)
-    if type(first) is not int or first < 0:
-        raise InvalidArgument(
-            "first_k_dense_replace", f"must be a whole number from 0 in the model's config.json, not {first!r}"
-        )
-    number(config, "routed_scaling_factor", default=1.0)
-    has_drafts = config.get("num_nextn_predict_layers") not in (None, 0)
-    return {
-        "num_experts": size(config, "n_routed_experts"),
-        "experts_per_token": size(config, "num_experts_per_tok"),
-        "expert_size": inner,
-        "shared_expert_size": inner * size(config, "n_shared_experts", default=1),
-        "has_router_bias": True,
-        "dense_layers": frozenset(range(min(first, num_layers(config)))),
-        "num_draft_layers": size(config, "num_nextn_predict_layers") if has_drafts else 0,
-    }
+def _refuse_layer_types(config: Config) -> None:
+    first, listed = config.get("first_k_dense_replace"), elements(config, "mlp_layer_types", of=str)
+    dense = 1 if listed is None else listed.count("dense")
+    if listed is not None and listed != ["dense"] * dense + ["sparse"] * (num_layers(config) - dense):
+        raise unsupported(config, "mlp_layer_types", "the engine has dense layers before all others of this family")
+    if first != dense:
+        raise unsupported(config, "first_k_dense_replace", f"transformers has {dense} dense layers of this family")
 
 
 FAMILIES = (
@@ -58,7 +41,7 @@ FAMILIES = (
         architecture="Glm4MoeForCausalLM",
         model_type="glm4_moe",
         keys={
-            **dict.fromkeys(_GLM_KEYS),
+            **dict.fromkeys((*EXPERT_KEYS, "attention_bias", "use_qk_norm")),
             "norm_topk_prob": (True,),
             "n_group": (1,),
             "topk_group": (1,),
@@ -68,9 +51,25 @@ FAMILIES = (
         has_partial_rope=True,
         shape={"joins_rotated": True},
         shape_of=lambda config: {
-            **_glm_experts(config),
+            **shared_and_routed(config),
             "has_qkv_bias": flag(config, "attention_bias"),
             "qk_norm": QkNorm.HEAD if flag(config, "use_qk_norm") else None,
         },
+    ),
+    # GLM 4.7 Flash: DeepSeek V3's layers.
+    Family(
+        architecture="Glm4MoeLiteForCausalLM",
+        model_type="glm4_moe_lite",
+        keys={
+            **LATENT_KEYS,
+            "mlp_layer_types": None,
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "norm_topk_prob": (True,),
+        },
+        rope_types=rope.DEFAULT,
+        shape_of=lambda config: {**latent_attention(config), **shared_and_routed(config)},
+        model_of=latent_model,
+        checks=(partial(require, keys=("q_lora_rank", "num_key_value_heads", "first_k_dense_replace")), _refuse_layer_types),
     ),
 )

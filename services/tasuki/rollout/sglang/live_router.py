@@ -1,7 +1,7 @@
-"""Routers of GLM 4.5 that follow a sync.
+"""Routers of GLM 4.5 and 4.7 Flash that follow a sync.
 
-SGLang's `Glm4MoeGate` keeps a float32 copy of its first weight, which later weights would not reach ("must be invalidated" in its
-source, models/glm4_moe.py). Delete this file when it keeps none.
+SGLang's `Glm4MoeGate` and `Glm4MoeLiteGate` keep a float32 copy of their first weight, which later weights would not reach ("must be
+invalidated" in their sources, models/glm4_moe.py). Delete this file when they keep none.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from torch.nn.functional import linear
 
 def install_live_routers() -> None:
     """Makes GLM's routers of this process read their weight in every pass, in CUDA graphs too."""
-    from sglang.srt.models import glm4_moe
+    from sglang.srt.models import glm4_moe, glm4_moe_lite
 
-    gate: Any = glm4_moe.Glm4MoeGate
-    gate.forward = _logits
+    gates: tuple[Any, ...] = (glm4_moe.Glm4MoeGate, glm4_moe_lite.Glm4MoeLiteGate)
+    for gate in gates:
+        gate.forward = _logits
 
 
 def _logits(gate: Any, hidden_TH: Tensor) -> Tensor:

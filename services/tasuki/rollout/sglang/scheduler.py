@@ -40,6 +40,7 @@ from tasuki.rollout.sglang.dense_lora import install_dense_lora
 from tasuki.rollout.sglang.first_samples import FirstSamples
 from tasuki.rollout.sglang.float32_logits import install_float32_logits
 from tasuki.rollout.sglang.json_grammar import JsonGrammars
+from tasuki.rollout.sglang.latent import install_latent_attention
 from tasuki.rollout.sglang.live_router import install_live_routers
 from tasuki.rollout.sglang.memory_saver import install_saver
 from tasuki.rollout.sglang.oss import install_oss
@@ -315,8 +316,10 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
     if setup.config is not None and device == "cuda":
         install_float32_logits()
     shape = None if setup.config is None else read_model_shape(setup.config.model.path)
-    if shape is not None and shape.has_router_bias:
+    if shape is not None and shape.architecture.startswith("Glm4Moe"):
         install_live_routers()
+    if shape is not None and shape.latent is not None:
+        install_latent_attention(device=device)
     if shape is not None and shape.has_sinks:
         install_oss(device=device)
     if setup.config is not None and shape is not None and setup.config.trainer.router_replay:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from tasuki.models.family import Attention
@@ -85,15 +86,17 @@ class LayerAttention:
     sharing: SequenceGroup | None = None
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int, sinks_H: Tensor | None = None) -> Tensor:
-        """[T, H, D] for this rank's tokens."""
-        own, sharing = self.attention, self.sharing
+        """[T, H, D] for this rank's tokens. Values with smaller heads than keys are padded, since not every kernel takes them."""
+        own, sharing, value_dim = self.attention, self.sharing, v_TKD.shape[-1]
+        if value_dim < k_TKD.shape[-1]:
+            v_TKD = pad(v_TKD, (0, k_TKD.shape[-1] - value_dim))
         qkv = (q_THD, k_TKD, v_TKD) if sharing is None else sharing.to_heads(q_THD, k_TKD, v_TKD)
         settings: dict[str, Any] = {"scale": own.query_scale, "window": own.windows[layer], "softcap": own.logit_softcap}
         if sinks_H is not None:
             part = None if sharing is None else sharing.part
             settings["sinks_H"] = sinks_H if part is None else sinks_H.view(part.num_parts, -1)[part.index]
         out = self.sequences.attend(*qkv, **settings)
-        return out if sharing is None else sharing.to_tokens(out)
+        return (out if sharing is None else sharing.to_tokens(out))[..., :value_dim]
 
 
 @dataclass(frozen=True, slots=True)

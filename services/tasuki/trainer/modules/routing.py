@@ -17,7 +17,7 @@ from tasuki.trainer.modules.pointwise import clamped_gate
 
 _ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter")
 # Their layers choose experts themselves, from a router's logits.
-_CHOOSING = ("Glm4MoeMoE",)
+_CHOOSING = ("Glm4MoeMoE", "DeepseekV2Moe", "DeepseekV3MoE", "Glm4MoeLiteMoE")
 EXPERTS = "grouped_mm"
 """Name in transformers of the implementation that sorts tokens by expert and computes all experts in one grouped product."""
 
@@ -31,11 +31,12 @@ class Router(nn.Module):
     """Computes like transformers' router. If logits are close, two passes over a token could choose different experts, since kernels sum
     in varying order. `routing_operators` isolates the choice, so that it can be kept for the second pass."""
 
-    def __init__(self, router: nn.Module) -> None:
+    def __init__(self, router: nn.Module, *, num_chosen: int | None = None) -> None:
+        """num_chosen: experts of a token, if the router does not know it."""
         super().__init__()
         given: Any = router
         self.weight: nn.Parameter = given.weight
-        self.num_chosen: int = given.top_k
+        self.num_chosen: int = given.top_k if num_chosen is None else num_chosen
         self._is_normalized: bool = getattr(given, "norm_topk_prob", True)
         self._keeps_dtype = type(router).__name__.startswith("Qwen3")
         self.replayed_TK: Tensor | None = None
@@ -82,7 +83,7 @@ class BiasedRouter(Router):
 
     def __init__(self, layer: nn.Module) -> None:
         given: Any = layer
-        super().__init__(given.gate)
+        super().__init__(given.gate, num_chosen=given.top_k)
         self.register_buffer("e_score_correction_bias", given.gate.e_score_correction_bias)
         self._scale: float = given.routed_scaling_factor
         assert given.norm_topk_prob and given.n_group == 1, "the family refuses others"
@@ -109,6 +110,24 @@ class ChosenRouter(Router):
         return logits_TE, torch.softmax(logits_TK, dim=-1, dtype=torch.float32).to(logits_TE.dtype), chosen_TK
 
 
+class ScaledRouter(Router):
+    """The router of a layer that computes its logits itself, in float32, and ranks probabilities. Weights are scaled."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        given: Any = layer
+        super().__init__(given.gate, num_chosen=given.top_k)
+        self._scale: float = given.routed_scaling_factor
+
+    def forward(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        probs_TE = logits_TE.flatten(0, -2).softmax(dim=-1)
+        weights_TK, chosen_TK = self._choose(probs_TE, probs_TE.detach())
+        return logits_TE, weights_TK * self._scale, chosen_TK
+
+    def route(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Takes the place of the layer's own choice."""
+        return _routes(self(logits_TE))
+
+
 def replace_routers(causal_lm: nn.Module) -> None:
     """Replaces the routers, and the activation of gpt-oss's experts. Parameters keep their names and order."""
     for parent in list(causal_lm.modules()):
@@ -119,10 +138,11 @@ def replace_routers(causal_lm: nn.Module) -> None:
                 setattr(parent, name, ChosenRouter(module))
             elif type(module).__name__ == "GptOssExperts":
                 module.__dict__["_apply_gate"] = clamped_gate(module)
-            elif type(module).__name__ in _CHOOSING and type(module.gate) is not BiasedRouter:
+            elif type(module).__name__ in _CHOOSING and not isinstance(module.gate, Router):
                 layer: Any = module
-                layer.gate = BiasedRouter(module)
-                layer.route_tokens_to_experts = _routes
+                is_biased = hasattr(layer.gate, "e_score_correction_bias")
+                layer.gate = BiasedRouter(layer) if is_biased else ScaledRouter(layer)
+                layer.route_tokens_to_experts = _routes if is_biased else layer.gate.route
 
 
 def _routes(routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -138,6 +138,25 @@ class BatchedAttention(TorchNativeAttnBackend):
         return torch.cat((logits, sinks.expand(*logits.shape[:-1], 1)), dim=-1)
 
 
+def install_cpu_latent_attention() -> None:
+    """Makes SGLang rotate heads of latent attention as on other devices, and attend to what is cached without expanding it.
+
+    SGLang's own is for CPUs with AMX, and has no angles but those of YaRN.
+    """
+    from sglang.srt.layers.rotary_embedding import factory
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    of_yarn: Any = factory.get_rope_cpu
+
+    def get_rope_cpu(*settings: Any) -> Any:
+        *given, _ = settings  # the device
+        return of_yarn(*settings) if given[5] is not None else factory.get_rope(*given)
+
+    factory.get_rope_cpu = get_rope_cpu
+    AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+
+
 def _groups(lengths: Sequence[int], *, elements_per_token: int) -> Iterator[tuple[Tensor, int]]:
     """Groups of sequences of similar length, padded and computed together, with the longest length of each group."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)

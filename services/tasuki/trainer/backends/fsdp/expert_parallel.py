@@ -23,7 +23,15 @@ from torch.nn.functional import grouped_mm
 
 from tasuki.trainer.modules.pointwise import clamped_gate
 
-_EXPERTS = ("MixtralExperts", "Qwen3MoeExperts", "Glm4MoeNaiveMoe", "GptOssExperts")
+_EXPERTS = (
+    "MixtralExperts",
+    "Qwen3MoeExperts",
+    "Glm4MoeNaiveMoe",
+    "Glm4MoeLiteNaiveMoe",
+    "DeepseekV2Experts",
+    "DeepseekV3NaiveMoe",
+    "GptOssExperts",
+)
 
 
 class _Routes(NamedTuple):

@@ -239,6 +239,7 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
             _without_dropout(source.config), dtype=source.param_dtype, attn_implementation=IMPLEMENTATION, **experts
         )
         check_module(causal_lm, model)
+        correct_latent_norms(causal_lm)
         replace_routers(causal_lm)
         if source.mesh.device_type == "cuda" or source.compiles:
             fuse_pointwise(causal_lm)
@@ -356,6 +357,17 @@ def check_module(causal_lm: PreTrainedModel, model: Model) -> None:
     buffers, known = {name for name, _ in causal_lm.named_buffers()}, model.buffers()
     for name in sorted(buffers ^ known):
         raise _unaccounted(causal_lm, f"buffer {name}", _presence(name in buffers), _presence(name in known))
+
+
+def correct_latent_norms(causal_lm: PreTrainedModel) -> None:
+    """Gives norms of latent attention the epsilon of all others.
+
+    transformers leaves them at 1e-6 whatever the configuration has; the engine does not, nor do makers of models with another. GLM 4.7
+    Flash has 1e-5, and its makers' recipe (THUDM/slime, scripts/models/glm4.7-30B-A3B.sh) trains all norms with 1e-5, Megatron's default.
+    """
+    for name, norm in causal_lm.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            cast(Any, norm).variance_epsilon = cast(Any, causal_lm.config).rms_norm_eps
 
 
 def set_buffers(causal_lm: PreTrainedModel, model: Model, *, device: torch.device) -> None:
