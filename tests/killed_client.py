@@ -52,6 +52,8 @@ class Run:
     folder: Path
     output: str
     settings: Mapping[str, object]
+    repeats: str = ""
+    """Another run, with carried groups, whose samples this one takes."""
 
     @property
     def output_dir(self) -> Path:
@@ -72,9 +74,10 @@ class Run:
         arguments = [argument for key, value in settings.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
         argv = ["train", str(self.config), *options, *arguments]
         log = self.folder / f"{self.output}.log"
-        process = _forks(self.config.parent / "model").Process(
-            target=_train, args=(argv, self.folder, log, dies_after_s, self.calls if dies_at_new_calls else None)
-        )
+        groups = self.folder / f"{self.repeats or self.output}.groups"
+        calls = self.calls if dies_at_new_calls else None
+        arguments = argv, self.folder, log, dies_after_s, calls, groups, bool(self.repeats)
+        process = _forks(self.config.parent / "model").Process(target=_train, args=arguments)
         process.start()
         process.join(LIMIT_S)
         assert process.exitcode in (0, -signal.SIGKILL), f"{process.exitcode}: {log.read_text()}"
@@ -112,9 +115,50 @@ def _forks(model: Path) -> Any:
     return context
 
 
-def _train(argv: list[str], folder: Path, log: Path, dies_after_s: float | None, calls: Path | None) -> None:
+def _record_groups(file: Path) -> None:
+    """Writes after each generation of carried groups which were taken, and all groups with their samples."""
+    from tasuki.client.carry import Carry
+
+    take = Carry.take
+
+    def recorded(self: Carry, *args: Any, call_number: int, **rest: Any) -> Any:
+        groups = list(self.groups)
+        taken = take(self, *args, call_number=call_number, **rest)
+        with file.open("a") as lines:
+            lines.write(json.dumps([call_number, [group.id for group in taken], [group.as_json() for group in groups]]) + "\n")
+        return taken
+
+    Carry.take = recorded
+
+
+def _repeat_groups(file: Path) -> None:
+    """Takes the recorded samples, which continue those carried so far, in place of generating."""
+    from tasuki.client.carry import CarriedGroup, Carry
+
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    told = {call_number: rest for call_number, *rest in lines}  # the last: what a killed client had generated is lost
+
+    def repeated(self: Carry, *_: Any, call_number: int, **__: Any) -> Any:
+        taken, records = told[call_number]
+        groups = [CarriedGroup.of(record) for record in records]
+        for own, group in zip(self.groups, groups, strict=True):
+            assert (own.id, own.row, list(own.prompt_token_ids)) == (group.id, group.row, list(group.prompt_token_ids))
+            for before, after in zip(own.samples, group.samples, strict=True):
+                length = len(before.token_ids)
+                assert before.token_ids.tolist() == after.token_ids[:length].tolist()
+                assert before.rollout_log_probs.tolist() == after.rollout_log_probs[:length].tolist()
+        self.groups = [group for group in groups if group.id not in taken]
+        return [group for group in groups if group.id in taken]
+
+    Carry.take = repeated
+
+
+def _train(
+    argv: list[str], folder: Path, log: Path, dies_after_s: float | None, calls: Path | None, groups: Path, repeats: bool
+) -> None:
     from tasuki.cli import __main__, train
 
+    (_repeat_groups if repeats else _record_groups)(groups)
     os.chdir(folder)
     os.environ.update(ENVIRONMENT)
     with log.open("a") as file:
