@@ -27,7 +27,7 @@ def write_folder(folder: Path, tokenizer: Tokenizer, **files: Mapping[str, Any])
     return folder
 
 
-def trained(kind: str) -> Tokenizer:
+def trained(kind: str, special: Sequence[str] = SPECIAL) -> Tokenizer:
     """A small tokenizer with the usual parts of its kind."""
     if kind == "bytes":
         tokenizer = Tokenizer(models.BPE())
@@ -36,32 +36,32 @@ def trained(kind: str) -> Tokenizer:
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer: Any = trainers.BpeTrainer(
-            vocab_size=340, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+            vocab_size=340, special_tokens=[*special], initial_alphabet=alphabet, show_progress=False
         )
     elif kind == "words":
         tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
-        trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=SPECIAL, show_progress=False)
+        trainer = trainers.WordPieceTrainer(vocab_size=120, special_tokens=[*special], show_progress=False)
     elif kind == "pieces":
         tokenizer = Tokenizer(models.Unigram())
         tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.decoder = decoders.Metaspace()
-        trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
+        trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=[*special], unk_token="<unk>", show_progress=False)
     else:  # as sentencepiece's BPE is converted
         tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         tokenizer.decoder = decoders.Sequence(
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         )
-        special = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
-        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+        pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=pieces, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     if kind == "fallback":  # bytes are tokens of the vocabulary, not of the text
         table = json.loads(tokenizer.to_str())
-        table["added_tokens"] = table["added_tokens"][: len(SPECIAL)]
+        table["added_tokens"] = table["added_tokens"][: len(special)]
         tokenizer = Tokenizer.from_str(json.dumps(table))
     return tokenizer
 
@@ -78,7 +78,9 @@ PARTS = (
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"x": None}}}]
 
 
-def rendered(template: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], *, is_prompt: bool) -> str:
+def rendered(
+    template: str, messages: Sequence[Mapping[str, Any]], fields: Mapping[str, Any], *, is_prompt: bool, **tokens: str | None
+) -> str:
     """By transformers, with the text of a single part where the template reads only text."""
     options = {"tools": fields.get("tools"), "add_generation_prompt": is_prompt, **(fields.get("chat_template_kwargs") or {})}
     chat = [dict(message) for message in messages]
@@ -87,5 +89,6 @@ def rendered(template: str, messages: Sequence[Mapping[str, Any]], fields: Mappi
             if isinstance(message["content"], list):
                 (part,) = message["content"]
                 message["content"] = part["text"]
-    texts, _ = render_jinja_template([chat], chat_template=template, bos_token="<bos>", eos_token="<eos>", **options)
+    known = {"bos_token": "<bos>", "eos_token": "<eos>", **tokens}
+    texts, _ = render_jinja_template([chat], chat_template=template, **known, **options)
     return texts[0]

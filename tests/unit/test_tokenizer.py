@@ -1,7 +1,6 @@
 """Tokenizers of model folders: ids, texts and chats are those of the folder's own files."""
 
 import json
-from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,11 +14,11 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tasuki.client.sft_data import sft_sample
-from tasuki.models.tokenizer import check_tokenizer, read_stop_token_ids
+from tasuki.models.tokenizer import check_tokenizer
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tests.extent import examples
-from tests.unit.small_tokenizers import DIGITS, KINDS, PARTS, SPECIAL, TOOLS, TRAINED, rendered, write_folder
+from tests.unit.small_tokenizers import DIGITS, KINDS, SPECIAL, TRAINED, write_folder
 
 _NORMALIZERS = st.lists(
     st.sampled_from(
@@ -170,56 +169,6 @@ def test_a_completion_follows_its_prompt_and_no_prompt_ends(tmp_path: Path, kind
     assert found.decode(np.array([*prompt, *completion])) == "the answer is 42"
     chat = found.encode_prompt([{"role": "user", "content": "the answer"}])
     assert not {own.token_to_id("<bos>"), own.token_to_id("<eos>")} & set(chat)
-
-
-LAYOUTS: dict[str, tuple[str, str | None, str, str | None, Sequence[str]]] = {
-    # kind, tokenizer_class, model_type, tokens around a text, end-of-sequence tokens of generation_config.json
-    "llama-3": ("bytes", "PreTrainedTokenizerFast", "llama", "<bos> $A", ["<eos>", "<|im_end|>"]),
-    "deepseek-r1-distill-llama": ("bytes", "LlamaTokenizerFast", "llama", "<bos> $A", ["<eos>"]),
-    "deepseek-r1-distill-qwen": ("bytes", "LlamaTokenizerFast", "qwen2", "<bos> $A", ["<eos>"]),
-    "olmo-2": ("bytes", "GPT2Tokenizer", "olmo2", None, ["<eos>"]),
-    "yi": ("fallback", "LlamaTokenizer", "llama", None, ["<|im_end|>"]),
-    "mistral-tekken": ("bytes", "LlamaTokenizerFast", "mistral", "<bos> $A", ["<eos>"]),
-    "gemma-3": ("fallback", "GemmaTokenizer", "gemma3_text", "<bos> $A", ["<eos>", "<|im_end|>"]),
-    "phi-4": ("bytes", "GPT2Tokenizer", "phi3", None, ["<|im_end|>"]),
-    "glm-4": ("bytes", "PreTrainedTokenizer", "glm4", "<|im_start|> <bos> $A", ["<eos>", "<|im_start|>"]),
-    "smollm2": ("bytes", "GPT2Tokenizer", "llama", None, ["<|im_end|>"]),
-    "qwen3": ("bytes", "Qwen2Tokenizer", "qwen3", None, ["<|im_end|>", "<eos>"]),
-    "qwen2.5-instruct": ("bytes", "Qwen2Tokenizer", "qwen2", None, ["<|im_end|>", "<eos>"]),
-    "saved-by-transformers-5": ("pieces", "TokenizersBackend", "llama", "<bos> $A", ["<eos>"]),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_popular_layout_is_read_by_its_own_files(tmp_path: Path, layout: str) -> None:
-    kind, name, family, around, ends = LAYOUTS[layout]
-    own = Tokenizer.from_str(TRAINED[kind])
-    if around is not None:
-        ids = [(text, own.token_to_id(text)) for text in SPECIAL]
-        own.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
-    end_ids = [own.token_to_id(text) for text in ends]
-    shapes = {"model_type": family, "eos_token_id": end_ids[0]}
-    vocab = {"vocab_size": own.get_vocab_size()}
-    config = {**shapes, "text_config": vocab} if layout == "gemma-3" else {**shapes, **vocab}
-    declared = {str(own.token_to_id(text)): {"content": text, "special": True} for text in SPECIAL}
-    write_folder(
-        tmp_path,
-        own,
-        config=config,
-        generation_config={"eos_token_id": end_ids},
-        tokenizer_config={"tokenizer_class": name, "eos_token": {"content": ends[0]}, "added_tokens_decoder": declared},
-        tekken={"config": {}},
-    )
-    (tmp_path / "chat_template.jinja").write_text(PARTS)
-    text = "how many apples are there in 2023?\n élan 中文 😀 ."
-    found = ModelTokenizer(tmp_path)
-    assert check_tokenizer(tmp_path) == []
-    assert found.encode_prompt(text) == own.encode(text).ids
-    assert found.decode(np.array(own.encode(text).ids)) == own.decode(own.encode(text).ids)
-    chat = [{"role": "system", "content": "x"}, {"role": "user", "content": [{"type": "text", "text": text}]}]
-    by_hand = rendered(PARTS, chat, {"tools": TOOLS}, is_prompt=True)
-    assert found.encode_prompt(chat, {"tools": TOOLS}) == own.encode(by_hand, add_special_tokens=False).ids
-    assert set(read_stop_token_ids(tmp_path, vocab_size=500)) == set(end_ids)
 
 
 def _without(name: str) -> Any:

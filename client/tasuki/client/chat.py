@@ -35,7 +35,7 @@ def chat_tokens(
     """Finds the assistant's tokens by rendering the conversation up to each of its turns.
 
     render_prompt: like render, with the generation prompt appended.
-    A turn starts where its prompt ends. It ends with its last stop token, or at its last token without one.
+    A turn starts where its prompt ends. It ends with its last stop token, or else with one that begins the next message, as GLM's.
     Raises InvalidArgument if rendering part of a conversation is not a prefix of rendering the whole.
     """
     token_ids = render(messages)
@@ -49,7 +49,7 @@ def chat_tokens(
             if longer[: len(shorter)] != shorter:
                 raise InvalidArgument("messages", _no_prefix(index, is_prompt=shorter is prompt))
         stops = [place for place in range(len(prompt), len(turn)) if turn[place] in stop_token_ids]
-        end = stops[-1] + 1 if stops else len(turn)
+        end = stops[-1] + 1 if stops else len(turn) + any(one in stop_token_ids for one in token_ids[len(turn) :][:1])
         assistant_mask[len(prompt) : end] = [1] * (end - len(prompt))
     return ChatTokens(token_ids, assistant_mask)
 
