@@ -1,6 +1,8 @@
 """Exported models: what rollout was given, in its dtype."""
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,21 @@ def test_what_is_not_trained_is_exported_in_its_own_dtype(mesh: DeviceMesh, tmp_
     )
     with pytest.raises(InvalidArgument, match=r"eh_proj.weight is F8_E5M2, the trainer reads"):
         check_stored(folder, read_model_shape(folder))
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_an_exported_model_is_shared_as_the_umask_says(mesh: DeviceMesh, model: Path, tmp_path: Path, umask: int) -> None:
+    """Unlike checkpoints, logs and samples: nothing in it tells of the data. In a run's folder it is private until it is copied."""
+    backend, others = fsdp(start_learner(model, mesh=mesh, lora={"rank": 4})), os.umask(umask)
+    try:
+        backend.export_model(tmp_path / "model")
+    finally:
+        os.umask(others)
+    backend.close()
+    paths = [tmp_path / "model", *(tmp_path / "model").rglob("*")]
+    assert len(paths) > 5
+    for path in paths:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o777 if path.is_dir() else 0o666) & ~umask, path
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(mesh: DeviceMesh, model: Path, tmp_path: Path) -> None:

@@ -120,9 +120,7 @@ class SafetensorsWriter:
     def _flush(self) -> None:
         if self._pending:
             file = self._file(len(self._files))
-            _save(self._pending, file)
-            # safetensors creates files readable by their owner only; the rest of the folder follows the umask.
-            file.chmod(self._folder.stat().st_mode & 0o666)
+            save_tensors(self._pending, file)
             self._total_bytes += sum(tensor.nbytes for tensor in self._pending.values())
             self._files.append(list(self._pending))
             self._pending = {}
@@ -131,8 +129,8 @@ class SafetensorsWriter:
         return self._folder / f"part-{index}.safetensors"
 
 
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    """Raises OSError, which safetensors reports only as text."""
+def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """The file is as private as its folder. Raises OSError, which safetensors reports only as text."""
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -140,6 +138,7 @@ def _save(tensors: dict[str, Tensor], file: Path) -> None:
         if code is None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors creates files readable by their owner only
 
 
 def copy_other_files(source: Path, folder: Path, *, dtype: torch.dtype) -> None:

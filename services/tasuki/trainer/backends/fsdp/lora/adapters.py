@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.adapter_folder import ADAPTER_FILE
+from tasuki.trainer.durable.model_folder import save_tensors
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -126,7 +126,7 @@ def adapter_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
 def write_adapter(folder: Path, tensors: dict[str, Tensor], *, config: LoraConfig, source: Path) -> None:
     """Writes a folder that PEFT loads. tensors: of `adapter_tensors`. source: the model folder."""
     folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_tensors(tensors, folder / "adapter_model.safetensors")
     settings = _peft_config(config)
     settings.base_model_name_or_path, settings.task_type, settings.inference_mode = str(source), "CAUSAL_LM", True
     settings.target_modules = sorted(config.target_modules)  # PEFT's is a set, in another order in each process
