@@ -71,6 +71,11 @@ def test_dtypes_that_are_not_given_are_those_that_the_cpu_is_fast_in(
         ("[trainer]\nnum_rank = 2\n", [], "trainer.num_rank"),
         ("", ["rollout.tp=2"], "rollout.tp"),
         ("", ["trainer.num_ranks=0"], "trainer.num_ranks"),
+        (
+            '[trainer]\nrouter_replay = true\n[rollout]\nengine.speculative_algorithm = "NGRAM"\n',
+            ["device=cuda"],
+            "trainer.router_replay",
+        ),
         ("", ["trainer.learning_rate=-1"], "trainer.learning_rate"),
         ("", ["rollout.engine.max_total_tokens=-5"], "rollout.engine.max_total_tokens"),
         ("", ["coordinator.stage_timeout_s=0"], "coordinator.stage_timeout_s"),

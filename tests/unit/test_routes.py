@@ -21,6 +21,7 @@ from tasuki.trainer.data.checks import check_routed
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.shared_plan import _groups_of_prompts
 from tasuki.trainer.ranks.wire import decode_columns, encode_samples
+from tasuki.trainer.service import requests
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.v1 import types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
@@ -82,6 +83,12 @@ def test_a_call_without_experts_is_refused_where_they_are_replayed() -> None:
     assert refused.value.metadata["field"] == "samples[0].routed_experts"
 
 
+def test_a_call_beyond_the_training_log_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_MAX_ROUTE_BYTES", 31)
+    with pytest.raises(InvalidArgument, match="make several calls"):
+        decode_samples([routed(4), routed(4)], routes=SHAPE)
+
+
 def test_samples_share_a_prompt_only_with_its_experts() -> None:
     other = rows(4)
     other[1, 2:] = 0, 4
@@ -136,6 +143,11 @@ def test_turns_join_their_experts_to_one_for_each_token_but_the_last() -> None:
     message = encode.training_sample_to_proto(TrainingSample.of(branch), index=0)
     assert len(message.routed_experts) == 2 * (len(message.prompt_token_ids) + len(message.completion_token_ids) - 1)
     np.testing.assert_array_equal(encode.training_sample_from_proto(message).routed_experts, branch.routed_experts)
+    as_json = replace(TrainingSample.of(branch), routed_experts=np.asarray(branch.routed_experts).tolist())
+    assert encode.training_sample_to_proto(as_json, index=0) == message
+    with pytest.raises(InvalidArgument) as refused:
+        encode.training_sample_to_proto(replace(as_json, routed_experts=[[256]]), index=3)
+    assert refused.value.metadata["field"] == "samples[3].routed_experts"
 
 
 def test_the_engines_copy_of_its_tokens_experts_is_planned() -> None:

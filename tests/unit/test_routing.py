@@ -1,5 +1,6 @@
 """Routers of a mixture of experts: transformers' results, a choice made once, and the load of each expert."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,3 +106,18 @@ def test_the_load_is_that_of_transformers_choice(kind: str) -> None:
         assert not routers[0].load_E.any()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("kind", "experts"), [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts")])
+def test_replayed_experts_halve_the_log_prob_gap_to_another_precision(kind: str, experts: str) -> None:
+    """The engine is in float32, the trainer in bfloat16, with the same weights."""
+    model = make_model(kind, seed=1, num_hidden_layers=4, **{experts: 8}).to(torch.bfloat16)
+    engine, trainer, batch = policy_of(model.float()), policy_of(model.bfloat16()), pack((65,) * 8, seed=1)
+    chosen: list[Tensor] = []
+    for router in routers_of(engine):
+        router.register_forward_hook(lambda _module, _args, result: chosen.append(result[2]))
+    with torch.no_grad():
+        exact_N = engine(batch)[0]
+        replaying = replace(batch, routes_TR=torch.stack(chosen, dim=1).flatten(1).to(torch.int16))
+        gap, replayed = (float((trainer(each)[0] - exact_N).abs().max()) for each in (batch, replaying))
+    assert replayed < 0.5 * gap

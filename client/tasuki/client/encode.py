@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -63,9 +64,11 @@ def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2
 def _route_bytes(routes: Routes, *, field: str) -> bytes:
     if not len(routes):
         return b""
-    if not isinstance(routes, np.ndarray) or routes.dtype != np.uint8 or routes.ndim != 2:  # callers may have no types
-        raise InvalidArgument(field, "is not a sample's; give its routed_experts, unchanged")
-    return routes.tobytes()
+    with suppress(ValueError):
+        given = np.asarray(routes)
+        if given.ndim == 2 and given.dtype.kind in "iu" and given.min() >= 0 and given.max() < 256:  # callers may have no types
+            return given.astype(np.uint8).tobytes()
+    raise InvalidArgument(field, "is not a sample's; give its routed_experts, unchanged")
 
 
 def _routes(content: bytes, token_bytes: int) -> Routes:

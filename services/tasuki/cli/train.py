@@ -246,6 +246,7 @@ _SHOWN = (
     ("eval/loss", "held-out loss", ".4f"),
     ("signal_fraction", "signal", ".2f"),
     ("log_prob_gap_max", "gap", ".1e"),
+    ("router_disagreement", "other experts", ".1%"),
     ("explained_variance", "explained", ".2f"),
 )
 """Metrics in a step's line: name, label, format."""

@@ -116,6 +116,11 @@ def _check_kind_of_device(config: NodeConfig) -> None:
     if config.device == "cpu" and config.trainer.attention_backend in ("fa4", "varlen"):
         problem = f'= "{config.trainer.attention_backend}" needs device = "cuda": leave it out'
         raise SettingsConflict("trainer.attention_backend", problem)
+    if config.trainer.router_replay and "speculative_algorithm" in config.rollout.engine:
+        problem = (
+            "= true is not for rollout.engine.speculative_algorithm: SGLang's drafts overflow its routes; remove one of them"
+        )
+        raise SettingsConflict("trainer.router_replay", problem)
     if config.device == "cpu" and "speculative_algorithm" in config.rollout.engine:
         problem = 'needs device = "cuda": SGLang does not speculate on a CPU; leave it out'
         raise SettingsConflict("rollout.engine.speculative_algorithm", problem)

@@ -145,5 +145,7 @@ def _as_json(sample: Sample) -> dict[str, Any]:
     arrays = ("prompt_token_ids", "completion_token_ids", "rollout_log_probs", "loss_mask")
     fields = {name: np.asarray(getattr(known, name)).tolist() for name in arrays}
     spans = [{"num_tokens": one.num_tokens, "policy_version": one.policy_version} for one in sample.version_spans]
+    if len(sample.routed_experts):
+        fields["routed_experts"] = np.asarray(sample.routed_experts).tolist()
     told = {"policy_version": sample.policy_version, "temperature": sample.temperature, "version_spans": spans}
     return {**fields, **told, "has_exact_log_probs": sample.has_exact_log_probs}

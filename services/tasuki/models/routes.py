@@ -48,15 +48,19 @@ class RouteShape:
     def fault(self, routes: Routes) -> tuple[int, str] | None:
         """The first token with a route that no router could choose, and why; None if there is none."""
         by_layer = routes.reshape(-1, self.num_layers, self.experts_per_token)[:, self.sparse_layers]
-        experts = np.ascontiguousarray(by_layer.transpose(2, 0, 1))  # so that comparisons run over contiguous memory
-        is_outside = (experts < 0) | (experts >= self.num_experts)
-        if is_outside.any():
-            token, layer = np.argwhere(is_outside.any(axis=0))[0]
-            found = experts[is_outside[:, token, layer], token, layer][0]
-            return int(token), f"has expert {found} in layer {self.sparse_layers[layer]}; the model has {self.num_experts}"
-        for one, other in combinations(range(self.experts_per_token), 2):
-            if (is_doubled := experts[one] == experts[other]).any():
-                token, layer = np.argwhere(is_doubled)[0]
-                found = experts[one, token, layer]
-                return int(token), f"has expert {found} twice in layer {self.sparse_layers[layer]}"
+        # So that comparisons run over contiguous memory: a call may have a billion of them.
+        experts = np.ascontiguousarray(by_layer.reshape(-1, self.experts_per_token).T)
+        if experts.max(initial=0) >= self.num_experts or experts.min(initial=0) < 0:
+            is_outside = (experts < 0) | (experts >= self.num_experts)
+            place = int(is_outside.any(axis=0).argmax())
+            found = experts[is_outside[:, place], place][0]
+            return self._place(place, f"has expert {found}", f"; the model has {self.num_experts}")
+        for one, other in combinations(experts, 2):
+            if (is_doubled := one == other).any():
+                place = int(is_doubled.argmax())
+                return self._place(place, f"has expert {one[place]} twice", "")
         return None
+
+    def _place(self, place: int, problem: str, limit: str) -> tuple[int, str]:
+        token, layer = divmod(place, len(self.sparse_layers))
+        return token, f"{problem} in layer {self.sparse_layers[layer]}{limit}"

@@ -28,6 +28,8 @@ from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.routes import Whole
 
+# A logged call is one message, of at most 2 GiB.
+_MAX_ROUTE_BYTES = 3 << 29
 # Fields in which a single number applies to every token.
 _BROADCAST = "advantages"
 
@@ -77,6 +79,9 @@ def _routes(messages: Sequence[TrainingSample], routes: RouteShape) -> Routes | 
     """[T, R]; None if no sample has any. Raises InvalidArgument."""
     if not any(message.routed_experts for message in messages):
         return None
+    if (num_bytes := sum(len(message.routed_experts) for message in messages)) > _MAX_ROUTE_BYTES:
+        problem = f"take {num_bytes} bytes in one call, which the training log cannot hold; at most {_MAX_ROUTE_BYTES}: make several calls"
+        raise InvalidArgument("samples[].routed_experts", problem)
     num_tokens_S = [len(message.prompt_token_ids) + len(message.completion_token_ids) for message in messages]
     routes_TR = np.zeros((sum(num_tokens_S), routes.num_layers * routes.experts_per_token), routes.dtype)
     first = 0
