@@ -30,7 +30,7 @@ from tasuki.v1.types_pb2 import (
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import from_rpc_error
 from tests.choices import write_plan
-from tests.integration.stage_services import StageService, serving
+from tests.integration.stage_services import StageRollout, StageTrainer, serving
 from tests.limits import limit_s
 
 DEADLINE_S = limit_s(30.0)
@@ -44,8 +44,8 @@ class Node:
     """A coordinator process, a stub to it, and the services that it leads."""
 
     config: NodeConfig
-    trainer: StageService
-    rollout: StageService
+    trainer: StageTrainer
+    rollout: StageRollout
     start: Callable[[], Awaitable[asyncio.subprocess.Process]]
     """Starts a further coordinator."""
     process: asyncio.subprocess.Process
@@ -111,7 +111,7 @@ async def coordinators(config: NodeConfig) -> AsyncIterator[Callable[[], Awaitab
 
 
 @asynccontextmanager
-async def coordinated(config: NodeConfig, trainer: StageService, rollout: StageService) -> AsyncIterator[Node]:
+async def coordinated(config: NodeConfig, trainer: StageTrainer, rollout: StageRollout) -> AsyncIterator[Node]:
     """Starts a coordinator over these services; kills it at the end if it still runs."""
     async with coordinators(config) as start, open_channel(node_targets(config)["coordinator"]) as channel:
         yield Node(config, trainer, rollout, start, await start(), channel, CoordinatorServiceStub(channel))

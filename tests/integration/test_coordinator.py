@@ -17,11 +17,10 @@ from tasuki.v1.types_pb2 import (
     STAGE_LOAD_TRAINER,
     STAGE_LOAD_WEIGHTS,
     STAGE_PAUSE_KV,
-    STAGE_RESUME_KV,
-    STAGE_SYNC,
     STAGE_UNSPECIFIED,
 )
 from tasuki.wire.errors import OutOfGpuMemory
+from tasuki.wire.stages import Stage
 from tests.integration.coordinator_process import DEADLINE_S, TO_ROLLOUT, Node, running_coordinator
 
 
@@ -77,13 +76,13 @@ async def scraped(node: Node) -> str:
 
 
 async def test_failed_stage_comes_back_as_its_own_error_and_the_node_is_back_in_train(node: Node) -> None:
-    node.rollout.fail[STAGE_RESUME_KV] = OutOfGpuMemory("needs 12.4 GiB for kv_cache, 9.1 GiB free", tag="kv_cache")
+    node.rollout.fail[Stage.RESUME_KV] = OutOfGpuMemory("needs 12.4 GiB for kv_cache, 9.1 GiB free", tag="kv_cache")
     with pytest.raises(OutOfGpuMemory, match=r"9\.1 GiB free") as failed:
         await node.acquire(PHASE_ROLLOUT)
     assert failed.value.metadata["tag"] == "kv_cache"
     state = await node.state()
     assert (state.phase, state.last_error) == (PHASE_TRAIN, "GPU_MEMORY: needs 12.4 GiB for kv_cache, 9.1 GiB free")
-    assert (node.trainer.stage, node.rollout.served) == (STAGE_LOAD_TRAINER, None)
+    assert (node.trainer.stage, node.rollout.served) == (Stage.LOAD_TRAINER, None)
     listed = (await node.stub.ListChangeovers(pb.ListChangeoversRequest(), timeout=DEADLINE_S)).changeovers
     assert [event.status for event in listed[0].stages] == [*[pb.STAGE_STATUS_UNDONE] * 4, pb.STAGE_STATUS_FAILED]
     node.rollout.fail.clear()
@@ -96,9 +95,9 @@ async def test_plan_is_told_while_a_changeover_runs(node: Node) -> None:
         ' "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,'
         ' "max_position_embeddings": 256, "tie_word_embeddings": true}'
     )
-    node.rollout.hold[STAGE_SYNC] = asyncio.Event()
+    node.rollout.hold[Stage.SYNC] = asyncio.Event()
     running = asyncio.create_task(node.acquire(PHASE_ROLLOUT))
-    await node.rollout.held.wait()
+    await node.rollout.reached.wait()
     answer = await node.stub.Plan(pb.PlanRequest(), timeout=DEADLINE_S)
     assert not running.done()
     assert answer.fits
@@ -107,5 +106,5 @@ async def test_plan_is_told_while_a_changeover_runs(node: Node) -> None:
     small = await node.stub.Plan(pb.PlanRequest(host_bytes=10**6), timeout=DEADLINE_S)
     assert (small.fits, small.host_bytes) == (False, 10**6)
     assert small.problems[0].startswith("the host needs")
-    node.rollout.hold[STAGE_SYNC].set()
+    node.rollout.hold[Stage.SYNC].set()
     assert (await running)[-1].state.phase == PHASE_ROLLOUT

@@ -17,9 +17,10 @@ from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
-from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN, STAGE_LOAD_WEIGHTS, STAGE_SYNC, STAGE_UNSPECIFIED, CommandId
+from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN, STAGE_SYNC, STAGE_UNSPECIFIED, CommandId
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import TasukiError, from_rpc_error
+from tasuki.wire.stages import Stage
 from tests.integration.coordinator_process import DEADLINE_S, TO_ROLLOUT, Node, coordinators, running_coordinator
 
 
@@ -64,18 +65,18 @@ async def old_command(node: Node, *, epoch: int) -> TasukiError:
 
 
 async def test_coordinator_killed_in_the_middle_finds_the_node_and_brings_it_to_train(node: Node) -> None:
-    node.rollout.hold[STAGE_SYNC] = asyncio.Event()
+    node.rollout.hold[Stage.SYNC] = asyncio.Event()
     call = node.call(PHASE_ROLLOUT, "cut off")
     async for response in call:
         if response.event.stage == STAGE_SYNC:
             break
     # The event says that the command was sent.
-    await asyncio.wait_for(node.rollout.held.wait(), DEADLINE_S)
+    await asyncio.wait_for(node.rollout.reached.wait(), DEADLINE_S)
     node.process.kill()
     await node.process.wait()
-    node.rollout.hold[STAGE_SYNC].set()
+    node.rollout.hold[Stage.SYNC].set()
     await node.rollout.gate.idle()
-    assert (node.trainer.stage, node.rollout.stage) == (STAGE_LOAD_WEIGHTS, STAGE_SYNC)
+    assert (node.trainer.stage, node.rollout.stage) == (Stage.LOAD_WEIGHTS, Stage.SYNC)
     node.process = await node.start()
     state = await node.settled()
     assert (state.phase, state.epoch, node.rollout.served) == (PHASE_TRAIN, 2, None)

@@ -9,7 +9,6 @@ import pytest
 from tasuki.client import AsyncClient, Phase
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.phases import path
-from tasuki.v1.types_pb2 import STAGE_SYNC
 from tasuki.wire import stages
 from tasuki.wire.errors import OutOfGpuMemory
 from tests.integration.coordinator_process import Node, running_node
@@ -80,7 +79,7 @@ async def test_a_changeover_is_one_trace_from_the_client_to_the_services(tmp_pat
 async def test_a_failed_stage_and_its_undo_are_seen(tmp_path: Path) -> None:
     with receiving() as receiver:
         async with traced_node(tmp_path, receiver.endpoint) as node:
-            node.rollout.fail[STAGE_SYNC] = OutOfGpuMemory("no room")
+            node.rollout.fail[stages.Stage.SYNC] = OutOfGpuMemory("no room")
             with pytest.raises(OutOfGpuMemory):
                 await acquire(node, Phase.ROLLOUT, endpoint=None)
         sync, changeover = receiver.one("stage SYNC"), receiver.one("changeover to ROLLOUT")
