@@ -30,6 +30,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -84,6 +85,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **_SIZES, head_dim=16, tie_word_embeddings=False, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=32
     ),
     "mistral": lambda: MistralConfig(**_SIZES, head_dim=24, sliding_window=None),
+    "smollm3": lambda: SmolLM3Config(**_SIZES, no_rope_layers=[1, 0]),
     # Caps small enough to matter for these logits, and a scale that is not 1/sqrt(head_dim).
     "gemma2": lambda: Gemma2Config(
         **_SIZES,

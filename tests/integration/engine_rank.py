@@ -241,13 +241,15 @@ def _configure(job: _Job, *, device: str) -> Any:
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-    is_oss = '"gpt_oss"' in Path(job.folder, "config.json").read_text()
+    table = Path(job.folder, "config.json").read_text()
+    is_oss, is_unrotated = '"gpt_oss"' in table, '"smollm3"' in table
     on_cpu = {
         "attention_backend": "intel_amx" if is_oss else "torch_native",
         "moe_runner_backend": "triton" if is_oss else "auto",
     }
     args = ServerArgs(
         model_path=job.folder,
+        json_model_override_args='{"architectures": ["LlamaForCausalLM"]}' if is_unrotated else "{}",
         device=device,
         tp_size=job.tp_size,
         dtype="bfloat16",

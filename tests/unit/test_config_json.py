@@ -109,6 +109,8 @@ OF_EVERY_FAMILY = (
         ("GptOssForCausalLM", "layer_types", ["full_attention"]),
         ("GptOssForCausalLM", "sliding_window", None),
         ("Phi3ForCausalLM", "sliding_window", "all"),
+        ("SmolLM3ForCausalLM", "no_rope_layers", [1]),
+        ("SmolLM3ForCausalLM", "no_rope_layer_interval", 0),
         ("Glm4ForCausalLM", "partial_rotary_factor", 0),
         ("Glm4ForCausalLM", "partial_rotary_factor", 1.5),
     ],

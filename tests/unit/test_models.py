@@ -238,6 +238,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
         ("glm4_moe_lite", "first_k_dense_replace", 0),
         ("glm4_moe_lite", "mlp_layer_types", ["sparse", "dense"]),
         ("glm4_moe_lite", "rope_parameters", YARN),
+        ("smollm3", "mlp_bias", True),
+        ("smollm3", "use_sliding_window", True),
         ("olmo2", "head_dim", 24),
         ("olmo2", "layer_types", ["sliding_attention", "full_attention"]),
         ("gemma2", "layer_types", ["full_attention", "sliding_attention"]),

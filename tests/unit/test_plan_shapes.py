@@ -26,6 +26,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from tasuki.config.schema import NodeConfig
@@ -99,6 +100,7 @@ CONFIGS = {
     "deepseek3": DeepseekV3Config(**LATENT, **V3, q_lora_rank=36, first_k_dense_replace=0),
     "deepseek3, first dense": DeepseekV3Config(**LATENT, **V3, q_lora_rank=36, first_k_dense_replace=1),
     "glm4-moe-lite": Glm4MoeLiteConfig(**LATENT | {"v_head_dim": 32}, q_lora_rank=36, first_k_dense_replace=1),
+    "smollm3": SmolLM3Config(**TINY | {"pad_token_id": 0}),
     "olmo2": Olmo2Config(**TINY),
     "mixtral": MixtralConfig(**TINY, num_local_experts=8, num_experts_per_tok=2),
 }

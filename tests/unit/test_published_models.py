@@ -57,13 +57,16 @@ def table(
     return sizes | NOTES | rest
 
 
-# As on huggingface.co: HuggingFaceTB/SmolLM2-135M, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B, Qwen/Qwen3-4B-Instruct-2507,
-# Qwen/Qwen3-30B-A3B, mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, microsoft/phi-4, THUDM/GLM-4-9B-0414,
-# zai-org/GLM-4.5-Air, openai/gpt-oss-20b and -120b, deepseek-ai/DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash,
-# allenai/OLMo-2-1124-7B, mistralai/Mixtral-8x7B-v0.1.
+# As on huggingface.co: HuggingFaceTB/SmolLM2-135M and SmolLM3-3B, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B,
+# Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, microsoft/phi-4,
+# THUDM/GLM-4-9B-0414, zai-org/GLM-4.5-Air, openai/gpt-oss-20b and -120b, deepseek-ai/DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B,
+# zai-org/GLM-4.7-Flash, allenai/OLMo-2-1124-7B, mistralai/Mixtral-8x7B-v0.1.
 PUBLISHED = [
     (134_515_008, table("LlamaForCausalLM", 576, 1536, 30, (9, 3), 49152, 8192, tie_word_embeddings=True, is_llama_config=True,
                         rope_interleaved=False, pretraining_tp=1, **{"transformers.js_config": {"kv_cache_dtype": "float32"}})),
+    (3_075_098_624, table("SmolLM3ForCausalLM", 2048, 11008, 36, (16, 4), 128256, 65536, no_rope_layers=[1, 1, 1, 0] * 9,
+                          no_rope_layer_interval=4, mlp_bias=False, attention_bias=False, use_sliding_window=False,
+                          layer_types=["full_attention"] * 36, max_window_layers=28, pretraining_tp=2)),
     (8_030_261_248, table("LlamaForCausalLM", 4096, 14336, 32, (32, 8), 128256, 131072, mlp_bias=False, attention_bias=False,
                           rope_scaling={"rope_type": "llama3", **LLAMA3}, tie_word_embeddings=False)),
     (7_615_616_512, table("Qwen2ForCausalLM", 3584, 18944, 28, (28, 4), 152064, 131072, use_sliding_window=False,

@@ -88,7 +88,7 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
 def _model_overrides(model: ModelFacts) -> Mapping[str, Any]:
     """Keys of config.json that the engine is to read otherwise."""
     # SGLang would use only those of config.json, and its own default (2 for Llama) without any.
-    overrides: dict[str, Any] = {"eos_token_id": model.stop_token_ids or None}
+    overrides: dict[str, Any] = {"architectures": [model.architecture], "eos_token_id": model.stop_token_ids or None}
     # Its weights arrive dequantized, and some layers would have config.json's dtype instead of the engine's.
     return overrides | ({"dtype": None, "quantization_config": None} if model.architecture == OSS else {})
 

@@ -16,6 +16,9 @@ from tasuki.models.tokenizer import read_stop_token_ids
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
+UNROTATED = "SmolLM3ForCausalLM"
+"""Served as a Llama, see sglang/unrotated.py."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -23,6 +26,7 @@ class ModelFacts:
 
     path: str
     architecture: str
+    """SGLang's name of it."""
     vocab_size: int
     context_length: int
     """Maximum prompt plus completion."""
@@ -65,7 +69,7 @@ def read_model(config: NodeConfig) -> ModelFacts:
     vocab_size = _size(text, "vocab_size", path)
     return ModelFacts(
         path=str(path),
-        architecture=str(architectures[0]),
+        architecture="LlamaForCausalLM" if architectures[0] == UNROTATED else str(architectures[0]),
         vocab_size=vocab_size,
         context_length=longest if wanted is None else wanted,
         stop_token_ids=read_stop_token_ids(path, vocab_size=vocab_size),

@@ -78,6 +78,7 @@ REPLACED = [
         "DeepseekV2AttentionMLA.w_vc",
         "srt.models.deepseek_common.attention_forward_methods.forward_mla",
     ),
+    ("srt.models.llama", "LlamaAttention"),
     ("srt.state_capturer.base", "BaseDeviceCache"),
     ("srt.state_capturer.base", "BaseHostCache"),
     ("srt.speculative.base_spec_worker", "BaseSpecWorker.clear_cache_pool", SCHEDULER),

@@ -1,4 +1,4 @@
-"""Llama and its near relatives: Mistral, Mixtral, Phi and OLMo."""
+"""Llama and its near relatives: SmolLM, Mistral, Mixtral, Phi and OLMo."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 from tasuki.models import rope
-from tasuki.models.config_json import Config, size, unsupported
+from tasuki.models.config_json import Config, elements, num_layers, size, unsupported
 from tasuki.models.family import CheckpointNames, Family, attention_biases, refuse_head_dim, refuse_layer_types, refuse_window
 from tasuki.models.shape import QkNorm
+from tasuki.wire.errors import InvalidArgument
 
 
 def _mixtral_experts(config: Config) -> dict[str, Any]:
@@ -25,6 +26,14 @@ def _refuse_fractional_bases(config: Config) -> None:
             raise unsupported({**config, "rope_theta": base}, "rope_theta", "the engine rounds it down; give a whole number")
 
 
+def _check_rotated_layers(config: Config) -> None:
+    listed = elements(config, "no_rope_layers", of=int)
+    size(config, "no_rope_layer_interval", default=4)
+    if listed is not None and len(listed) != num_layers(config):
+        problem = f"must have 1 or 0 for each of the {num_layers(config)} layers in the model's config.json, not {len(listed)} numbers"
+        raise InvalidArgument("no_rope_layers", problem)
+
+
 FAMILIES = (
     # Also models of the same form, such as SmolLM2. SGLang's Llama MLP has no bias, so models with `mlp_bias` are refused.
     Family(
@@ -39,6 +48,24 @@ FAMILIES = (
         model_type="mistral",
         keys={"sliding_window": None, "layer_types": None},
         checks=(refuse_layer_types, partial(refuse_window, default=4096)),
+    ),
+    # Some layers rotate nothing. SGLang has no model of its own for it (rollout/sglang/unrotated.py).
+    Family(
+        architecture="SmolLM3ForCausalLM",
+        model_type="smollm3",
+        keys={
+            "attention_bias": None,
+            "mlp_bias": (False,),
+            "no_rope_layers": None,
+            "no_rope_layer_interval": None,
+            "use_sliding_window": (False,),
+            "sliding_window": None,
+            "max_window_layers": None,
+            "layer_types": None,
+        },
+        shape={"is_tied": True},
+        shape_of=attention_biases,
+        checks=(refuse_layer_types, _check_rotated_layers),
     ),
     # Phi 3 and Phi 4 (14B).
     Family(

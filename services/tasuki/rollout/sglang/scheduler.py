@@ -30,6 +30,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator, set_host_budget
 from tasuki.models.families import read_model_shape
 from tasuki.models.tokenizer import read_tokenizer
+from tasuki.rollout.model import UNROTATED
 from tasuki.rollout.rank_commands import EngineLock, EngineRank, rank_allocator, register_rank
 from tasuki.rollout.ranks import RankReport, reporting
 from tasuki.rollout.receive import WeightReceiver
@@ -47,6 +48,7 @@ from tasuki.rollout.sglang.oss import install_oss
 from tasuki.rollout.sglang.rank_scheduler import RankScheduler
 from tasuki.rollout.sglang.routes import install_routes
 from tasuki.rollout.sglang.shared_base import EngineBase
+from tasuki.rollout.sglang.unrotated import install_unrotated
 from tasuki.rpc.memory import staying_of_engine_rank
 from tasuki.rpc.process_start import freeze_started
 from tasuki.weights.gloo_peers import check_gloo_peers
@@ -322,6 +324,8 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         install_latent_attention(device=device)
     if shape is not None and shape.has_sinks:
         install_oss(device=device)
+    if shape is not None and shape.architecture == UNROTATED:
+        install_unrotated()
     if setup.config is not None and shape is not None and setup.config.trainer.router_replay:
         install_routes(shape, device=str(device))
     if setup.config is not None and setup.config.served_adapter is not None:
