@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ print("an agent's own output")
 print(len(messages))
 """
 WAYS = """
-import json, os, subprocess, sys, time, urllib.error, urllib.request
+import json, os, socket, subprocess, sys, time, urllib.error, urllib.request
 row = json.load(sys.stdin)
 def post(url, fields, key=os.environ["OPENAI_API_KEY"]):
     headers = {"authorization": "Bearer " + key, "content-type": "application/json"}
@@ -60,6 +61,16 @@ match row["prompt"]:
     case "text": print("great")
     case "silent": pass
     case "fails": sys.exit("no luck")
+    case "breaks off":
+        for _ in range(3):
+            with socket.create_connection(("127.0.0.1", int(os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0]))) as breaks:
+                path, key = os.environ["OPENAI_BASE_URL"].split("/", 3)[3], os.environ["OPENAI_API_KEY"]
+                body = json.dumps({"messages": [{"role": "user", "content": "a"}]})
+                head = f"POST /{path}/chat/completions HTTP/1.1\\r\\nhost: a\\r\\nauthorization: Bearer {key}\\r\\n"
+                breaks.sendall(f"{head}content-length: {len(body)}\\r\\n\\r\\n{body}".encode())
+            time.sleep(0.5)
+        chat(max_tokens=2)
+        print(5.0)
     case "hangs": time.sleep(600)
     case "asks wrongly":
         deep = []
@@ -70,6 +81,29 @@ match row["prompt"]:
             try: call()
             except urllib.error.HTTPError as error: print(error.code)
         print(4.0)
+"""
+SERVER = """
+import json, threading, urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+class Run(BaseHTTPRequestHandler):
+    def do_POST(self):
+        row = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        policy = row["policy"]
+        if row["prompt"] == "fails":
+            self.send_error(500, "no luck")
+            return
+        headers = {"authorization": "Bearer " + policy["openai_api_key"], "content-type": "application/json"}
+        asked = {"messages": [{"role": "user", "content": row["prompt"]}]}
+        asked = urllib.request.Request(policy["openai_base_url"] + "/chat/completions", json.dumps(asked).encode(), headers)
+        usage = json.loads(urllib.request.urlopen(asked).read())["usage"]
+        answer = {"reward": usage["completion_tokens"]} if row["prompt"] == "ab" else {}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+    def log_message(self, *_): pass
+server = ThreadingHTTPServer(("127.0.0.1", 0), Run)
+print(server.server_port, flush=True)
+server.serve_forever()
 """
 ASK: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": "ab"}], "max_tokens": 8, "temperature": 0}
 
@@ -220,13 +254,14 @@ def pool_of(node: RunningNode, tokenizer: ModelTokenizer, tmp_path: Path) -> Cal
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "ways.py").write_text(WAYS)
 
-    def run(program: str, prompts: Sequence[str], **settings: Any) -> Episodes:
+    def run(program: str, prompts: Sequence[str], runs: str = "run_program", num_tokens: int = 6, **settings: Any) -> Episodes:
         command = [sys.executable, program]
         options = {"command": command, "tokenizer": tokenizer, "max_tokens": 96, "folders": [tmp_path], **settings}
-        with Client(state_dir=node.state_dir) as client, EpisodePool("tasuki.gateway.program:run_program", **options) as pool:
+        with Client(state_dir=node.state_dir) as client, EpisodePool(f"tasuki.gateway.program:{runs}", **options) as pool:
             rows: list[Row] = [{"prompt": prompt, "command": "of the row", "policy": "of the row"} for prompt in prompts]
             pool.check_rows(rows, path="rows.jsonl")
-            return pool.run(client, rows, SamplingParams(max_new_tokens=6, temperature=1.0), num_samples=2, number=5)
+            sampling = SamplingParams(max_new_tokens=num_tokens, temperature=1.0, ignore_eos=num_tokens > 6)
+            return pool.run(client, rows, sampling, num_samples=2, number=5)
 
     return run
 
@@ -259,3 +294,24 @@ def test_programs_give_rewards_and_fail_alone(pool_of: Callable[..., Episodes]):
 def test_programs_that_cannot_run_are_refused(pool_of: Callable[..., Episodes]):
     with pytest.raises(RewardFailed, match=r"no-such-program agent.py failed for sample 0 .*No such file"):
         pool_of("agent.py", ["ab"], command=["no-such-program", "agent.py"])
+
+
+def test_a_server_runs_episodes(pool_of: Callable[..., Episodes]):
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        url = f"http://127.0.0.1:{server.stdout.readline().strip()}/run"
+        try:
+            prompts = ["ab", "fails", "tells nothing"]
+            ran = pool_of("", prompts, runs="run_on_server", command=[url], on_error="skip")
+        finally:
+            server.kill()
+    assert [len(one.turns.turns) for one in ran.episodes] == [1, 1, 0, 0, 1, 1]
+    drawn = [len(one.turns.turns[0].sample.token_ids) for one in ran.episodes[:2]]
+    assert ran.scores.rewards.tolist()[:2] == drawn
+    assert "500 no luck" in ran.episodes[2].failure
+    assert "KeyError" in ran.episodes[4].failure
+
+
+def test_requests_that_a_program_breaks_off_are_no_turns(pool_of: Callable[..., Episodes]):
+    (episode, *_) = pool_of("ways.py", ["breaks off"], num_tokens=80, timeout_s=60.0, max_turns=2).episodes
+    assert (episode.reward, len(episode.turns.turns), episode.turns.is_truncated) == (5.0, 1, False)

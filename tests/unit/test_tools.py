@@ -56,9 +56,10 @@ def test_calls_are_read_as_the_template_writes_them(by_form: dict[str, ModelToke
 
 @pytest.mark.parametrize("form", WRITTEN)
 def test_a_call_that_cannot_be_read_is_told_to_the_policy(by_form: dict[str, ModelTokenizer], form: str):
-    text = WRITTEN[form].replace('{"a": 1}', "{a}")
-    read = by_form[form].read_answer(by_form[form].encode_text(text), ROW)
-    assert "JSON" in read["tool_calls"][0]["error"]
+    for wrong in ("{a}", '{"a": NaN}', '{"a": 1e999}', '{"a": "\\ud800"}'):
+        text = WRITTEN[form].replace('{"a": 1}', wrong)
+        read = by_form[form].read_answer(by_form[form].encode_text(text), ROW)
+        assert "JSON" in read["tool_calls"][0]["error"]
     text = WRITTEN[form].replace('"name": "add"', '"name": 3')
     read = by_form[form].read_answer(by_form[form].encode_text(text), ROW)
     assert "a tool call is" in read["tool_calls"][0]["error"]

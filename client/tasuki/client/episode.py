@@ -259,7 +259,8 @@ class Batch:
         """Messages of its episodes that came while another batch ran."""
         self.running: dict[int, Episode] = {}
         self.worker_of: dict[int, WorkerProcess] = {}
-        self.generated: set[Future[Sample]] = set()
+        self.generated: dict[tuple[int, int], Future[Sample]] = {}
+        """By the episode's run and the number of its question."""
         self.lost: list[tuple[WorkerProcess, str]] = []
         """Workers that have ended, and how."""
         self.arrived: SimpleQueue[tuple[Any, ...]] = SimpleQueue()

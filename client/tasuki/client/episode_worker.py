@@ -33,7 +33,8 @@ def serve(connection_fd: int) -> NoReturn:
 
 
 class _Episodes:
-    """Messages to the client are `[episode, number, kind, fields]`: a question to the policy, that the episode runs by itself, its end."""
+    """Messages to the client are `[episode, number, kind, fields]`: a question to the policy, that nobody waits for its answer,
+    that the episode runs by itself, its end."""
 
     def __init__(self, connection: Connection, source: Source) -> None:
         self._connection, self._source = connection, source
@@ -95,7 +96,11 @@ class _Episodes:
             answer = self._answers[episode, number] = asyncio.get_running_loop().create_future()
             with clock.stopped():
                 send_answer(self._connection, [episode, number, kind, fields])
-                answered = await answer
+                try:
+                    answered = await answer
+                except asyncio.CancelledError:
+                    send_answer(self._connection, [episode, number, "left", None])
+                    raise
                 send_answer(self._connection, [episode, number, "runs", None])
             if "error" in answered:
                 raise ValueError(answered["error"])

@@ -205,7 +205,7 @@ class EpisodePool:
             is_kept = batch.is_carried and not is_over.is_set()
         finally:
             if not is_kept:
-                for generated in batch.generated:
+                for generated in list(batch.generated.values()):
                     generated.cancel()
                 if batch.running:
                     for worker in self._workers:
@@ -266,7 +266,11 @@ class EpisodePool:
 
     def _take(self, client: Client, batch: Batch, episode: Episode, number: int | None, kind: str, fields: Any) -> None:
         """A message of an episode: that it runs by itself, its end, or a turn that it asks for."""
-        if kind == "runs":
+        if kind == "left":
+            episode.cut = [one for one in episode.cut if one[0] != number]
+            if number is not None and (generated := batch.generated.get((episode.id, number))) is not None:
+                generated.cancel()
+        if kind in ("runs", "left"):
             episode.runs_since = time.monotonic()
             return
         if kind == "end":
@@ -306,7 +310,7 @@ class EpisodePool:
 
     def _draw(self, client: Client, batch: Batch, episode: Episode, number: int, asked: Asked) -> None:
         generated = client.submit(partial(asked.draw, is_carried=batch.is_carried))
-        batch.generated.add(generated)
+        batch.generated[episode.id, number] = generated
         episode.num_open += 1
         episode.runs_since = None
         generated.add_done_callback(partial(batch.arrive, episode, episode.id, number, asked))
@@ -319,10 +323,12 @@ class EpisodePool:
 
     def _answer(self, batch: Batch, episode: Episode, run: int, number: int, asked: Asked, done: Future[Sample]) -> None:
         """Records a turn and passes it to its episode."""
-        batch.generated.discard(done)
+        batch.generated.pop((run, number), None)
         if run not in batch.running:
             return  # begun again meanwhile, or over
         episode.num_open -= 1
+        if done.cancelled():
+            return
         assert self._tokenizer is not None
         try:
             sample = done.result()

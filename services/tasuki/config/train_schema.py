@@ -111,7 +111,7 @@ class RewardConfig(Schema):
 
 
 class EpisodeConfig(Schema):
-    """Episodes of several turns, run by a function or a program instead of one completion scored by `[train.reward]`."""
+    """Episodes of several turns, run by a function, a program or a server instead of one completion scored by `[train.reward]`."""
 
     function: str | None = None
     """"module:function": `async def`, called by keyword with `policy` and those of the dataset line's fields that its signature takes.
@@ -119,6 +119,9 @@ class EpisodeConfig(Schema):
     command: tuple[str, ...] = ()
     """Program and arguments instead, run in this file's folder for each episode. It gets the dataset line as JSON on standard input and
     the policy at `OPENAI_BASE_URL`. Its last line of output is the reward."""
+    server: str | None = Field(default=None, pattern=r"^http://[^/?#@]+[^?#]*$")
+    """Address instead, to which each episode posts the dataset line, with the policy's addresses as `policy`, and which answers
+    `{"reward": 1.0}`."""
     num_workers: PositiveInt = 1
     """Processes, each of which runs many episodes at once."""
     timeout_s: PositiveFloat = 60.0
@@ -133,9 +136,10 @@ class EpisodeConfig(Schema):
 
     @model_validator(mode="after")
     def _is_one(self) -> EpisodeConfig:
-        if (self.function is None) == (not self.command):
+        num_given = sum(map(bool, (self.function, self.command, self.server)))
+        if num_given != 1:
             raise SettingError(
-                "function", "or command is missing" if self.function is None else "and command exclude each other"
+                "function", "and command and server exclude each other" if num_given else "is missing, or command or server"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""Episodes of `[train.episode] command`: each runs a program, whose requests take turns with the policy."""
+"""Episodes of `[train.episode]` by command or server: programs whose requests take turns with the policy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import secrets
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from tempfile import TemporaryFile
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -36,14 +37,8 @@ async def run_program(policy: Policy, row: Mapping[str, object], command: Sequen
     That is what the program has posted, or else the last line of its output. Raises RuntimeError for another exit code than 0, and
     ValueError without a reward. Its process group is killed in the end.
     """
-    programs = _programs()
-    await programs.start()
-    program = _Program(policy)
-    programs.open[program.id] = program
-    try:
-        code, output, errors = await _ran(command, folder, programs.environment(program), json.dumps(row).encode())
-    finally:
-        del programs.open[program.id]
+    async with _programs().running(policy) as program:
+        code, output, errors = await _ran(command, folder, _environment(program), json.dumps(row).encode())
     if code:
         raise RuntimeError(f"the program ended with code {code}: {errors or output}")
     if program.reward is not None:
@@ -54,12 +49,41 @@ async def run_program(policy: Policy, row: Mapping[str, object], command: Sequen
         raise ValueError(f"the last line of the program's output is no reward: {output!r}") from None
 
 
+async def run_on_server(policy: Policy, row: Mapping[str, object], command: Sequence[str], folder: str) -> float:
+    """Posts the row, with the policy's addresses as `policy`, to a server, whose URL is the command. Returns the reward.
+
+    That is what was posted for the session, or else `reward` of the answer. Raises RuntimeError for another status than 200, and
+    ValueError without a reward.
+    """
+    (url,) = command
+    async with _programs().running(policy) as program:
+        place, addresses = urlsplit(url), {name.lower(): value for name, value in program.addresses().items()}
+        body = json.dumps({**row, "policy": addresses}).encode()
+        reader, writer = await asyncio.open_connection(place.hostname, place.port or 80)
+        try:
+            writer.write(f"POST {place.path or '/'} HTTP/1.0\r\nhost: {place.netloc}\r\n".encode())
+            writer.write(f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+            head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+        finally:
+            writer.close()
+    if head.split()[1:2] != [b"200"]:
+        status = head.partition(b"\r")[0].decode(errors="replace")
+        raise RuntimeError(f"{url} answered {status!r}: {_last_line(answer)}")
+    told = json.loads(answer)
+    return program.reward if program.reward is not None else float(told["reward"])
+
+
 class _Program:
     """One running program."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, port: int) -> None:
         self.id, self.key, self._policy = secrets.token_hex(8), secrets.token_urlsafe(24), policy
+        self._url = f"http://127.0.0.1:{port}/sessions/{self.id}"
         self.reward: float | None = None
+
+    def addresses(self) -> dict[str, str]:
+        urls = {"OPENAI_BASE_URL": f"{self._url}/v1", "ANTHROPIC_BASE_URL": self._url, "TASUKI_SESSION_URL": self._url}
+        return {**urls, "OPENAI_API_KEY": self.key, "ANTHROPIC_API_KEY": self.key}
 
     async def ask(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Samples as the run does, but for stop texts and the number of tokens."""
@@ -75,28 +99,27 @@ class _Programs:
     max_tokens: int | None = None
 
     def __init__(self) -> None:
-        self.open: dict[str, _Program] = {}
+        self._open: dict[str, _Program] = {}
         self._port = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         served = application(self, Route(f"{SESSION}/reward", answering(self._reward), methods=["POST"]))
         self._serving = serving(served, self._port)
         self._is_started = False
 
-    async def start(self) -> None:
-        """Serves until the worker ends."""
+    @asynccontextmanager
+    async def running(self, policy: Policy) -> AsyncIterator[_Program]:
+        """Serves the policy to a program; the port is open until the worker ends."""
         if not self._is_started:
             self._is_started = True
             await self._serving.__aenter__()
-
-    def environment(self, program: _Program) -> dict[str, str]:
-        session = f"http://127.0.0.1:{self._port.getsockname()[1]}/sessions/{program.id}"
-        inherited = dict(os.environ)  # noqa: TID251 - a program's environment is the user's
-        unproxied = ",".join(filter(None, (inherited.get("NO_PROXY") or inherited.get("no_proxy"), "127.0.0.1")))
-        keys = {"OPENAI_API_KEY": program.key, "ANTHROPIC_API_KEY": program.key}
-        urls = {"OPENAI_BASE_URL": f"{session}/v1", "ANTHROPIC_BASE_URL": session, "TASUKI_SESSION_URL": session}
-        return {**inherited, "NO_PROXY": unproxied, "no_proxy": unproxied, **keys, **urls}
+        program = _Program(policy, port=self._port.getsockname()[1])
+        self._open[program.id] = program
+        try:
+            yield program
+        finally:
+            del self._open[program.id]
 
     def session(self, session_id: str | None, key: str) -> _Program:
-        program = self.open.get(session_id or "")
+        program = self._open.get(session_id or "")
         if program is None or not secrets.compare_digest(program.key.encode(), key.encode()):
             raise Refused(401, "the key is not that of a running program at its OPENAI_BASE_URL", kind="authentication_error")
         return program
@@ -104,6 +127,12 @@ class _Programs:
     async def _reward(self, request: Request) -> Response:
         self.session(request.path_params["session_id"], key_of(request)).reward = await read_reward(request)
         return Response(status_code=204)
+
+
+def _environment(program: _Program) -> dict[str, str]:
+    inherited = dict(os.environ)  # noqa: TID251 - a program's environment is the user's
+    unproxied = ",".join(filter(None, (inherited.get("NO_PROXY") or inherited.get("no_proxy"), "127.0.0.1")))
+    return {**inherited, "NO_PROXY": unproxied, "no_proxy": unproxied, **program.addresses()}
 
 
 @functools.cache
@@ -161,6 +190,6 @@ async def _read(pipe: IO[bytes], kept: bytearray) -> None:
         transport.close()
 
 
-def _last_line(kept: bytearray) -> str:
+def _last_line(kept: bytes | bytearray) -> str:
     lines = kept.decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -36,6 +36,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MOVED_SHARE = 0.01
 _MIN_SHARE, _PADDING = 0.5, 128
 """A vocabulary that fills less of the embedding is suspicious, unless only a multiple of 128 pads it; real ones fill 0.9."""
+_LONG_TEXT = 16_384
 
 
 class FolderTokenizer:
@@ -99,7 +100,10 @@ class FolderTokenizer:
     def _encoded(self, text: str, *, add_special_tokens: bool) -> Encoding:
         """Raises InvalidArgument also for a token without a row in the embedding."""
         with _refused("text", f"the tokenizer of {self.folder} cannot encode it"):
-            encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            if len(text) < _LONG_TEXT:
+                encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
+            else:  # a batch lets other threads of Python run
+                (encoding,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         largest = max(encoding.ids, default=0)
         if self.vocab_size is not None and largest >= self.vocab_size:
             token = self.backend.id_to_token(largest)

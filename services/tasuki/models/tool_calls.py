@@ -35,6 +35,7 @@ class ToolCallForm:
     def _calls(self, text: str) -> list[Call]:
         try:
             found, _ = json.JSONDecoder().raw_decode(text)
+            json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # Python also reads NaN and half a surrogate pair
         except (ValueError, RecursionError) as error:
             return [{"error": f"error: the tool call is not JSON: {error}"}]
         return [self._call(one) for one in (found if isinstance(found, list) else [found])]

@@ -32,7 +32,7 @@ from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, NotInstalled
 from tasuki.wire.extras import install_extras
 
-_RUNS_PROGRAM = "tasuki.gateway.program:run_program"
+_RUNS_PROGRAM, _ASKS_SERVER = "tasuki.gateway.program:run_program", "tasuki.gateway.program:run_on_server"
 _EVAL_TEXTS = 256
 """Held-out rows whose prompts and completions are written; of all others the rewards."""
 
@@ -203,10 +203,11 @@ def open_rewards(
     key, _ = reward_functions(train)
     with field_as_key(key.partition(".")[2], key):
         if train.episode is not None:
-            _check_program(train.episode.command, folders)
+            command, server = train.episode.command, train.episode.server
+            _check_program(command, server, folders)
             rewards = EpisodePool(
-                train.episode.function or _RUNS_PROGRAM,
-                command=train.episode.command,
+                train.episode.function or (_RUNS_PROGRAM if command else _ASKS_SERVER),
+                command=command or ([server] if server else []),
                 tokenizer=tokenizer,
                 max_tokens=max_tokens,
                 folders=folders,
@@ -233,10 +234,10 @@ def open_rewards(
     return rewards
 
 
-def _check_program(command: Sequence[str], folders: Sequence[Path]) -> None:
-    """Raises NotInstalled without the extra that programs need, and InvalidArgument if there is no such program."""
-    if command and None in (find_spec("starlette"), find_spec("uvicorn")):
-        text = f"train.episode.command needs starlette and uvicorn: {install_extras('gateway')}"
+def _check_program(command: Sequence[str], server: str | None, folders: Sequence[Path]) -> None:
+    """Raises NotInstalled without the extra that programs and servers need, and InvalidArgument if there is no such program."""
+    if (command or server) and None in (find_spec("starlette"), find_spec("uvicorn")):
+        text = f"train.episode.{'command' if command else 'server'} needs starlette and uvicorn: {install_extras('gateway')}"
         raise NotInstalled(text, packages="starlette,uvicorn", extras="gateway")
     if command and which(folders[-1] / command[0] if "/" in command[0] else command[0]) is None:
         raise InvalidArgument("episode.command", f"{command[0]} is no program in {folders[-1]} or on the PATH")
@@ -245,7 +246,7 @@ def _check_program(command: Sequence[str], folders: Sequence[Path]) -> None:
 def reward_functions(train: TrainConfig) -> tuple[str, list[str]]:
     """The key of the table, and the functions, that give a run its rewards."""
     if train.episode is not None:
-        return "train.episode", [train.episode.function or " ".join(train.episode.command)]
+        return "train.episode", [train.episode.function or train.episode.server or " ".join(train.episode.command)]
     assert train.reward is not None
     function = train.reward.function
     return "train.reward", [function] if isinstance(function, str) else list(function.values())

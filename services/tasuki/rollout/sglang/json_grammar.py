@@ -22,12 +22,35 @@ def check_schema(schema: str) -> None:
         text = "json_schema needs xgrammar, which SGLang asks for: pip install xgrammar"
         raise NotInstalled(text, packages="xgrammar", extras="rollout") from error
     try:
-        if not isinstance(json.loads(schema), dict):
+        if not isinstance(root := json.loads(schema), dict):
             raise InvalidArgument(_FIELD, "must be a JSON object")
+        if _has_loop(root):
+            raise InvalidArgument(_FIELD, "refers to itself alone, so that no text follows it")
         xgrammar.Grammar.from_json_schema(schema)
     except (ValueError, RecursionError, RuntimeError) as error:
         cause = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error)).strip().partition("\n")[0]
         raise InvalidArgument(_FIELD, f"is no JSON Schema that xgrammar can follow: {cause:.200}") from error
+
+
+def _has_loop(root: Any) -> bool:
+    """Whether a `$ref`, or every alternative, leads back to itself without a value between."""
+
+    def loops(schema: Any, above: tuple[int, ...]) -> bool:
+        if not isinstance(schema, dict) or id(schema) in above:
+            return isinstance(schema, dict)
+        above, path, target = (*above, id(schema)), schema.get("$ref"), root
+        if isinstance(path, str) and path.startswith("#"):
+            for key in filter(None, path[1:].split("/")):
+                target = target.get(key) if isinstance(target, dict) else None
+            return loops(target, above)
+        ways = [one for name in ("anyOf", "oneOf") for one in schema.get(name, ())]
+        return bool(ways) and all(loops(one, above) for one in ways)
+
+    def any_of(schema: Any) -> bool:
+        inner = schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ()
+        return loops(schema, ()) or any(map(any_of, inner))
+
+    return any_of(root)
 
 
 class JsonGrammars:
