@@ -36,7 +36,7 @@ class Published:
         num_ranks = len(devices)
         for rank, device in enumerate(devices):
             shards = [
-                replace(shard, local=shard.local.to(device=device, dtype=source_dtype))
+                replace(shard, local=shard.local.to(device=device, dtype=None if shard.keeps_dtype else source_dtype))
                 for shard in trainer_shards(model, rank=rank, num_ranks=num_ranks, cut=cut)
             ]
             export = WeightExport(

@@ -1,7 +1,7 @@
 """A whole node of one family on one GPU: `python -m tools.bench.family_gpu FAMILY ... [--out FOLDER] [--changeovers 20] [--lora RANK]`.
 
 A model with random weights, of a published shape, where needed with fewer layers. First transformers' own module, in bfloat16 and with
-recomputation, makes the forward and backward passes of a step's samples. Then a node of the same model generates a batch (64 x 4,
+recomputation, makes the forward and backward passes of a step's samples. Then a node of the same model generates a batch (64 x 2,
 256 + 512 tokens), trains three steps on it, and walks through changeovers, each with a short batch and a small training step. Prints the
 gap of rollout's log-probs to the trainer's, tokens a second of both training steps and of generation, the driver's bytes on the GPU by
 phase with their drift, and the planner's. Writes family_gpu.json after each family. --tiny: the tests' small models, on a CPU.
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,46 +67,49 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def make_model(family: str, folder: Path, device: str) -> None:
-    """Writes a model folder with random weights."""
-    if device == "cpu":
-        save_checkpoint(make_tiny(family, seed=0), folder)
-        return
+def prepare(families: Sequence[str], folder: str, load: Load) -> dict[str, float]:
+    """Writes model folders with random weights; returns tokens a second of each one's plain step."""
+    return {family: _prepare(family, Path(folder, family), load) for family in families}
+
+
+def _prepare(family: str, folder: Path, load: Load) -> float:
+    if load.device == "cpu":
+        save_checkpoint(model := make_tiny(family, seed=0), folder)
+        return plain_rate(model, load)
     import transformers
 
     name, settings = SHAPES[family]
     config = getattr(transformers, name)(**settings)
     auto = transformers.AutoModelForImageTextToText if "text_config" in settings else transformers.AutoModelForCausalLM
     char_tokenizer().save_pretrained(folder)
-    with torch.device(device):
-        auto.from_config(config, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="8GB")
+    with torch.device(load.device):
+        model = auto.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="8GB")
+    return plain_rate(model, load)
 
 
-def plain_step(folder: Path, rows: list[list[int]], device: str) -> float:
+def plain_rate(model: Any, load: Load) -> float:
     """Returns tokens a second of forward and backward passes by transformers' own module, 16 rows of one length at once."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map=device)
     model.train()
     model.gradient_checkpointing_enable()
-    seconds = list[float]()
-    for first in range(0, len(rows), 16):
-        ids = torch.tensor(rows[first : first + 16], device=device)
+    rates = list[float]()
+    for _ in range(STEPS + 1):
+        ids = torch.randint(3, load.vocab_size, (16, load.prompt_tokens + load.new_tokens), device=model.device)
         started = time.perf_counter()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        if device == "cuda":
+        if load.device == "cuda":
             torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - started) / ids.numel())
-    return 1 / statistics.median(seconds)
+        rates.append(ids.numel() / (time.perf_counter() - started))
+    return statistics.median(rates[1:])
 
 
-def apart(function: str, *arguments: object) -> str:
-    """Calls a function of this module in a process of its own, which frees the GPU when it ends; returns what it printed."""
-    call = f"from pathlib import *; from tools.bench.family_gpu import *; print(repr({function}({', '.join(map(repr, arguments))})))"
+def apart(families: Sequence[str], folder: Path, load: Load) -> dict[str, float]:
+    """`prepare` in a process of its own, which frees the GPU when it ends."""
+    call = f"from tools.bench.family_gpu import *; print(json.dumps(prepare({list(families)}, {str(folder)!r}, {load!r})))"
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-4000:])
-    return done.stdout.strip().splitlines()[-1]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def trained(
@@ -164,41 +168,33 @@ def walk(client: Client, load: Load, result: dict[str, Any], *, changeovers: int
         result[f"{phase}_gb"] = [round(steady[0] / GB, 2), round(steady[-1] / GB, 2), round(max(sizes) / GB, 2)]
 
 
-def one(family: str, load: Load, *, out: Path, changeovers: int, lora: int | None, overrides: list[str]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        apart("make_model", family, folder / "model", load.device)
-        rows = np.random.default_rng(1).integers(3, load.vocab_size, (64, load.prompt_tokens + load.new_tokens)).tolist()
-        (folder / "rows.json").write_text(json.dumps(rows))
-        rate = apart("plain_rate", folder, load.device)
-        result["transformers_tokens_per_s"] = round(float(rate))
-        before = taken_bytes(load.device)
-        file = folder / "node.toml"
-        adapters = f"[trainer.lora]\nrank = {lora}\n" if lora else ""
-        file.write_text(load.config("needed").replace("[train]", adapters + "[train]", 1))
-        config = load_config(file, overrides=overrides)
-        started, told = time.monotonic(), list[str]()
+def one(
+    folder: Path, family: str, load: Load, *, out: Path, changeovers: int, lora: int | None, overrides: list[str]
+) -> dict[str, Any]:
+    result: dict[str, Any] = {"before_gb": round(taken_bytes(load.device) / GB, 2)}
+    file = folder / f"{family}.toml"
+    adapters = f"[trainer.lora]\nrank = {lora}\n" if lora else ""
+    file.write_text(
+        load.config(family).replace('path = "model"', f'path = "{family}"').replace("[train]", adapters + "[train]", 1)
+    )
+    config = load_config(file, overrides=overrides)
+    started, told = time.monotonic(), list[str]()
+    try:
         node = start_node(config, tell=told.append)
-        result |= {"started_s": round(time.monotonic() - started, 1), "told": told[-4:], "before_gb": round(before / GB, 2)}
+        result |= {"started_s": round(time.monotonic() - started, 1), "told": told[-4:]}
         try:
             with Client(state_dir=config.state_dir, timeout_s=300) as client:
                 walk(client, load, result, changeovers=changeovers)
         finally:
-            try:
-                node.stop()
-            finally:
-                shutil.copytree(config.state_dir / "logs", out / f"logs-{family}", dirs_exist_ok=True)
-        audit = [sys.executable, "-m", "tasuki.cli", "audit", str(config.state_dir)]
-        result["audit"] = subprocess.run(audit, capture_output=True, text=True, check=False).returncode
-        if load.device == "cuda":
-            planned = plan_node(load_config(config.state_dir / "node.toml"), gpu_bytes=smallest_gpu(), host_bytes=2000 * GB)
-            result["planned_gb"] = {each.stage: round(each.gpu_bytes / GB, 2) for each in planned.stages}
+            node.stop()
+    finally:
+        shutil.copytree(config.state_dir / "logs", out / f"logs-{family}", dirs_exist_ok=True)
+    audit = [sys.executable, "-m", "tasuki.cli", "audit", str(config.state_dir)]
+    result["audit"] = subprocess.run(audit, capture_output=True, text=True, check=False).returncode
+    if load.device == "cuda":
+        planned = plan_node(load_config(config.state_dir / "node.toml"), gpu_bytes=smallest_gpu(), host_bytes=2000 * GB)
+        result["planned_gb"] = {each.stage: round(each.gpu_bytes / GB, 2) for each in planned.stages}
     return result
-
-
-def plain_rate(folder: Path, device: str) -> float:
-    return plain_step(folder / "model", json.loads((folder / "rows.json").read_text()), device)
 
 
 def main() -> None:
@@ -213,15 +209,24 @@ def main() -> None:
     load = TINY
     if not arguments.tiny:
         require_gpus()
-        load = replace(GPU, gpus=1, group=4)
+        load = replace(GPU, gpus=1, group=2)
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    for family in arguments.families:
-        results[family] = one(
-            family, load, out=arguments.out, changeovers=arguments.changeovers, lora=arguments.lora, overrides=arguments.set
-        )
-        print(family, json.dumps(results[family], indent=1), flush=True)
-        (arguments.out / "family_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        rates = apart(arguments.families, folder, load)
+        for family in arguments.families:
+            results[family] = {"transformers_tokens_per_s": round(rates[family])} | one(
+                folder,
+                family,
+                load,
+                out=arguments.out,
+                changeovers=arguments.changeovers,
+                lora=arguments.lora,
+                overrides=arguments.set,
+            )
+            print(family, json.dumps(results[family], indent=1), flush=True)
+            (arguments.out / "family_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
