@@ -1,7 +1,7 @@
 """A whole node as its user has it: real services on a tiny model, the command line, and changeovers both ways."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -13,7 +13,6 @@ from tasuki.v1 import memory_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.types_pb2 import MEMORY_TAG_EXPORT, PHASE_ROLLOUT, PHASE_TRAIN, STAGE_SYNC
-from tasuki.wire.errors import TasukiError, from_rpc_error
 from tests.conftest import RunningNode, called
 
 LIMIT_S = 60.0
@@ -36,12 +35,6 @@ def coordinator(channels: dict[str, grpc.Channel]) -> CoordinatorServiceStub:
 def acquire(coordinator: CoordinatorServiceStub, phase: int) -> pb.NodeState:
     responses = list(coordinator.Acquire(pb.AcquireRequest(phase=phase), timeout=LIMIT_S))
     return responses[-1].state
-
-
-def refusal(call: Callable[..., object], *arguments: object) -> TasukiError:
-    with pytest.raises(grpc.RpcError) as refused:
-        call(*arguments, timeout=LIMIT_S)
-    return from_rpc_error(refused.value)
 
 
 def test_files_of_a_node_are_for_its_user_alone(node: RunningNode) -> None:

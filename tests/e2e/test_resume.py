@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -65,12 +64,6 @@ def test_a_killed_client_is_resumed_without_a_step_lost_or_told_twice(train: Tra
         assert later["policy_version"] == step["policy_version"] + step["num_policy_steps"]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["policy_version"] == steps[-1]["policy_version"]
-
-
-def figures(output: Path) -> list[dict[str, Any]]:
-    """Figures of each step, without times."""
-    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in step.items() if not name.endswith("seconds")} for step in steps]
 
 
 def _kill_at(line: str, start: str, process: subprocess.Popen[str]) -> bool:

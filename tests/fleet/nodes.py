@@ -24,7 +24,6 @@ START_S = 400
 READ_TIMEOUT_S = 60.0
 # One rank per node, so that two nodes have the demo's two.
 ALIKE = ("trainer.num_ranks=1",)
-SERVICES = ("coordinator", "trainer", "rollout")
 
 
 @dataclass(slots=True)

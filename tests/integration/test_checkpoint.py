@@ -3,12 +3,14 @@
 import json
 import os
 import pickle
+import shutil
 import stat
 import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -26,9 +28,10 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
 )
 from tasuki.trainer.durable.checkpoint_files import StoredTensor
 from tasuki.trainer.roles import Role
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, PathPermissionDenied
 from tests.integration.one_rank import group
 from tests.resealed import reseal
+from tests.sockets import NOBODY
 
 __all__ = ["group"]
 
@@ -228,6 +231,23 @@ def test_a_fifo_in_the_place_of_a_file_is_refused_at_once(saved: tuple[Path, lis
     os.mkfifo(saved[0] / name)
     with ended_by_a_writer(saved[0] / name):
         assert_refused(saved[0], "is not a regular file")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_may_not_be_read_is_refused_by_name(saved: tuple[Path, list[torch.Tensor]], name: str) -> None:
+    with TemporaryDirectory() as place:  # tmp_path is below a folder of the user alone
+        Path(place).chmod(0o755)
+        copied = shutil.copytree(saved[0], Path(place) / "saved")
+        copied.chmod(0o755)
+        for file in copied.iterdir():
+            file.chmod(0 if file.name == name else 0o644)
+        try:
+            if os.geteuid() == 0:
+                os.seteuid(NOBODY)
+            with pytest.raises(PathPermissionDenied, match=rf"{copied / name}: permission denied for user "):
+                load_checkpoint(copied, tensors=training_tensors(*trained(seed=99)), have=FACTS)
+        finally:
+            os.seteuid(os.getuid())
 
 
 @pytest.mark.parametrize("name", FILES[:2])

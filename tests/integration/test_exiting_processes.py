@@ -1,11 +1,14 @@
 """Processes of a node that the kernel needs long to end: nothing takes them for ended, nor for stuck."""
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +75,66 @@ def test_a_restart_waits_for_an_exiting_process_and_a_service_that_ends_meanwhil
     assert node.exit["restarts"] == {"first": 1, "second": 1}
 
 
+def test_stop_waits_for_an_exiting_process_and_says_so_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = start(first="good", second="lingers")
+    node.wait_until_up()
+    init, release = lingering(node, "second")
+    os.kill(init, signal.SIGKILL)
+    wait_for(lambda: is_exiting(init))
+    monkeypatch.setattr("tasuki.node.stop.STOP_TIMEOUT_S", 4.0)
+    said: list[str] = []
+    with ThreadPoolExecutor() as pool:
+        stopped = pool.submit(stop_node, node.state_dir, tell=said.append)
+        wait_for(lambda: bool(said) or stopped.done())
+        time.sleep(1.0)
+        assert not stopped.done()
+        release()
+        assert stopped.result()
+    assert said == [f"waiting for pid {init}, which is exiting: the kernel is freeing its memory"]
+    node.assert_gone()
+
+
+@contextmanager
+def above_held_init(program: str) -> Iterator[tuple[Any, int, Callable[[], object]]]:
+    """Runs a program that prints an init and the process below it, and then waits for a line. Yields it, the init, and what ends that."""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        init, traced = map(int, parent.stdout.readline().split())
+        yield parent, init, hold(traced)
+
+
 def go_on(parent: Any) -> None:
     parent.stdin.write(b"\n")
     parent.stdin.close()
+
+
+def has_said(parent: Any, *, within_s: float) -> bool:
+    return bool(select.select([parent.stdout], [], [], within_s)[0])
+
+
+def test_a_process_that_waits_for_an_exiting_one_is_not_killed() -> None:
+    program = (
+        "import os\n"
+        "from tasuki.node.processes import end_descendants\nfrom tasuki.wire.process_tree import adopt_orphans\n"
+        "from tests.integration.exiting_process import fork_init\n"
+        "adopt_orphans()\n"
+        "codes = {}\n"
+        "launcher = os.fork()\n"
+        "if launcher == 0:\n"
+        "    init, traced = fork_init()\n"
+        "    print(init, traced, flush=True)\n"
+        "    os.waitpid(init, 0)\n"
+        "    os._exit(7)\n"
+        "input()\n"
+        "end_descendants(grace_s=0.0, kill_s=10.0, watch=codes.update)\n"
+        "print(codes[launcher], flush=True)\n"
+    )
+    with above_held_init(program) as (parent, init, release):
+        os.kill(init, signal.SIGKILL)
+        wait_for(lambda: is_exiting(init))
+        go_on(parent)
+        assert not has_said(parent, within_s=1.0)
+        release()
+        assert parent.stdout.readline() == b"7\n"

@@ -16,7 +16,7 @@ from tasuki.coordinator.observe.metrics_port import serve_metrics
 from tasuki.rpc.http_port import MAX_CONNECTIONS
 from tasuki.rpc.port import check_ports
 from tasuki.wire.errors import InvalidArgument
-from tests.integration.port_node import make_certs, mtls, port_config
+from tests.integration.port_node import admit_tokens, make_certs, make_tokens, mtls, port_config, tokens
 
 TEXT = b"tasuki_phase 1\n"
 
@@ -111,7 +111,21 @@ async def test_elsewhere_it_asks_for_a_certificate_with_a_role(tmp_path: Path, u
             await read(port)
 
 
-async def test_a_key_that_every_user_can_read_is_refused_at_the_start_and_while_it_serves(tmp_path: Path, unused_tcp_port: int):
+async def test_elsewhere_it_asks_for_a_token_which_may_be_taken_away(tmp_path: Path, unused_tcp_port: int) -> None:
+    folder = make_tokens(make_certs(tmp_path / "certs"))
+    security = [*mtls(folder)[:2], *tokens(folder)]
+    async with served(config_of(tmp_path, unused_tcp_port, *security, host="0.0.0.0")) as port:
+        token = (folder / "viewer.token").read_text().strip()
+        assert await read(port, tls=tls_of(folder), token=token) == (200, TEXT)
+        assert (await read(port, tls=tls_of(folder), token="0" * 64))[0] == 401
+        assert (await read(port, tls=tls_of(folder)))[0] == 401
+        admit_tokens(folder, viewer="1" * 64)
+        assert (await read(port, tls=tls_of(folder), token=token))[0] == 401
+
+
+async def test_a_key_that_every_user_can_read_is_refused_at_the_start_and_while_it_serves(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
     folder = make_certs(tmp_path / "certs")
     authority = folder / "ca.pem"
     authority.write_text(f"# Zürich\n{authority.read_text()}", encoding="utf-8")

@@ -88,7 +88,9 @@ async def test_a_path_that_is_not_utf8_is_refused_as_an_unknown_method(tmp_path:
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_header_that_is_not_utf8_is_not_logged(tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch):
+async def test_a_header_that_is_not_utf8_is_not_logged(
+    tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root, stderr = logging.getLogger(), io.StringIO()
     monkeypatch.setattr(root, "handlers", [])
     monkeypatch.setattr(root, "level", root.level)
@@ -111,6 +113,11 @@ async def test_a_header_that_is_not_utf8_is_not_logged(tmp_path: Path, unused_tc
     )
 
 
+async def serve_odd_headers(folder: Path, port: int) -> None:
+    async with serving(folder, port):
+        await send(port, b"/tasuki.v1.MetricsService/GetMetrics", {b"grpc-timeout": b"x", b"grpc-encoding": b"x"})
+
+
 def run_apart(function: str, folder: Path, port: int) -> str:
     """Runs a function of this module in another process, as a service; returns its stderr."""
     program = (
@@ -124,6 +131,10 @@ def run_apart(function: str, folder: Path, port: int) -> str:
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stderr
+
+
+def test_a_header_that_grpc_cannot_parse_is_not_logged(tmp_path: Path, unused_tcp_port: int) -> None:
+    assert "Error parsing" not in run_apart("serve_odd_headers", tmp_path, unused_tcp_port)
 
 
 async def serve_until_a_path_ends_it(folder: Path, port: int) -> None:
@@ -151,7 +162,9 @@ async def wait_until_served(target: str) -> None:
                 return await check(target)
 
 
-async def test_unfinished_messages_are_held_for_so_many_calls_and_the_socket_answers(tmp_path: Path, unused_tcp_port: int):
+async def test_unfinished_messages_are_held_for_so_many_calls_and_the_socket_answers(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
     max_calls, target = 8, f"127.0.0.1:{unused_tcp_port}"
     async with serving(tmp_path, unused_tcp_port, max_calls=max_calls) as server, open_channel(target) as channel:
         calls = [channel.stream_unary(f"/{NAME}/OptimStep")(timeout=60) for _ in range(3 * max_calls)]  # which send nothing

@@ -3,12 +3,11 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from tasuki.config.paths import pulse_dir
 from tasuki.rpc.heartbeat import read_pulse
-from tasuki.rpc.metric_names import QUEUED_REQUESTS
 from tests.integration.rollout_process import RolloutClient, RolloutProcess, TestTrainer, generate_request
 from tests.limits import limit_s
 
@@ -42,14 +41,6 @@ async def watched(process: RolloutProcess) -> AsyncIterator[Gap]:
         yield gap
     finally:
         task.cancel()
-
-
-async def queued(rollout: RolloutClient) -> float:
-    """Waits until the schedulers report; while they are busy with a long operation there is no figure."""
-    async with asyncio.timeout(60):
-        while True:
-            with suppress(KeyError):
-                return await rollout.metric(QUEUED_REQUESTS.name)
 
 
 async def test_the_greatest_call_stops_neither_the_pulse_nor_others_and_is_given_up_at_once(

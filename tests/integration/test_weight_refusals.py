@@ -19,7 +19,7 @@ from tasuki.weights.copy_box import Box
 from tasuki.weights.export import WeightExport
 from tasuki.weights.fd_socket import FdServer
 from tasuki.weights.shards import Shard
-from tasuki.wire.errors import TasukiError, VersionOrder
+from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder
 from tests.integration.awkward_model import AwkwardModel, Trainer, receive, trainer
 from tests.slices import part_of
 
@@ -132,6 +132,20 @@ def test_memory_that_is_of_another_size_or_could_shrink_is_refused(tmp_path: Pat
     arguments = {"header_bytes": HEADER_BYTES, **changes}
     weights = published_by(tmp_path, manifest.to_proto(GOOD).SerializeToString(), digest=GOOD.digest(), **arguments)
     assert re.search(message, str(refusal(WeightReceiver(AwkwardModel()), weights)))
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        ([Box((0, 0), (3, 4)), Box((2, 1), (4, 2))], "plain: [2:3, 1:3] of shape (6, 4) is published by two trainer ranks"),
+        ([Box((0, 0), (3, 4)), Box((3, 0), (3, 3))], "plain: [3:6, 3:4] of shape (6, 4) is not published by any trainer rank"),
+    ],
+)
+def test_slices_that_do_not_make_up_their_tensor_are_refused_by_name(boxes: list[Box], message: str, tmp_path: Path) -> None:
+    with exported(tmp_path, boxes) as published:
+        error = refusal(WeightReceiver(AwkwardModel()), published)
+    assert isinstance(error, BadHandle) and str(error) == message
+    assert error.metadata["tensor"] == "plain"
 
 
 def test_memory_without_a_header_is_refused(tmp_path: Path) -> None:

@@ -97,10 +97,6 @@ def test_an_arena_with_live_blocks_is_not_closed(weights):
     del block
 
 
-def measured():
-    return num_open_fds(), Path("/proc/self/maps").read_text().count("\n"), native.totals()
-
-
 def test_an_asynchronous_resume_ends_in_wait(weights):
     weights.set_policy(Keep.CONTENT)
     block = filled(weights, 2 * MIB, 5)

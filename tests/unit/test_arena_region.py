@@ -1,9 +1,7 @@
 """Tensors made inside a region lie in the arena: real memory, right values, freed with the tensor."""
 
 import gc
-import os
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -34,10 +32,6 @@ def allocator():
 
 def used_bytes(allocator, tag=WEIGHTS):
     return allocator.arena(tag).usage().used_bytes
-
-
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 FACTORIES = {

@@ -3,12 +3,16 @@
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tasuki.coordinator.audit.history import Invariant, read_history
 from tasuki.coordinator.audit.replay import audit
 from tasuki.coordinator.journal import Journal
+from tasuki.wire.errors import DiskFull, PeerUnavailable
 from tasuki.wire.stages import Phase, Service, Stage
-from tests.unit.fake_node import acquire, make_node
+from tests.unit.fake_node import acquire, events, make_node
 from tests.unit.fake_services import FakeServices
+from tests.unit.simulated_faults import Crash, CrashPoint, JournalFailpoints
 
 
 async def test_a_rollout_that_serves_an_older_version_than_before_is_found_out(tmp_path: Path) -> None:
@@ -51,3 +55,40 @@ async def test_a_run_under_way_is_clean_and_its_open_stage_is_counted(tmp_path: 
         found = audit(read_history(folder / "journal.sqlite"))
         assert (found.violation, found.num_unanswered, found.num_done, found.num_changeovers) == (None, 1, 0, 1)
     journal.close()
+
+
+async def test_weights_that_were_not_taken_back_before_the_coordinator_died_are_served_without_another_sync(
+    tmp_path: Path,
+) -> None:
+    failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices(done_anyway={Stage.RESUME_KV})
+    services.fail_once[Stage.RESUME_KV] = PeerUnavailable("socket closed")
+    journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
+    journal.begin_epoch("boot-1")
+    failpoints.armed = (CrashPoint.INTENDED, 7)
+    with pytest.raises(Crash):
+        await acquire(make_node(journal, services), Phase.ROLLOUT, "cut off")
+    assert services.asked[-1] == ("undo", Stage.SYNC)
+    journal.begin_epoch("boot-2")
+    await acquire(make_node(journal, services), Phase.ROLLOUT)
+    assert (services.asked[-1], services.served) == (("undo", Stage.DRAIN), 0)
+    assert audit(read_history(tmp_path / "journal.sqlite")).violation is None
+
+
+async def test_rollout_that_was_silent_at_the_begin_of_an_empty_changeover_is_no_breach(tmp_path: Path) -> None:
+    failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()
+    journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
+    journal.begin_epoch("boot-1")
+    node = make_node(journal, services)
+    for stage in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS):
+        await events(node.run_stage(stage, f"hand {stage}"))
+    journal.begin_epoch("boot-2")
+    failpoints.armed, failpoints.is_full = (CrashPoint.INTEND, 0), True
+    services.absent = {Service.ROLLOUT}
+    with pytest.raises(DiskFull):
+        await acquire(make_node(journal, services), Phase.TRAIN, "cut off")
+    services.absent = set()
+    journal.begin_epoch("boot-3")
+    await make_node(journal, services).recover()
+    history = read_history(tmp_path / "journal.sqlite")
+    assert [one.origin for one in history.changeovers] == [Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS]
+    assert audit(history).violation is None

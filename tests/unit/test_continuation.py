@@ -79,10 +79,6 @@ def several(number: int, *, version: int, num_policy_steps: int, position: int |
     return Step(number, policy_version=version, mean_reward=0.5, num_policy_steps=num_policy_steps, position=place)
 
 
-def begun(*steps: Step) -> EarlierRun:
-    return EarlierRun(RunHead("run", 0, {}), steps, None, None)
-
-
 def next_rows(found: Continuation) -> list[object]:
     """Number of the next row, in the order of the data."""
     dataset, order = Dataset(ROWS, seed=0), Dataset(ROWS, seed=0)

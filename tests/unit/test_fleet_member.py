@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tasuki.config.schema import FleetConfig, NodeConfig
-from tasuki.fleet.member import callable_node, check_member
+from tasuki.fleet.member import callable_node, check_member, check_rank
 from tasuki.fleet.membership import config_digest, config_keys, this_member
 from tasuki.rpc.fleet_caller import FleetFence, fleet_metadata
 from tasuki.rpc.methods import METHODS
@@ -81,6 +81,14 @@ def test_another_fleet_another_size_and_a_rank_beyond_it_are_refused() -> None:
     assert refusal(name="run-2").metadata["field"] == "name"
     assert refusal(num_nodes=2).metadata["field"] == "num_nodes"
     assert refusal(replace(NODE, node_rank=4)).metadata["field"] == "node_rank"
+
+
+def test_a_rank_belongs_to_one_start_of_a_node() -> None:
+    check_rank(NODE, None)
+    check_rank(NODE, replace(NODE, coordinator_target="10.0.0.9:1"))
+    with pytest.raises(FleetMismatch) as caught:
+        check_rank(NODE, replace(NODE, boot_id="other"))
+    assert caught.value.metadata["field"] == "node_rank"
 
 
 def test_an_address_that_listens_everywhere_is_that_of_the_caller() -> None:

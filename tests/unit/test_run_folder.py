@@ -13,7 +13,7 @@ from tasuki.client.loop_state import newest_checkpoint
 from tasuki.client.progress import Progress
 from tasuki.client.step import Step
 from tasuki.runs.folder import MetricsFile, changeovers_of, read_steps, summarize, write_summary
-from tasuki.runs.sft_training import summarize_sft
+from tasuki.runs.sft_training import draw_sft_curve, summarize_sft
 from tasuki.runs.training import SaveRequest
 from tasuki.wire.errors import DiskFull, InvalidArgument
 from tests.tiny_disk import limited_files
@@ -183,3 +183,8 @@ def test_a_run_that_does_not_learn_says_so_once(tmp_path: Path, capsys: pytest.C
     assert out.count("signal 0.00  no update: 6 of 6 groups have equal rewards") == 6
     assert err.count("WARNING: 3 steps without an update") == 1
     assert summarize(stalled, seed=0, seconds=1.0, changeovers=0, policy_version=0)["steps_without_update"] == 6
+
+
+def test_a_supervised_curve_is_private(tmp_path: Path) -> None:
+    draw_sft_curve(tmp_path, [Step(step=0, metrics={"loss": 1.0})])
+    assert (tmp_path / "curve.png").stat().st_mode & 0o777 == 0o600

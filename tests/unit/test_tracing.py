@@ -24,8 +24,6 @@ from tests.limits import limit_s
 from tests.otlp import receiving
 from tests.ports import free_port
 
-PROCESSES = ("tasuki.client", "tasuki.cli.__main__", "tasuki.coordinator.__main__", "tasuki.node.start", "tasuki.rpc.server")
-
 
 class Exporter(SpanExporter):
     """Waits for `go` before each export, and raises on request."""
