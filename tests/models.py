@@ -28,6 +28,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -75,6 +78,23 @@ _LATENT = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 _MSCALE = {"mscale": 0.8, "mscale_all_dim": 0.8}
+# Gated delta nets in all layers but the last. Half of each head is rotated.
+_DELTA = {
+    "head_dim": 16,
+    "full_attention_interval": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
     "llama_tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
@@ -84,6 +104,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **_SIZES, head_dim=16, tie_word_embeddings=False, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=32
     ),
+    # Three value heads to a key head, which the engine splits in another way than one, two or four.
+    "qwen3_5": lambda: Qwen3_5TextConfig(**_SIZES, **_DELTA, linear_num_value_heads=6, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**_SIZES, head_dim=24, sliding_window=None),
     "smollm3": lambda: SmolLM3Config(**_SIZES, no_rope_layers=[1, 0]),
     # Caps small enough to matter for these logits, and a scale that is not 1/sqrt(head_dim).
@@ -136,6 +158,9 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=5, num_experts_per_tok=2),
 }
 
+HYBRID = tuple(kind for kind, config in CONFIGS.items() if "linear_attention" in (getattr(config(), "layer_types", None) or ()))
+"""With gated delta nets in some layers."""
+
 
 def make_model(kind: str, *, seed: int, **settings: float) -> PreTrainedModel:
     """Makes a float32 model whose weights are large enough for every row to matter. settings: changes to CONFIGS."""
@@ -157,12 +182,17 @@ def make_model(kind: str, *, seed: int, **settings: float) -> PreTrainedModel:
 
 
 def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
-    """Writes `model` in bfloat16, but for what published checkpoints have in float32, with the character tokenizer."""
+    """Writes `model` in bfloat16, but for what published checkpoints have in float32, with the character tokenizer.
+
+    The text of a vision model gets a tower.
+    """
     copy = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
     for name, buffer in copy.named_buffers():
         if name.endswith(ROUTER_BIAS):
             buffer.data = buffer.data.float()
     copy.load_state_dict(model.state_dict())
+    if isinstance(model.config, Qwen3_5TextConfig):
+        copy = _with_tower(copy)
     copy.save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
     return folder
@@ -182,6 +212,18 @@ def quantize_experts(folder: Path) -> dict[str, torch.Tensor]:
     config = json.loads((folder / "config.json").read_text())
     quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return whole
+
+
+def _with_tower(text: PreTrainedModel) -> PreTrainedModel:
+    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
+    vision = {**tower, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
+    config = Qwen3_5Config(
+        text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=text.config.tie_word_embeddings
+    )
+    whole = Qwen3_5ForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
     return whole
 
 

@@ -39,14 +39,19 @@ async def test_a_family_generates_as_transformers_scores(kind: str, tmp_path: Pa
             model = make_model(kind, seed=version, **changes)
             correct_latent_norms(model)
             trainer = TestTrainer(rollout.socket_dir, f"trainer-{version}", model, dtype=torch.float32)
+            turns = []
             async with connected(rollout) as client:
                 await client.wake(trainer.publish(version))
-                samples = await client.generate(prompts, num_samples=2, max_new_tokens=12, temperature=0.7, ignore_eos=True)
+                # The second turn continues the first, of which the engine has cached prefixes and states. The first one of the second
+                # version continues samples of the first.
+                for _ in range(2):
+                    samples = await client.generate(prompts, num_samples=2, max_new_tokens=12, temperature=0.7, ignore_eos=True)
+                    turns += [(prompts[sample.prompt_index], sample) for sample in samples]
+                    prompts = [prompts[sample.prompt_index] + list(sample.token_ids) + [9] for sample in samples[:3]]
                 await client.sleep()
             trainer.close()
-            for sample in samples:
-                prompt, completion = prompts[sample.prompt_index], list(sample.token_ids)
-                theirs = log_probs_of(trainer.model, prompt, completion, temperature=0.7)
+            for prompt, sample in turns:
+                theirs = log_probs_of(trainer.model, prompt, list(sample.token_ids), temperature=0.7)
                 torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), theirs, rtol=0, atol=4e-5)
     finally:
         stop_rollout(rollout)

@@ -115,10 +115,10 @@ class _Job:
 def check_outcomes(outcomes: list[Outcome], kind: str) -> None:
     """Checks that every rank holds the values on disk, through a plan that is kept, with the padding of the vocabulary."""
     assert [outcome.different for outcome in outcomes] == [[]] * len(outcomes)
-    # SGLang's norms of Gemma 2 compute a buffer while loading, so its own loader handles them at every sync. So does that of gpt-oss
-    # with biases that the first rank adds for all.
+    # SGLang's norms of Gemma 2 and Qwen 3.5 compute a buffer while loading, so its own loader handles them at every sync. So does that of
+    # gpt-oss with biases that the first rank adds for all.
     for tp_rank, outcome in enumerate(outcomes):
-        expected = {"gemma2": "norm", "gpt_oss": "down_proj_bias" if tp_rank else ""}.get(kind, "")
+        expected = {"gemma2": "norm", "qwen3_5": "norm", "gpt_oss": "down_proj_bias" if tp_rank else ""}.get(kind, "")
         assert bool(outcome.fallback_names) is bool(expected)
         assert all(expected in name for name in outcome.fallback_names)
     assert [(outcome.lost, outcome.is_plan_kept) for outcome in outcomes] == [([], True)] * len(outcomes)
@@ -223,6 +223,7 @@ def _models_without_a_test() -> list[str]:
         "qwen2",
         "qwen3",
         "qwen3_moe",
+        "qwen3_5",
         "mistral",
         "gemma2",
         "gemma3_causal",
@@ -257,6 +258,8 @@ def _configure(job: _Job, *, device: str) -> Any:
         sampling_backend="pytorch",
         grammar_backend="none",
         disable_cuda_graph=True,
+        disable_overlap_schedule=True,
+        enable_multimodal=False,
         log_level="error",
     )
     set_global_server_args_for_scheduler(args)
@@ -269,10 +272,18 @@ def _load(args: Any, loader: Any = None) -> Any:
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.model_loader import get_model_loader
 
+    from tasuki.rollout.sglang.cpu.gated_delta import install_delta_nets
+    from tasuki.rollout.sglang.text_only import install_text_only
+
     config = ModelConfig.from_server_args(args)
+    if hasattr(config.hf_text_config, "linear_conv_kernel_dim"):
+        install_text_only()
+        install_delta_nets()
+        adjust_tp_num_heads_if_necessary(config.hf_text_config, args.tp_size, True)
     initialize_dp_attention(args, config)
     made = (get_model_loader if loader is None else loader)(LoadConfig(), config)
     return made.load_model(model_config=config, device_config=DeviceConfig(device=args.device))

@@ -68,7 +68,7 @@ def test_mxfp4_is_exported_in_bfloat16(mesh: DeviceMesh, tmp_path: Path) -> None
     assert "quantization_config" not in json.loads((tmp_path / "model" / "config.json").read_text())
 
 
-@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "phi3", "qwen3_5"])
 @pytest.mark.parametrize("lora", [None, {"rank": 3, "alpha": 5, "target_modules": ["o_proj"]}])
 def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
     mesh: DeviceMesh, tmp_path: Path, kind: str, lora: dict[str, object] | None
@@ -95,6 +95,10 @@ def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
         else:
             assert (tmp_path / "again" / file).read_text() == (tmp_path / "model" / file).read_text(), file
     assert (tmp_path / "again" / "adapter").exists() is (lora is not None)
+    start, end = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "model"))
+    tower = {name for name in start if ".visual." in name}
+    assert bool(tower) is (kind == "qwen3_5")
+    assert all(end[name].dtype == start[name].dtype and torch.equal(end[name], start[name]) for name in tower)
 
 
 def test_what_is_not_trained_is_exported_in_its_own_dtype(mesh: DeviceMesh, tmp_path: Path) -> None:

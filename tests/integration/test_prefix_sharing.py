@@ -128,7 +128,7 @@ def test_kept_results_of_both_calls_of_attention_are_planned(
     learn(learner, Role.POLICY, decode_samples(samples), config=LossConfig(), max_tokens=num_tokens)
     layout = fsdp(learner)._planned
     assert not stayed, "everything has room in host memory"
-    alone = num_tokens * kept_with_attention(layout.model, compute_bytes=layout.compute_bytes)
+    alone = num_tokens * kept_with_attention(layout.model, 0, compute_bytes=layout.compute_bytes)
     planned = _attention_output(layout)
     if checkpointing == "attention":
         assert num_layers * alone < sum(kept) <= num_layers * planned

@@ -51,8 +51,9 @@ NEEDED: dict[str, dict[str, Any]] = {
 
 
 def table_of(architecture: str = "LlamaForCausalLM", **values: object) -> dict[str, Any]:
+    """The text alone of a vision model."""
     return {
-        "architectures": [architecture],
+        "architectures": [FAMILIES[architecture].text_module or architecture],
         "model_type": FAMILIES[architecture].model_type,
         **SIZES,
         **NEEDED.get(architecture, {}),
@@ -180,9 +181,10 @@ def test_a_number_of_another_kind_or_null_is_refused_or_read_by_transformers(tmp
     for kind in CONFIGS:
         save_checkpoint(make_model(kind, seed=0), tmp_path / kind)
         table = json.loads((tmp_path / kind / "config.json").read_text())
-        for key in keys & table.keys():
+        text = table.get("text_config", {})
+        for key in keys & (text or table).keys():
             for value in (1, 1.0, None):
-                changed = table | {key: value}
+                changed = table | ({"text_config": text | {key: value}} if text else {key: value})
                 (tmp_path / kind / "config.json").write_text(json.dumps(changed))
                 try:
                     read_model(changed)

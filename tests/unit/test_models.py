@@ -36,7 +36,8 @@ def model_of(module: PreTrainedModel) -> Model:
 
 
 def test_every_family_has_a_tiny_model_that_is_tested() -> None:
-    assert {type(module_of(kind)).__name__ for kind in CONFIGS} == set(FAMILIES)
+    described = {family.text_module or name for name, family in FAMILIES.items()}
+    assert {type(module_of(kind)).__name__ for kind in CONFIGS} == described
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -52,9 +53,9 @@ def test_parameters_and_buffers_are_those_of_the_module(kind: str) -> None:
 def test_attention_is_that_of_the_module(kind: str) -> None:
     module = module_of(kind)
     attention = model_of(module).attention
-    layers = [layer.self_attn for layer in module.model.layers]
+    layers = [layer.self_attn for layer in module.model.layers if hasattr(layer, "self_attn")]
     assert [layer.scaling for layer in layers] == [attention.query_scale] * len(layers)
-    assert [getattr(layer, "sliding_window", None) for layer in layers] == list(attention.windows)
+    assert [getattr(layer, "sliding_window", None) for layer in layers] == list(attention.windows)[: len(layers)]
     assert {getattr(layer, "attn_logit_softcapping", None) for layer in layers} == {attention.logit_softcap}
     assert all(layer.is_causal for layer in layers)
 
@@ -200,6 +201,12 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
         ("qwen2", "use_sliding_window", True),
         ("qwen2", "attention_bias", True),
         ("qwen3", "layer_types", ["full_attention", "sliding_attention"]),
+        ("qwen3_5", "attn_output_gate", False),
+        ("qwen3_5", "output_gate_type", "sigmoid"),
+        ("qwen3_5", "mamba_ssm_dtype", "bfloat16"),
+        ("qwen3_5", "partial_rotary_factor", 0.25),
+        ("qwen3_5", "layer_types", ["full_attention", "linear_attention"]),
+        ("qwen3_5", "rope_parameters", {"rope_type": "yarn", "factor": 4.0}),
         ("mistral", "sliding_window", 255),
         ("mixtral", "sliding_window", 255),
         ("mixtral", "router_jitter_noise", 0.1),
@@ -291,6 +298,26 @@ def test_every_norm_of_latent_attention_has_the_epsilon_of_the_configuration() -
     assert {norm.variance_epsilon for norm in norms.values()} == {1e-6, 0.25}
     correct_latent_norms(module)
     assert {norm.variance_epsilon for norm in norms.values()} == {0.25}
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("text_config", {"text_config": None}),
+        ("quantization_config", {"quantization_config": {"quant_method": "fp8"}}),
+        ("tie_word_embeddings", {"tie_word_embeddings": False}),
+        ("model_type", {"model_type": "qwen3_vl"}),
+        ("logit_scale", {"logit_scale": 2.0}),
+    ],
+)
+def test_what_stands_beside_the_text_of_a_vision_model_is_read_or_refused_by_name(key: str, changes: dict[str, Any]) -> None:
+    text = table_of(module_of("qwen3_5")) | {"architectures": None}
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    whole |= {"vision_config": {"depth": 2}, "image_token_id": 7, "tie_word_embeddings": True}
+    assert read_model(whole) == model_of(module_of("qwen3_5"))
+    with pytest.raises(InvalidArgument if key == "text_config" else UnsupportedModel) as refused:
+        read_model(whole | changes)
+    assert refused.value.metadata["field"] == key
 
 
 def test_keys_that_a_family_of_old_config_files_leaves_out_have_its_defaults() -> None:

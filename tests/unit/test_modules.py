@@ -18,7 +18,7 @@ from tasuki.trainer.modules.pointwise import GatedMlp, RmsNorm, fuse_pointwise
 from tasuki.trainer.modules.rotary import RotaryAttention, fuse_rotation
 from tasuki.trainer.modules.routing import BiasedRouter, ChosenRouter, Router, ScaledRouter, replace_routers
 from tests.extent import crossed
-from tests.models import CONFIGS, make_model
+from tests.models import CONFIGS, HYBRID, make_model
 from tests.unit.test_packed_attention import LENGTHS, RUNGS, pack, policy_of
 
 SPARSE, GEMMA = ("mixtral", "qwen3_moe"), ("gemma2", "gemma3")
@@ -36,7 +36,7 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 def num_replaced(kind: str, change: str) -> dict[type, int]:
     """Modules of two layers that the change replaces; norms at least, of which some layers have more."""
     of_change = {
-        "pointwise": {RmsNorm: 0 if kind in GEMMA else 5, GatedMlp: 0 if kind in (*SPARSE, *OSS) else 2},
+        "pointwise": {RmsNorm: 0 if kind in GEMMA + HYBRID else 5, GatedMlp: 0 if kind in (*SPARSE, *OSS) else 2},
         "rotation": {RotaryAttention: 2 if kind in ROTATED else 0},
         "routers": {
             Router: 2 if kind in SPARSE else 0,

@@ -79,7 +79,9 @@ def test_a_pack_equals_its_sequences_one_by_one(kind: str, checkpointing: Checkp
     (exact_N * weights_N).sum().backward()
     exact = dict(causal_lm.named_parameters())
     for name, param in policy.causal_lm.named_parameters():
-        assert (param.grad - exact[name].grad).norm() <= 2e-6 * max(1.0, exact[name].grad.norm()), name
+        # Sums over all tokens, of terms that mostly cancel.
+        tolerance = 2e-5 if name.endswith(("dt_bias", "A_log")) else 2e-6
+        assert (param.grad - exact[name].grad).norm() <= tolerance * max(1.0, exact[name].grad.norm()), name
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

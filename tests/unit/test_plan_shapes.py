@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -33,7 +34,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator
 from tasuki.memory.granularity import arena_bytes, export_bytes
 from tasuki.models.families import read_model
-from tasuki.models.shape import ModelShape
+from tasuki.models.shape import DeltaNet, ModelShape
 from tasuki.planner.choose import choices_of
 from tasuki.planner.kept_bytes import kept_per_token
 from tasuki.planner.node import GB, MIB, Part
@@ -43,9 +44,11 @@ from tasuki.planner.trainer_bytes import shards, trainer_tags
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
 from tasuki.trainer.attention.blocks import OwnBlocks
+from tasuki.trainer.attention.delta import PlainDelta
 from tasuki.trainer.attention.packed import IMPLEMENTATION, LayerAttention
 from tasuki.trainer.attention.padded import PRODUCTS_UP_TO, PaddedSequences
 from tasuki.trainer.attention.shared import SharedSequences
+from tasuki.trainer.modules.gated_delta import replace_delta_nets
 from tasuki.trainer.modules.routing import replace_routers
 from tasuki.weights.chunk_memory import new_arena
 from tasuki.wire.stages import MemoryTag
@@ -77,6 +80,13 @@ LATENT: dict[str, Any] = {
     "moe_layer_freq": 1,
 }
 V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+DELTA = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 GEMMA: dict[str, Any] = {**TINY, "head_dim": 32, "sliding_window": 128, "hidden_act": "gelu_pytorch_tanh"}
 CONFIGS = {
     "llama": LlamaConfig(**TINY),
@@ -87,6 +97,8 @@ CONFIGS = {
     "qwen3 with biases": Qwen3Config(**TINY, head_dim=32, attention_bias=True),
     "qwen3-moe": Qwen3MoeConfig(**TINY, **EXPERTS),
     "qwen3-moe, some dense": Qwen3MoeConfig(**TINY, **EXPERTS, mlp_only_layers=[1]),
+    "qwen3.5": Qwen3_5TextConfig(**TINY, **DELTA, full_attention_interval=2),
+    "qwen3.5, attention": Qwen3_5TextConfig(**TINY, head_dim=32, full_attention_interval=1),
     "mistral": MistralConfig(**TINY, head_dim=24, sliding_window=None),
     "gemma2": Gemma2Config(**GEMMA),
     "gemma3": Gemma3TextConfig(**GEMMA),
@@ -153,8 +165,9 @@ def test_published_shapes_have_as_many_parameters_as_transformers_makes_of_them(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    num_tokens = 96
+    num_tokens = 128  # whole chunks of gated delta nets
     model = model_of(CONFIGS[name], device="cpu", dtype=dtype)
+    replace_delta_nets(model)
     layer = model.model.layers[0]
     hidden = torch.randn(1, num_tokens, TINY["hidden_size"], dtype=dtype, requires_grad=True)
     positions = torch.arange(num_tokens)[None]
@@ -163,6 +176,8 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
     described = read_model(table_of(CONFIGS[name], model))
     shape, cu_seqlens_S = described.shape, torch.tensor([0, num_tokens], dtype=torch.int32)
     packed: dict[str, Any] = {}
+    if name == "qwen3.5":
+        packed["layer_attention"] = LayerAttention(cast(Any, None), described.attention, PlainDelta(cu_seqlens_S))
     if shape.has_sinks:
         sequences = SharedSequences(OwnBlocks.of(cu_seqlens_S, num_tokens))
         replace_routers(model)
@@ -177,8 +192,14 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
         output = layer(hidden, attention_mask=None, position_embeddings=rotary, **packed)
     # Token counts per expert, and norm weights plus one; neither grows with the tokens.
     once = 4 * shape.num_experts if shape.is_sparse(0) else 0
-    if "gemma" in name:
-        once += 4 * sum(param.numel() for key, param in layer.named_parameters() if "norm" in key)
+    if shape.has_offset_norms:
+        offset = [param for key, param in layer.named_parameters() if "norm" in key and "linear_attn" not in key]
+        once += 4 * sum(param.numel() for param in offset)
+    if name == "qwen3.5":
+        # Zeros before the sequence, what each head keeps, and the gated norm's weight in float32.
+        delta = cast(DeltaNet, shape.delta)
+        once += (delta.kernel_size - 1) * delta.conv_size * dtype.itemsize + 2 * 4 * delta.num_value_heads
+        once += 4 * delta.value_head_dim if dtype is torch.bfloat16 else 0
     predicted = num_tokens * kept_per_token(shape, 0, num_keys=num_tokens, compute_bytes=dtype.itemsize) + once
     # GLM 4 keeps its part of the rotary table for each layer; Mixtral the sums that normalize the router's scores, DeepSeek more of them.
     rel = 0.02 if name.startswith(("glm4", "mixtral")) or (shape.latent is not None and shape.is_sparse(0)) else 0

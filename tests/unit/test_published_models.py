@@ -32,6 +32,14 @@ YARN = {
     "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
     "mscale_all_dim": 0.707,
 }  # fmt: skip
+DELTA: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "mlp_only_layers": [], "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
+                        "mrope_interleaved": True},
+}  # fmt: skip
 HYBRID = {"cache_implementation": "hybrid", "attention_bias": False, "attention_dropout": 0.0, "query_pre_attn_scalar": 256}
 
 
@@ -57,10 +65,30 @@ def table(
     return sizes | NOTES | rest
 
 
+def vision(
+    architecture: str, hidden: int, inner: int, layers: int, heads: tuple[int, int], *, is_tied: bool = False, **rest: Any
+) -> dict[str, Any]:
+    """The text of a vision model of 248,320 tokens."""
+    text = table(architecture, hidden, inner, layers, heads, 248320, 262144, **DELTA | rest)
+    for key in ("architectures", "rope_theta", "rope_scaling"):
+        text.pop(key)
+    text["layer_types"] = ["linear_attention" if (layer + 1) % 4 else "full_attention" for layer in range(layers)]
+    beside = {
+        "image_token_id": 248056,
+        "video_token_id": 248057,
+        "vision_start_token_id": 248053,
+        "vision_end_token_id": 248054,
+    }
+    model_type = text["model_type"].removesuffix("_text")
+    whole = {"architectures": [architecture], "model_type": model_type, "tie_word_embeddings": is_tied}
+    return {**whole, "text_config": text, "vision_config": {"depth": 24}, **beside}
+
+
 # As on huggingface.co: HuggingFaceTB/SmolLM2-135M and SmolLM3-3B, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B,
-# Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, microsoft/phi-4,
-# THUDM/GLM-4-9B-0414, zai-org/GLM-4.5-Air, openai/gpt-oss-20b and -120b, deepseek-ai/DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B,
-# zai-org/GLM-4.7-Flash, allenai/OLMo-2-1124-7B, mistralai/Mixtral-8x7B-v0.1.
+# Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3.5-4B and -27B, mistralai/Mistral-7B-v0.3, google/gemma-2-2b,
+# google/gemma-3-1b-it, microsoft/phi-4, THUDM/GLM-4-9B-0414, zai-org/GLM-4.5-Air, openai/gpt-oss-20b and -120b,
+# deepseek-ai/DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash, allenai/OLMo-2-1124-7B,
+# mistralai/Mixtral-8x7B-v0.1.
 PUBLISHED = [
     (134_515_008, table("LlamaForCausalLM", 576, 1536, 30, (9, 3), 49152, 8192, tie_word_embeddings=True, is_llama_config=True,
                         rope_interleaved=False, pretraining_tp=1, **{"transformers.js_config": {"kv_cache_dtype": "float32"}})),
@@ -79,6 +107,8 @@ PUBLISHED = [
     (30_532_122_624, table("Qwen3MoeForCausalLM", 2048, 6144, 48, (32, 4), 151936, 40960, head_dim=128, num_experts=128,
                            num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
                            mlp_only_layers=[], router_aux_loss_coef=0.001, output_router_logits=False)),
+    (4_205_751_296, vision("Qwen3_5ForConditionalGeneration", 2560, 9216, 32, (16, 4), is_tied=True)),
+    (26_895_998_464, vision("Qwen3_5ForConditionalGeneration", 5120, 17408, 64, (24, 4), linear_num_value_heads=48)),
     (7_248_023_552, table("MistralForCausalLM", 4096, 14336, 32, (32, 8), 32768, 32768, sliding_window=None)),
     (2_614_341_888, table("Gemma2ForCausalLM", 2304, 9216, 26, (8, 4), 256000, 8192, head_dim=256, sliding_window=4096,
                           **HYBRID, **CAPPED, **GELU)),

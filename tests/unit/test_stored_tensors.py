@@ -15,6 +15,7 @@ from tasuki.models.families import read_model
 from tasuki.models.folder_files import INDEX_FILE
 from tasuki.models.stored_tensors import check_head, check_stored, read_stored
 from tasuki.node.model_folder import check_model_folder
+from tasuki.planner.presets import MODELS
 from tasuki.trainer.durable.model_folder import load_shards
 from tasuki.weights.shards import Shard
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
@@ -213,9 +214,9 @@ def test_the_trainer_compares_every_byte_of_a_large_head(tmp_path: Path) -> None
     head[2000, 3] = 1
     save_file({HEAD: head, EMBEDDING: embedding}, tmp_path / "model.safetensors")
     stored = read_stored(tmp_path)
-    check_head(stored, step=2)
+    check_head(stored, MODELS["qwen2.5-0.5b"], step=2)
     with pytest.raises(InvalidArgument, match="lm_head.weight differs"):
-        check_head(stored, first=1, step=2)
+        check_head(stored, MODELS["qwen2.5-0.5b"], first=1, step=2)
 
 
 def test_a_critic_needs_no_lm_head_and_may_have_a_value_head(folders: dict[str, Path], tmp_path: Path) -> None:

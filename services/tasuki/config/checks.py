@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from tasuki.config.schema import NodeConfig
     from tasuki.models.shape import ModelShape
 
-UNSERVED_LINEAR = ("qkv_proj", "gate_up_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+UNSERVED_LINEAR = (
+    "qkv_proj", "gate_up_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj_qkv", "in_proj_z", "in_proj_b",
+    "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj",
+)  # fmt: skip
 """Linear layers of a few families, for which SGLang serves no adapters: fused ones, and those of latent attention."""
 HEARTBEAT_S = 0.25
 """Interval of a process's heartbeat."""
@@ -149,6 +152,7 @@ def check_model(config: NodeConfig, model: ModelShape, *, critic: ModelShape | N
         problem = f"{model.num_heads} attention heads cannot be split over {rollout.tp_size} ranks"
         raise InvalidArgument("rollout.tp_size", problem)
     models, shared = [model] if critic is None else [model, critic], trainer.sequence_parallel
+    _check_delta_nets(config, models)
     for each in models:
         heads, kv_heads = each.num_heads, each.num_kv_heads
         if heads % shared:
@@ -174,6 +178,31 @@ def check_model(config: NodeConfig, model: ModelShape, *, critic: ModelShape | N
         )
 
 
+def _check_delta_nets(config: NodeConfig, models: Sequence[ModelShape]) -> None:
+    """Refuses what gated delta nets cannot have: their state passes through all tokens of a sample, in order."""
+    hybrid = next((model for model in models if model.delta is not None), None)
+    if hybrid is None or hybrid.delta is None:
+        return
+    name, trainer, rollout = hybrid.architecture, config.trainer, config.rollout
+    if trainer.sequence_parallel > 1:
+        problem = (
+            f"= {trainer.sequence_parallel} would cut sequences, which the gated delta nets of {name} need whole; leave it out"
+        )
+        raise InvalidArgument("trainer.sequence_parallel", problem)
+    if trainer.prefix_sharing is True:
+        problem = f"= true is not for {name}: the state of a gated delta net at a prompt's end is not shared; leave it out"
+        raise InvalidArgument("trainer.prefix_sharing", problem)
+    if hybrid.delta.num_key_heads % rollout.tp_size or hybrid.delta.num_value_heads % rollout.tp_size:
+        problem = f"{hybrid.delta.num_key_heads} key heads of gated delta nets cannot be split over {rollout.tp_size} ranks"
+        raise InvalidArgument("rollout.tp_size", problem)
+    if config.served_adapter is not None:
+        problem = f'= "adapter" is not for {name}, whose gated delta nets the engine serves without adapters; use "merged"'
+        raise InvalidArgument("rollout.lora", problem)
+    if "speculative_algorithm" in rollout.engine:
+        problem = f"is not for {name}, whose states an engine of ours does not keep for drafts; leave it out"
+        raise InvalidArgument("rollout.engine.speculative_algorithm", problem)
+
+
 def check_critic_model(config: NodeConfig, policy: ModelShape, critic: ModelShape) -> None:
     """Raises InvalidArgument for a critic that cannot process every token and sequence of the policy."""
     field = "trainer.critic.path"
@@ -194,14 +223,12 @@ def check_critic_model(config: NodeConfig, policy: ModelShape, critic: ModelShap
 
 
 def check_lora_targets(model: ModelShape, targets: Sequence[str]) -> None:
-    """Raises InvalidArgument for a target that is not a linear layer of every decoder layer, naming those that are."""
-    for index in range(model.num_layers):
-        there = model.linear_layers(index)
-        missing = [target for target in targets if target not in there]
-        if missing:
-            has = f"it has {', '.join(there)}; experts cannot have adapters"
-            problem = f"layer {index} of {model.architecture} has no linear {', '.join(missing)}; {has}"
-            raise InvalidArgument("trainer.lora.target_modules", problem)
+    """Raises InvalidArgument for a target that is no linear layer of the model, naming those that are."""
+    there = list(dict.fromkeys(name for index in range(model.num_layers) for name in model.linear_layers(index)))
+    missing = [target for target in targets if target not in there]
+    if missing:
+        has = f"it has {', '.join(there)}; experts cannot have adapters"
+        raise InvalidArgument("trainer.lora.target_modules", f"{model.architecture} has no linear {', '.join(missing)}; {has}")
 
 
 def check_gpus(config: NodeConfig, gpus: Gpus, *, num_gpus: int) -> None:

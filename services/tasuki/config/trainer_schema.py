@@ -15,6 +15,7 @@ Beta = Annotated[Float, Field(ge=0, lt=1)]
 LinearName = Literal[
     "q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj",
     "gate_proj", "up_proj", "gate_up_proj", "down_proj",
+    "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj",
 ]  # fmt: skip
 
 
@@ -34,7 +35,8 @@ class LoraConfig(Schema):
     )
     """Linear layers that get an adapter, in every layer of the model. Experts cannot have any. Phi 3 has "qkv_proj" and "gate_up_proj"
     in the place of their parts, GLM 4 the latter. Latent attention has "kv_a_proj_with_mqa", "kv_b_proj" and either "q_proj", or "q_a_proj"
-    and "q_b_proj"."""
+    and "q_b_proj". Gated delta nets have "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a" and "out_proj", which the default leaves
+    out."""
 
     @property
     def scaling(self) -> float:

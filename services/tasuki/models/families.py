@@ -7,20 +7,33 @@ from itertools import chain
 from pathlib import Path
 
 from tasuki.models.config_json import Config, architecture_of, read_json_object
-from tasuki.models.family import Family, Model, check_keys
-from tasuki.models.known import deepseek, gemma, glm, llama, openai, qwen
+from tasuki.models.family import Family, Model, check_keys, text_config
+from tasuki.models.known import deepseek, gemma, glm, llama, openai, qwen, qwen_hybrid
 from tasuki.models.shape import ModelShape, decoder_shape
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import PathNotFound, UnsupportedModel
 
 FAMILIES: Mapping[str, Family] = {
     family.architecture: family
-    for family in chain(llama.FAMILIES, qwen.FAMILIES, gemma.FAMILIES, glm.FAMILIES, deepseek.FAMILIES, openai.FAMILIES)
+    for family in chain(
+        llama.FAMILIES,
+        qwen.FAMILIES,
+        qwen_hybrid.FAMILIES,
+        gemma.FAMILIES,
+        glm.FAMILIES,
+        deepseek.FAMILIES,
+        openai.FAMILIES,
+    )
 }
 
 
+_TEXT_MODULES = {family.text_module: family for family in FAMILIES.values() if family.text_module}
+
+
 def find_family(architecture: str) -> Family:
-    """Raises UnsupportedModel with the known names."""
+    """By an architecture, or by transformers' class of its text. Raises UnsupportedModel with the known names."""
+    if architecture in _TEXT_MODULES:
+        return _TEXT_MODULES[architecture]
     if architecture not in FAMILIES:
         raise UnsupportedModel(
             f"architectures: {architecture} is not supported; there are {', '.join(FAMILIES)}", architecture=architecture
@@ -34,6 +47,8 @@ def read_model(config: Config) -> Model:
     Raises UnsupportedModel naming an unsupported architecture or key, InvalidArgument naming a missing or invalid key.
     """
     family = find_family(architecture_of(config))
+    if family.text_module not in ("", architecture_of(config)):
+        config = text_config(config, family)
     check_keys(config, family)
     for check in family.checks:
         check(config)

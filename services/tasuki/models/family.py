@@ -49,15 +49,18 @@ class Model:
 
 
 _EXPERTS = ".mlp.experts."
+_DECODER = "model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointNames:
-    """Names of experts in a checkpoint: `<block>.experts.<index>.<gate>.weight`. All other tensors keep their names.
+    """Names of a checkpoint's tensors. Experts are separate: `<block>.experts.<index>.<gate>.weight`.
 
     transformers has them as `mlp.experts.gate_up_proj` [E, 2 I, H], gate first, and `mlp.experts.down_proj` [E, H, I].
     """
 
+    decoder: str = "model"
+    """Of the decoder, which is `model` in the text model's module."""
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -67,7 +70,8 @@ class CheckpointNames:
 
     def tensor(self, parameter: str) -> str:
         """Checkpoint name of a parameter other than an expert's."""
-        return parameter.replace(".mlp.", f".{self.block}.")
+        name = parameter.replace(".mlp.", f".{self.block}.")
+        return f"{self.decoder}.{name.removeprefix(_DECODER)}" if name.startswith(_DECODER) else name
 
     def fused(self, parameter: str) -> tuple[str, ...]:
         """Parts of one expert's rows in a fused parameter, in order; empty if the parameter is not fused."""
@@ -79,6 +83,7 @@ class CheckpointNames:
     def expert(self, parameter: str, index: int, part: str) -> str:
         """Checkpoint name of one part of expert `index`."""
         layer, _, _ = parameter.rpartition(_EXPERTS)
+        layer = layer.replace(_DECODER, f"{self.decoder}.", 1)
         return f"{layer}.{self.block}.experts.{index}.{part}.weight"
 
 
@@ -116,6 +121,12 @@ class Family:
     """Further ones that depend on config.json."""
     model_of: Callable[[Config, ModelShape], Model] = _plain
     checkpoint: CheckpointNames = field(default_factory=CheckpointNames)
+    text_module: str = ""
+    """For a checkpoint with a vision tower, transformers' class of its text alone, which config.json describes in `text_config`."""
+    untrained: tuple[str, ...] = ()
+    """Starts of names of a checkpoint's tensors that are neither loaded nor trained, and exported unchanged."""
+    rope_notes: frozenset[str] = frozenset()
+    """Parameters of the rotary embedding that have no effect on text."""
 
 
 ROTARY = "model.rotary_emb"
@@ -159,8 +170,8 @@ _KINDS_OF_NOTES: Mapping[str, tuple[type, ...]] = {
 }  # fmt: skip
 # By key, the model types whose class in transformers takes no null.
 _NEVER_NULL: Mapping[str, tuple[str, ...]] = {
-    "head_dim": ("qwen3", "gemma2", "gemma3_text", "glm4", "gpt_oss"), "max_window_layers": ("qwen2", "qwen3"),
-    "num_key_value_heads": ("qwen3_moe", "mistral", "gemma2", "gemma3_text", "glm4", "glm4_moe", "mixtral",
+    "head_dim": ("qwen3", "qwen3_5_text", "gemma2", "gemma3_text", "glm4", "gpt_oss"), "max_window_layers": ("qwen2", "qwen3"),
+    "num_key_value_heads": ("qwen3_moe", "qwen3_5_text", "mistral", "gemma2", "gemma3_text", "glm4", "glm4_moe", "mixtral",
         "gpt_oss"),
     "decoder_sparse_step": ("qwen3_moe",), "routed_scaling_factor": ("glm4_moe",), "n_shared_experts": ("glm4_moe",),
     "query_pre_attn_scalar": ("gemma2", "gemma3_text"), "original_max_position_embeddings": ("phi3",),
@@ -196,7 +207,41 @@ def check_keys(config: Config, family: Family) -> None:
             raise unsupported(config, key, f"trainer and engine agree on {' or '.join(map(repr, values))} only")
     _check_notes(config)
     _check_numbers(config)
-    rope.check_rope(config, types=family.rope_types, is_partial=family.has_partial_rope, further=family.rope_parameters)
+    rope.check_rope(
+        config,
+        types=family.rope_types,
+        is_partial=family.has_partial_rope,
+        further=family.rope_parameters,
+        notes=family.rope_notes,
+    )
+
+
+# Keys of a vision model beside `text_config`, none of which has an effect on text.
+_VISION_KEYS = frozenset({
+    "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "language_model_only",
+})  # fmt: skip
+
+
+def text_config(config: Config, family: Family) -> dict[str, Any]:
+    """A vision model's `text_config` as a config.json of its text alone.
+
+    Raises InvalidArgument if it is missing, UnsupportedModel for a key beside it with an unknown effect and for embeddings that are tied
+    in one of the two alone.
+    """
+    text, outer_type = config.get("text_config"), family.model_type.removesuffix("_text")
+    if not isinstance(text, dict):
+        raise InvalidArgument("text_config", "must be a table in the model's config.json")
+    for key, value in config.items():
+        if key == "model_type" and value != outer_type:
+            raise unsupported(config, key, f"trainer and engine agree on {outer_type!r} only")
+        is_known = key in _VISION_KEYS | _KEYS_WITHOUT_EFFECT | {"model_type", "tie_word_embeddings"} or key.startswith("_")
+        if value and not is_known:
+            raise unsupported(config, key, "its effect is unknown; unset it if nothing is computed from it")
+    is_tied = flag(config, "tie_word_embeddings")
+    if flag(text, "tie_word_embeddings", default=is_tied) is not is_tied:
+        raise unsupported(config, "tie_word_embeddings", "text_config has another value, and trainer and engine read one each")
+    return {**text, "tie_word_embeddings": is_tied, "architectures": [family.text_module]}
 
 
 def computing_keys(family: Family) -> frozenset[str]:

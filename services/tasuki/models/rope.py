@@ -26,9 +26,16 @@ _BASES = ("rope_theta", "rope_local_base_freq")
 _NAMES = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
-def check_rope(config: Config, *, types: frozenset[str], is_partial: bool, further: frozenset[str] = frozenset()) -> None:
+def check_rope(
+    config: Config,
+    *,
+    types: frozenset[str],
+    is_partial: bool,
+    further: frozenset[str] = frozenset(),
+    notes: frozenset[str] = frozenset(),
+) -> None:
     """Raises UnsupportedModel for a type not in `types`, for an unknown parameter, and for unsupported partial rotation; InvalidArgument
-    for a value that is not a positive number. further: parameters of the family's scaled types.
+    for a value that is not a positive number. further: parameters of the family's scaled types. notes: those without effect.
     """
     for key in _BASES:
         if key in config:
@@ -43,7 +50,7 @@ def check_rope(config: Config, *, types: frozenset[str], is_partial: bool, furth
             _check_part(config, key, rope, is_partial=is_partial)
             parameters = _PARAMETERS[name] | (further if name != "default" else frozenset())
             # Null counts too, since a default may be another value.
-            unknown = rope.keys() - _NAMES - parameters
+            unknown = rope.keys() - _NAMES - parameters - notes
             if unknown:
                 raise unsupported(config, key, f"the effect of {', '.join(sorted(unknown))} of rope_type {name!r} is unknown")
             for parameter in sorted((parameters & _REQUIRED) - rope.keys()):

@@ -44,6 +44,48 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaNet:
+    """Gated delta nets, which take attention's place in some layers."""
+
+    layers: frozenset[int]
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    kernel_size: int
+    """Tokens that the convolution over queries, keys and values sees."""
+    has_fused_inputs: bool = False
+    """Whether queries, keys, values and gates are fused in one linear layer, and the two numbers of each head in another."""
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.key_size + self.value_size
+
+    def parameters(self, hidden_size: int) -> Shapes:
+        heads, value = self.num_value_heads, self.value_size
+        rows = {"qkvz": self.conv_size + value, "ba": 2 * heads}
+        if not self.has_fused_inputs:
+            rows = {"qkv": self.conv_size, "z": value, "b": heads, "a": heads}
+        return {
+            "linear_attn.dt_bias": (heads,),
+            "linear_attn.A_log": (heads,),
+            "linear_attn.conv1d.weight": (self.conv_size, 1, self.kernel_size),
+            "linear_attn.norm.weight": (self.value_head_dim,),
+            "linear_attn.out_proj.weight": (hidden_size, value),
+            **{f"linear_attn.in_proj_{name}.weight": (num_rows, hidden_size) for name, num_rows in rows.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Sizes and flags that determine a decoder-only model's memory."""
 
@@ -91,12 +133,17 @@ class ModelShape:
     """Whether experts and router have biases, and experts' matrices are [inputs, outputs], with gates and ups interleaved."""
     has_sinks: bool = False
     """Whether each head has a learned logit that takes weight in its softmax and adds nothing."""
+    has_shared_expert_gate: bool = False
+    """Whether that MLP's result is scaled by a sigmoid of the token."""
     has_router_bias: bool = False
     """Whether a constant float32 bias affects the choice of experts, but not their weights."""
     dense_layers: frozenset[int] = frozenset()
     """Dense layers of a mixture of experts."""
     latent: Latent | None = None
     """Sizes of latent attention; `head_dim` is then that of queries and keys, of which there are as many. None without."""
+    delta: DeltaNet | None = None
+    has_output_gate: bool = False
+    """Whether attention's result is scaled by a sigmoid, whose inputs are projected beside the queries, head by head."""
     num_draft_layers: int = 0
     """Layers of the checkpoint after the last, for speculation: neither loaded nor trained."""
 
@@ -113,12 +160,20 @@ class ModelShape:
         """Outputs per token: logits, or a value."""
         return 1 if self.is_critic else self.vocab_size
 
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.num_layers - (0 if self.delta is None else len(self.delta.layers))
+
     def is_sparse(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
 
+    def is_delta(self, layer: int) -> bool:
+        return self.delta is not None and layer in self.delta.layers
+
     def layer(self, index: int) -> Shapes:
         """Parameters of one decoder layer, an FSDP2 unit."""
-        return _layer(self, self.is_sparse(index))
+        return _layer(self, self.is_sparse(index), self.is_delta(index))
 
     def root(self) -> Shapes:
         """Parameters outside the layers, which stay gathered for a whole step."""
@@ -173,7 +228,8 @@ class ModelShape:
         if self.latent is not None:
             return self._latent_attention(self.latent)
         query, kv = self.query_size, self.kv_size
-        rows = {"qkv_proj": query + 2 * kv} if self.has_fused_qkv else {"q_proj": query, "k_proj": kv, "v_proj": kv}
+        gated = 2 * query if self.has_output_gate else query
+        rows = {"qkv_proj": query + 2 * kv} if self.has_fused_qkv else {"q_proj": gated, "k_proj": kv, "v_proj": kv}
         shapes: dict[str, tuple[int, ...]] = {}
         for name, num_rows in rows.items():
             shapes |= _linear(f"self_attn.{name}", num_rows, self.hidden_size, has_bias=self.has_qkv_bias)
@@ -213,8 +269,10 @@ class ModelShape:
                 for suffix, sizes in (("", (rows, columns)), ("_bias", (columns,)))
             }
         rows = {"gate_proj": (shared, hidden), "up_proj": (shared, hidden), "down_proj": (hidden, shared)} if shared else {}
+        beside = "shared_expert" if self.has_shared_expert_gate else "shared_experts"
         return {
-            **{f"mlp.shared_experts.{name}.weight": shape for name, shape in rows.items()},
+            **{f"mlp.{beside}.{name}.weight": shape for name, shape in rows.items()},
+            **({"mlp.shared_expert_gate.weight": (1, hidden)} if self.has_shared_expert_gate else {}),
             ROUTER: (self.num_experts, hidden),
             **dict(zip(EXPERTS, ((self.num_experts, 2 * inner, hidden), (self.num_experts, hidden, inner)), strict=True)),
         }
@@ -237,6 +295,8 @@ def unshared_base(shape: ModelShape, *, num_ranks: int) -> str | None:
         return "has experts, which the engine holds otherwise"
     if shape.latent is not None:
         return "has latent attention, which the engine holds otherwise"
+    if shape.delta is not None:
+        return "has gated delta nets, whose projections the engine fuses"
     if shape.architecture == "Gemma2ForCausalLM" or shape.has_fused_qkv:
         return "has weights that the engine changes when it loads them"
     if num_ranks == 1:
@@ -294,9 +354,10 @@ def decoder_shape(
 
 
 @functools.lru_cache(maxsize=32)
-def _layer(model: ModelShape, is_sparse: bool) -> Shapes:
+def _layer(model: ModelShape, is_sparse: bool, is_delta: bool) -> Shapes:
     mlp = model._experts() if is_sparse else model._mlp()
-    return model._attention() | mlp | {f"{norm}.weight": (model.hidden_size,) for norm in model.norms + model.post_norms}
+    mixer = model.delta.parameters(model.hidden_size) if is_delta and model.delta is not None else model._attention()
+    return {**mixer} | mlp | {f"{norm}.weight": (model.hidden_size,) for norm in model.norms + model.post_norms}
 
 
 @functools.lru_cache(maxsize=16)
@@ -315,8 +376,8 @@ def _kind(name: str) -> str:
         ("lm_head", "vocabulary projection"),
         ("value_head", "value head"),
         ("norm", "norms"),
-        ("self_attn", "attention"),
-        ("experts", "experts"),
+        ("_attn", "attention"),
+        ("expert", "experts"),
         ("mlp.gate.", "router"),
         ("mlp.router.", "router"),
     ):

@@ -107,14 +107,14 @@ def check_stored(
         wanted |= {VALUE_HEAD: (1, model.hidden_size)} if VALUE_HEAD in stored else {}
     missing = [name for name in wanted if name not in stored]
     ignored = {VALUE_HEAD, HEAD} if is_critic or model.is_tied else {VALUE_HEAD}
-    drafts = draft_tensors(stored, model)
-    known = {*wanted, *ignored, *drafts}
+    untrained = untrained_tensors(stored, model)
+    known = {*wanted, *ignored, *untrained}
     unread = [name for name in stored if name not in known and not is_computed(name)]
     if missing:
         there = f"; its {_several(unread)} has no place in the model" if unread else ""
         cure = _AGAIN if missing != [HEAD] else f"set tie_word_embeddings to true if the embedding is the head, or {_AGAIN}"
         raise InvalidArgument(key, f"{folder} lacks tensor {_several(missing)}, which its config.json asks for{there}; {cure}")
-    for name in (*wanted, *drafts):
+    for name in (*wanted, *untrained):
         tensor = stored[name]
         if (shape := wanted.get(name, tensor.shape)) != tensor.shape:
             problem = (
@@ -130,19 +130,26 @@ def check_stored(
             key, f"{stored[unread[0]].file}: {problem}; correct config.json, or remove the tensor from the file"
         )
     if model.is_tied and not is_critic:
-        check_head(stored, step=max(1, stored[EMBEDDING].num_bytes // (_BLOCK_BYTES * _NUM_BLOCKS)), key=key)
+        check_head(stored, model, step=max(1, stored[embedding_name(model)].num_bytes // (_BLOCK_BYTES * _NUM_BLOCKS)), key=key)
     return stored
 
 
-def check_head(stored: Mapping[str, StoredTensor], *, first: int = 0, step: int = 1, key: str = "model.path") -> None:
+def embedding_name(model: ModelShape) -> str:
+    return find_family(model.architecture).checkpoint.tensor(EMBEDDING)
+
+
+def check_head(
+    stored: Mapping[str, StoredTensor], model: ModelShape, *, first: int = 0, step: int = 1, key: str = "model.path"
+) -> None:
     """Raises InvalidArgument for an LM head in the files of a tied model that differs from its embedding: rollout and export would drop it,
     transformers would use it. first, step: blocks to compare; also the last one.
     """
     if HEAD not in stored:
         return
-    head, embedding = stored[HEAD], stored[EMBEDDING]
+    head, name = stored[HEAD], embedding_name(model)
+    embedding = stored[name]
     if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or _differs(head, embedding, first=first, step=step):
-        problem = f"{HEAD} differs from {EMBEDDING}, but config.json has tie_word_embeddings true"
+        problem = f"{HEAD} differs from {name}, but config.json has tie_word_embeddings true"
         cure = "set it to false to use this head, or remove the tensor from the file to use the embedding"
         raise InvalidArgument(key, f"{head.file}: {problem}; {cure}")
 
@@ -161,10 +168,10 @@ def stored_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def draft_tensors(stored: Mapping[str, StoredTensor], model: ModelShape) -> list[str]:
-    """Names of the stored tensors of layers for speculation, which an export copies unchanged."""
+def untrained_tensors(stored: Mapping[str, StoredTensor], model: ModelShape) -> list[str]:
+    """Names of the stored tensors of layers for speculation and of a vision tower, which an export copies unchanged."""
     layers = range(model.num_layers, model.num_layers + model.num_draft_layers)
-    starts = tuple(f"model.layers.{layer}." for layer in layers)
+    starts = (*(f"model.layers.{layer}." for layer in layers), *find_family(model.architecture).untrained)
     return [name for name in stored if name.startswith(starts)]
 
 

@@ -31,7 +31,10 @@ def kept_per_token(
     post_norm = hidden * norm + 4
     pre_norm = post_norm + hidden * compute_bytes
     norms = len(model.norms) * pre_norm + len(model.post_norms) * post_norm + own_inputs
-    attention = _kept_of_attention(model, compute_bytes, num_keys=num_keys, norm=norm)
+    if model.is_delta(layer):
+        attention = _kept_of_delta_net(model, compute_bytes, is_fused=is_fused)
+    else:
+        attention = _kept_of_attention(model, compute_bytes, num_keys=num_keys, norm=norm)
     mlp = kept_in_mlp(model, layer, compute_bytes=compute_bytes, is_fused=is_fused, keeps_product=keeps_product)
     adapters = 0 if lora_rank is None else 7 * lora_rank * compute_bytes
     return norms + attention + mlp + adapters
@@ -76,12 +79,13 @@ def kept_of_routing(model: ModelShape, layer: int) -> int:
     return model.experts_per_token * (_FLOAT32 + _INT64) if model.is_sparse(layer) else 0
 
 
-def kept_with_attention(model: ModelShape, *, compute_bytes: int = 2) -> int:
+def kept_with_attention(model: ModelShape, layer: int, *, compute_bytes: int = 2) -> int:
     """Bytes per token in one layer that save recomputing its attention: the output and one float32 per head.
 
-    0 where attention is capped: that is not a torch operator, and is recomputed.
+    0 where attention is capped and for a gated delta net: these are no torch operators, and are recomputed.
     """
-    return 0 if model.caps_attention else model.query_size * compute_bytes + _FLOAT32 * model.num_heads
+    is_recomputed = model.caps_attention or model.is_delta(layer)
+    return 0 if is_recomputed else model.query_size * compute_bytes + _FLOAT32 * model.num_heads
 
 
 def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int, norm: int) -> int:
@@ -107,6 +111,9 @@ def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int, 
     if model.joins_rotated:
         # The output also in another layout.
         kept += query
+    if model.has_output_gate:
+        # The gate's sigmoid, and the scaled output. A norm in float32 keeps its input without a copy, together with the gate.
+        kept += (3 if compute_bytes == _FLOAT32 else 2) * query
     return norms + kept * compute_bytes + 4 * heads
 
 
@@ -124,6 +131,23 @@ def _kept_of_latent_attention(model: ModelShape, latent: Latent, compute_bytes: 
     projected = model.head_dim if is_padded else model.head_dim - latent.rope_dim + latent.value_dim
     output = max(model.head_dim, latent.value_dim) + latent.value_dim
     return norms + (2 * model.query_size + heads * (projected + output)) * compute_bytes + 4 * heads
+
+
+def _kept_of_delta_net(model: ModelShape, compute_bytes: int, *, is_fused: bool) -> int:
+    """Bytes per token: inputs and results of the convolution, queries and keys for every value head, what the recurrence keeps, and the
+    gated norm in float32.
+
+    is_fused: with flash-linear-attention's kernels, which also keep normalized queries and keys, and 64 numbers of each head.
+    """
+    delta = model.delta
+    assert delta is not None
+    heads, value, repeated = delta.num_value_heads, delta.value_size, delta.num_value_heads * delta.key_head_dim
+    recurrence = 2 * repeated + value + ((2 * repeated + 64 * heads) if is_fused else 0)
+    # The strength of what is written, twice; the gated result.
+    elements = 2 * delta.conv_size + recurrence + 2 * heads + value
+    # In the norm its input, the same normalized and scaled, the gate, and its activation.
+    floats = 5 * value + 4 * heads
+    return elements * compute_bytes + floats * _FLOAT32 + (0 if is_fused else 5 * _INT64)
 
 
 def _kept_of_norm(model: ModelShape, compute_bytes: int, *, is_fused: bool) -> int:

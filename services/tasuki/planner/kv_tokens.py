@@ -64,6 +64,15 @@ def running_requests(config: NodeConfig) -> int:
     return min(max(samples_at_once(config) or 0, SGLANG_GRAPH_REQUESTS), _MOST_RUNNING_REQUESTS)
 
 
+def state_slots(config: NodeConfig) -> int:
+    """States of gated delta nets that one replica keeps: of running requests, and of cached prefixes.
+
+    SGLang runs as many requests at once as this has multiples of 3 without a schedule that overlaps, of 5 with one; of 1 without cache.
+    """
+    per_request = 3 if config.device == "cpu" else 5
+    return running_requests(config) * (1 if config.rollout.engine.get("disable_radix_cache") is True else per_request)
+
+
 def graph_requests(config: NodeConfig) -> int | None:
     """Requests of the largest batch that CUDA graphs are captured for; None leaves it to SGLang, or to [rollout.engine]."""
     at_once = samples_at_once(config)

@@ -10,7 +10,7 @@ from tasuki.config.engine_arguments import DRAFT_BLOCKS, draft_tokens
 from tasuki.memory.granularity import arena_bytes
 from tasuki.models.routes import RouteShape
 from tasuki.models.shape import ROUTERS, VOCABULARY_STEP, ModelShape, Shapes
-from tasuki.planner.kv_tokens import CPU_TOKENS, SGLANG_GRAPH_REQUESTS, graph_requests, running_requests
+from tasuki.planner.kv_tokens import CPU_TOKENS, SGLANG_GRAPH_REQUESTS, graph_requests, running_requests, state_slots
 from tasuki.planner.node import Node
 
 # SGLang's chunked prefill on a GPU with much memory; rollout/arguments.py sets it on a CPU.
@@ -26,6 +26,8 @@ _WHOLE = ("o_proj.bias", "down_proj.bias", "down_proj_bias", "q_a_proj.weight", 
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),
+    **dict.fromkeys(("in_proj_b", "in_proj_a"), "in_proj_ba"),
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
 }
 
@@ -62,11 +64,22 @@ def _engine_weights(model: ModelShape, tp_size: int, element_bytes: int, device:
 
 
 def kv_bytes_per_token(node: Node) -> int:
-    """What one rank caches of one token in all layers: keys and values, or the vector that they are projected from."""
+    """What one rank caches of one token in all layers with attention: keys and values, or the vector that they are projected from."""
     if node.model.latent is not None:
         return node.model.num_layers * node.model.latent.cached_size * node.engine_bytes
     heads = max(1, node.model.num_kv_heads // node.tp_size)
-    return 2 * node.model.num_layers * heads * node.model.head_dim * node.engine_bytes
+    return 2 * node.model.num_attention_layers * heads * node.model.head_dim * node.engine_bytes
+
+
+def state_buffers(node: Node) -> list[int]:
+    """Sizes of one rank's states of gated delta nets, over layers: latest inputs of convolutions, and float32 states; or empty."""
+    delta = node.model.delta
+    if delta is None:
+        return []
+    # SGLang has one more slot, for padding.
+    each = (state_slots(node.config) + 1) * len(delta.layers)
+    inputs = delta.conv_size // node.tp_size * (delta.kernel_size - 1) * node.engine_bytes
+    return [each * inputs, each * 4 * delta.value_size // node.tp_size * delta.key_head_dim]
 
 
 def kv_pool(node: Node, *, taken_bytes: int) -> KvPool:
@@ -78,16 +91,17 @@ def kv_pool(node: Node, *, taken_bytes: int) -> KvPool:
     most = node.kv_tokens
     if node.device == "cpu":
         most = max(CPU_TOKENS, node.longest_sequence) if most is None else most
-        num_buffers = (1 if node.model.latent is not None else 2) * node.model.num_layers  # keys and values
+        num_buffers = (1 if node.model.latent is not None else 2) * node.model.num_attention_layers  # keys and values
         buffer = (most + _CONTEXT_SLACK + 1) * each // num_buffers
         # SGLang's table of every request's slots.
         table = (running_requests(node.config) + 1) * (node.longest_sequence + _CONTEXT_SLACK + 4) * 4
-        return KvPool(most, arena_bytes((table, *(buffer,) * num_buffers), device=node.device))
-    pool = int((node.gpu_bytes - taken_bytes) * node.config.rollout.kv_ratio) - engine_weights(node)
+        return KvPool(most, arena_bytes((table, *state_buffers(node), *(buffer,) * num_buffers), device=node.device))
+    states = sum(state_buffers(node))
+    pool = int((node.gpu_bytes - taken_bytes) * node.config.rollout.kv_ratio) - engine_weights(node) - states
     num_tokens = max(0, pool) // each
     if most is not None:
         num_tokens = min(num_tokens, most)
-    return KvPool(num_tokens, num_tokens * each)
+    return KvPool(num_tokens, num_tokens * each + states)
 
 
 def host_routes(node: Node, pool: KvPool) -> int:

@@ -19,6 +19,8 @@ from tasuki.planner.trainer_bytes import Bytes
 
 # For what is computed in float32 whatever the parameters' dtype.
 _FLOAT32 = 4
+_CHUNK = 64
+"""Tokens that a gated delta rule computes at once."""
 TRIAL_TOKENS = 67
 """Completion tokens of each sequence in the passes that a trainer compiles at its start: a prime."""
 
@@ -74,7 +76,7 @@ def offloaded_bytes(node: Node) -> int:
 
 
 def offloaded_per_token(node: Node) -> int:
-    """Bytes per token that a layer keeps in host memory: its input, and attention's output."""
+    """Most bytes per token that a layer keeps in host memory: its input, and attention's output."""
     return node.model.hidden_size * node.compute_bytes + _attention_per_token(node)
 
 
@@ -115,8 +117,9 @@ def _at_layer(node: Node) -> Bytes:
     # A kept layer's output lives longer than what is recomputed.
     recomputed = _layer_activations(node, widest) if is_recomputed else _layer_input(node)
     if is_recomputed and node.checkpointing in (Checkpointing.ATTENTION, Checkpointing.OFFLOADED):
-        recomputed -= _attention_output(node)
+        recomputed -= 0 if model.is_delta(widest) else _attention_output(node)
     flowing = (node.mlp_tokens * _flowing_in_mlp(node, widest) + node.rank_tokens * model.hidden_size) * compute
+    flowing += node.rank_tokens * _flowing_in_delta_net(node)
     if node.mlp_tokens < node.rank_tokens:
         # One tile, recomputed.
         flowing += node.mlp_tokens * _kept_in_mlp(node, widest)
@@ -145,6 +148,21 @@ def _flowing_in_mlp(node: Node, index: int) -> int:
         return 2 * model.experts_per_token * model.expert_size
     widest_row = max(model.hidden_size, model.expert_size)
     return max(3 * model.experts_per_token * model.hidden_size, 2 * node.rows_per_token * widest_row)
+
+
+def _flowing_in_delta_net(node: Node) -> int:
+    """Bytes per token at the peak of a recurrence's backward.
+
+    On a GPU states of every chunk of tokens, their gradients, and four values; on a CPU what transformers' function keeps to invert a
+    chunk's matrix row by row.
+    """
+    delta = node.model.delta
+    if delta is None:
+        return 0
+    if node.device == "cpu":
+        return _FLOAT32 * delta.num_value_heads * _CHUNK * _CHUNK // 3
+    states = 2 * delta.num_value_heads * delta.key_head_dim * delta.value_head_dim // _CHUNK
+    return (states + 4 * delta.value_size) * node.compute_bytes
 
 
 def _whole_gradients(node: Node, numel: int) -> int:
@@ -189,10 +207,15 @@ def _kept(node: Node) -> int:
     """Bytes that forward saves, over all layers."""
     num_layers, checkpointing = node.model.num_layers, node.checkpointing
     first_kept = 0 if checkpointing is Checkpointing.NONE else max(0, num_layers - node.kept_layers)
-    each = _layer_input(node) + (0 if checkpointing is Checkpointing.FULL else _attention_output(node))
     num_present = min(2, first_kept) if checkpointing is Checkpointing.OFFLOADED else first_kept
+    num_outputs = 0 if checkpointing is Checkpointing.FULL else min(num_present, node.model.num_attention_layers)
     routing = node.rank_tokens * sum(kept_of_routing(node.model, index) for index in range(first_kept))
-    return num_present * each + routing + sum(_layer_activations(node, index) for index in range(first_kept, num_layers))
+    return (
+        num_present * _layer_input(node)
+        + num_outputs * _attention_output(node)
+        + routing
+        + sum(_layer_activations(node, index) for index in range(first_kept, num_layers))
+    )
 
 
 def _layer_input(node: Node) -> int:
@@ -208,8 +231,9 @@ def _attention_per_token(node: Node) -> int:
 
     If prompts are shared, of two calls: continuations, which query their prompt in the second one, may be almost all tokens.
     """
-    num_calls = 2 if node.config.may_share_prompts else 1
-    return num_calls * kept_with_attention(node.model, compute_bytes=node.compute_bytes)
+    num_calls = 2 if node.config.may_share_prompts and node.model.delta is None else 1
+    layers = range(node.model.num_layers)
+    return num_calls * max(kept_with_attention(node.model, layer, compute_bytes=node.compute_bytes) for layer in layers)
 
 
 def _layer_activations(node: Node, index: int) -> int:

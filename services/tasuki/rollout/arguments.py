@@ -11,7 +11,7 @@ from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.paths import model_source
 from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.planner.kv_tokens import graph_requests, running_requests
+from tasuki.planner.kv_tokens import graph_requests, running_requests, state_slots
 from tasuki.planner.rollout_bytes import MEASURED_FREE
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_commands import COMMAND_LOADER
@@ -62,6 +62,9 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
     }
     if model.routes is not None:
         arguments["enable_return_routed_experts"] = True
+    if model.has_delta_nets:
+        # Text alone, also of a vision model. Unless given, states would take half of the cache's memory.
+        arguments |= {"enable_multimodal": False, "max_mamba_cache_size": state_slots(config)}
     if rollout.max_running_requests is not None:
         arguments["max_running_requests"] = rollout.max_running_requests
     if choices.kv_tokens is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ class ModelFacts:
     """Whether the engine drafts tokens and verifies them."""
     routes: RouteShape | None = None
     """What the engine reports of the experts of each token."""
+    has_delta_nets: bool = False
+    """Whether each request also has states of gated delta nets."""
 
 
 def read_model(config: NodeConfig) -> ModelFacts:
@@ -50,15 +53,15 @@ def read_model(config: NodeConfig) -> ModelFacts:
     architectures = table.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise UnsupportedModel(f"model.path: {path}/config.json names no architecture")
-    routes = None
-    if architectures[0] in FAMILIES:
-        model = families.read_model(table)
-        _check_engine(model, device=config.device)
-        routes = RouteShape.of(model.shape) if config.trainer.router_replay else None
     if config.served_adapter is not None and table.get("quantization_config"):
         raise InvalidArgument("rollout.lora", '= "adapter" needs weights that are not quantized; leave it at "merged"')
     # A multimodal model nests its language model's configuration.
     text: dict[str, Any] = table.get("text_config", table)
+    model = families.read_model(table) if architectures[0] in FAMILIES else None
+    routes = None
+    if model is not None:
+        _check_engine(model, text, device=config.device)
+        routes = RouteShape.of(model.shape) if config.trainer.router_replay else None
     longest = _size(text, "max_position_embeddings", path)
     wanted = config.rollout.context_length
     if wanted is not None and wanted > longest:
@@ -76,11 +79,15 @@ def read_model(config: NodeConfig) -> ModelFacts:
         is_seeded=config.device == "cpu",
         is_speculative="speculative_algorithm" in config.rollout.engine,
         routes=routes,
+        has_delta_nets=model is not None and model.shape.delta is not None,
     )
 
 
-def _check_engine(model: Model, *, device: str) -> None:
-    """Raises UnsupportedModel for capped logits on a CPU."""
+def _check_engine(model: Model, text: Mapping[str, Any], *, device: str) -> None:
+    """Raises UnsupportedModel for capped logits on a CPU, and for layers that SGLang would not tell apart."""
+    if model.shape.delta is not None and "full_attention_interval" not in text:
+        problem = "config.json lists layer_types alone, and SGLang reads full_attention_interval: add it"
+        raise UnsupportedModel(f"model.path: {problem}", field="full_attention_interval")
     if device == "cpu" and (model.attention.logit_softcap, model.final_logit_softcap) != (None, None):
         architecture = model.shape.architecture
         problem = f"{architecture} caps logits, which SGLang's CPU attention does not support; serve it on GPUs"

@@ -74,7 +74,9 @@ def record(model: EngineModel, layout: Layout) -> Recording:
             break
         fallback |= recorder.fallback
     names = tuple(name for name in layout if name in fallback)
-    return Recording(layout, tuple(recorder.pieces), tuple(recorder.constants), names)
+    # A loader that copies an embedding also to the LM head that it is tied to writes the same parameter twice.
+    pieces, constants = dict.fromkeys(recorder.pieces), dict.fromkeys(recorder.constants)
+    return Recording(layout, tuple(pieces), tuple(constants), names)
 
 
 def complete_plan(recording: Recording, model: EngineModel, published: PublishedTensors) -> CopyPlan:

@@ -112,6 +112,7 @@ def read_rl(config: NodeConfig, *, now: datetime | None = None) -> RlTraining:
     with field_as_key("dataset", "train.eval_dataset"):
         eval_rows = [] if train.eval_dataset is None else read_jsonl(train.eval_dataset, columns=train.columns)
     table = read_json_object(config.model.path / "config.json", field="model.path")
+    table = table.get("text_config", table)
     vocab_size: Any = table.get("vocab_size")  # unknown families may keep it elsewhere
     if isinstance(vocab_size, int) and (unknown := [token for token in train.stop_token_ids if token >= vocab_size]):
         problem = f"{unknown[0]} is not a token id of the model; give 0 to {vocab_size - 1}"

@@ -28,7 +28,7 @@ from tasuki.config.engine_arguments import DRAFT_BLOCKS
 from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator, set_host_budget
-from tasuki.models.families import read_model_shape
+from tasuki.models.families import find_family, read_model_shape
 from tasuki.models.tokenizer import read_tokenizer
 from tasuki.rollout.model import UNROTATED
 from tasuki.rollout.rank_commands import EngineLock, EngineRank, rank_allocator, register_rank
@@ -37,6 +37,7 @@ from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.record import EngineModel, published_layout
 from tasuki.rollout.sglang.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.sglang.cpu.attention import BatchedAttention, multinomial_with_seed
+from tasuki.rollout.sglang.cpu.gated_delta import install_delta_nets
 from tasuki.rollout.sglang.dense_lora import install_dense_lora
 from tasuki.rollout.sglang.first_samples import FirstSamples
 from tasuki.rollout.sglang.float32_logits import install_float32_logits
@@ -48,6 +49,7 @@ from tasuki.rollout.sglang.oss import install_oss
 from tasuki.rollout.sglang.rank_scheduler import RankScheduler
 from tasuki.rollout.sglang.routes import install_routes
 from tasuki.rollout.sglang.shared_base import EngineBase
+from tasuki.rollout.sglang.text_only import install_text_only
 from tasuki.rollout.sglang.unrotated import install_unrotated
 from tasuki.rpc.memory import staying_of_engine_rank
 from tasuki.rpc.process_start import freeze_started
@@ -328,6 +330,10 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         install_unrotated()
     if setup.config is not None and shape is not None and setup.config.trainer.router_replay:
         install_routes(shape, device=str(device))
+    if shape is not None and find_family(shape.architecture).text_module:
+        install_text_only()
+    if shape is not None and shape.delta is not None and device == "cpu":
+        install_delta_nets()
     if setup.config is not None and setup.config.served_adapter is not None:
         install_dense_lora(setup.config.served_adapter)
     if device == "cpu":

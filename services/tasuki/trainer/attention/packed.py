@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 
 from tasuki.models.family import Attention
 from tasuki.trainer.attention.blocks import OwnBlocks, PromptBlocks
+from tasuki.trainer.attention.delta import DeltaKernel, DeltaSequences, PlainDelta
 from tasuki.trainer.attention.flash import (
     Fa4Blocks,
     Fa4Sequences,
@@ -83,6 +84,8 @@ class LayerAttention:
 
     sequences: Sequences
     attention: Attention
+    delta: DeltaSequences | None = None
+    """The same sequences for gated delta nets; None where these have no meaning: shared prompts, or ranks that split the tokens."""
     sharing: SequenceGroup | None = None
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int, sinks_H: Tensor | None = None) -> Tensor:
@@ -110,10 +113,13 @@ class PackedAttention:
     """Ranks that compute the other parts of each micro-batch."""
     shares_prompts: bool = False
     """Whether a micro-batch may have prompts that samples share."""
+    delta: DeltaKernel = PlainDelta
 
     def over(self, batch: TokenBatch) -> LayerAttention:
         sequences = sequences_of(self.kernel, batch, has_sinks=self.attention.has_sinks)
-        return LayerAttention(sequences, self.attention, self.sharing)
+        is_whole = batch.prompts is None and self.sharing is None
+        delta = self.delta(batch.cu_seqlens_S) if is_whole else None
+        return LayerAttention(sequences, self.attention, delta, self.sharing)
 
     def gather(self, *scores_N: Tensor, batch: TokenBatch) -> list[Tensor]:
         """Gathers the scores of the completion tokens of all parts, in the order of the samples."""

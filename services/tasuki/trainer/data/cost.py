@@ -57,13 +57,13 @@ def sample_cost(model: Model, *, is_frozen: bool = False) -> SampleCost:
     shape = model.shape
     per_weight = _FROZEN if is_frozen else _TRAINED
     each = float(_ATTENTION * shape.query_size)
-    num_layers = Counter(model.attention.windows)
+    num_layers = Counter(window for layer, window in enumerate(model.attention.windows) if not shape.is_delta(layer))
     return SampleCost(
         linear=float(per_weight * _weights_per_token(shape)),
         head=float(per_weight * shape.num_outputs * shape.hidden_size),
         quadratic=each * num_layers.pop(None, 0),
         windows=tuple((window, each * count) for window, count in num_layers.items() if window is not None),
-        merge=float(_MERGE * shape.query_size * shape.num_layers),
+        merge=float(_MERGE * shape.query_size * shape.num_attention_layers),
     )
 
 

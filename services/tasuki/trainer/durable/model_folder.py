@@ -18,7 +18,7 @@ from torch import Tensor
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import read_model_shape
 from tasuki.models.folder_files import INDEX_FILE, other_files
-from tasuki.models.stored_tensors import BLOCKS, SCALES, SINGLE_FILE, draft_tensors, read_stored
+from tasuki.models.stored_tensors import BLOCKS, SCALES, SINGLE_FILE, read_stored, untrained_tensors
 from tasuki.models.tokenizer import CHAT_TEMPLATES
 from tasuki.trainer.durable.mxfp4 import dequantized
 from tasuki.weights.shards import Shard
@@ -96,10 +96,10 @@ class SafetensorsWriter:
             self._flush()
 
     def add_untrained(self, constants: Sequence[Shard], *, source: Path) -> None:
-        """Adds the constants, whole, and layers for speculation as they are in `source`, all in their own dtypes."""
+        """Adds the constants, whole, and what is not trained as it is in `source`, all in their own dtypes."""
         stored = read_stored(source)
         self._pending |= {shard.name: shard.local.to("cpu", copy=True) for shard in constants}
-        for name in draft_tensors(stored, read_model_shape(source)):
+        for name in untrained_tensors(stored, read_model_shape(source)):
             with _opened(stored[name].file) as file:
                 self._pending[name] = file.get_tensor(name)
 

@@ -88,7 +88,7 @@ def fuse_rotation(causal_lm: nn.Module) -> None:
     """Replaces attention modules of this form."""
     decoder: Any = causal_lm.get_submodule("model")
     for layer in decoder.layers:
-        if type(layer.self_attn).__name__ in _ROTATED:
+        if type(getattr(layer, "self_attn", None)).__name__ in _ROTATED:
             layer.self_attn = RotaryAttention(layer.self_attn)
 
 

@@ -13,6 +13,8 @@ from typing import NoReturn
 from sglang.srt.utils import is_cpu
 from torch import Tensor
 
+from tasuki.rollout.sglang.cpu.gated_delta import define_operators
+
 
 def install_cpu_kernels() -> None:
     """Makes this module `sgl_kernel`, unless the installed one has functions for CPUs. Call it before SGLang's engine is imported."""
@@ -24,6 +26,7 @@ def install_cpu_kernels() -> None:
         installed = None
     if not hasattr(installed, assign_req_to_token_pool_cpu.__name__):
         sys.modules["sgl_kernel"] = sys.modules[__name__]
+        define_operators()
 
 
 def assign_req_to_token_pool_cpu(

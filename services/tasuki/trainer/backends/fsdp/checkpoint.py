@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
 from tasuki.config.trainer_schema import TrainerConfig
-from tasuki.models.families import FAMILIES
+from tasuki.models.families import find_family
 from tasuki.models.family import computing_keys
 from tasuki.trainer.backend import LearnerFacts
 from tasuki.trainer.backends.fsdp.lora.adapters import trained_parameters
@@ -320,7 +320,7 @@ def checkpoint_facts(
 def computing_settings(model: PreTrainedConfig) -> dict[str, Any]:
     """Values of config.json on which results depend, as JSON; transformers has filled in the defaults."""
     assert model.architectures
-    keys = computing_keys(FAMILIES[model.architectures[0]])
+    keys = computing_keys(find_family(model.architectures[0]))
     return json.loads(json.dumps({key: value for key, value in model.to_dict().items() if key in keys}))
 
 

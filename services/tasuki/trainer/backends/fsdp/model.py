@@ -24,6 +24,7 @@ from tasuki.models.config_json import read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.models.stored_tensors import check_head, read_stored
+from tasuki.trainer.attention.delta_trial import choose_delta
 from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.attention.trial import choose_kernel, fault_with_shared_prompts
@@ -35,6 +36,7 @@ from tasuki.trainer.backends.fsdp.shared_base import engine_placement, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.durable.model_folder import load_shards
 from tasuki.trainer.modules.compiled_blocks import compile_blocks
+from tasuki.trainer.modules.gated_delta import replace_delta_nets
 from tasuki.trainer.modules.pointwise import fuse_pointwise
 from tasuki.trainer.modules.rotary import fuse_rotation
 from tasuki.trainer.modules.routing import EXPERTS, Replay, replace_routers
@@ -72,6 +74,7 @@ class Policy(nn.Module):
         self, causal_lm: PreTrainedModel, *, attention: PackedAttention, final_logit_softcap: float | None = None
     ) -> None:
         super().__init__()
+        replace_delta_nets(causal_lm)
         self.causal_lm, self._attention = causal_lm, attention
         self.shares_prompts = attention.shares_prompts
         self._replay = Replay(causal_lm)
@@ -91,6 +94,7 @@ class Critic(nn.Module):
 
     def __init__(self, causal_lm: PreTrainedModel, *, attention: PackedAttention) -> None:
         super().__init__()
+        replace_delta_nets(causal_lm)
         self.causal_lm, self._attention = causal_lm, attention
         self.shares_prompts = attention.shares_prompts
         causal_lm.lm_head = nn.Identity()
@@ -140,7 +144,11 @@ def read_model_config(path: Path) -> PreTrainedConfig:
         )
     read_model(read_json_object(path / "config.json", field="model.path"))
     vars(config).pop("quantization_config", None)  # its weights are dequantized
-    return config
+    if not (module := FAMILIES[architecture].text_module):
+        return config
+    text = config.get_text_config()
+    text.update({"architectures": [module], "tie_word_embeddings": config.tie_word_embeddings})
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +199,7 @@ def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) 
     if source.base is None:
         load_shards(source.path, local_shards(policy.causal_lm) + constant_shards(policy.causal_lm))
     if source.model.shape.is_tied:
-        check_head(read_stored(source.path), first=source.mesh.get_local_rank(), step=source.mesh.size())
+        check_head(read_stored(source.path), source.model.shape, first=source.mesh.get_local_rank(), step=source.mesh.size())
     return policy
 
 
@@ -222,6 +230,10 @@ def _attention(source: NetworkSource) -> PackedAttention:
         shape = replace(shape, num_heads=heads, num_kv_heads=kv_heads)
     settings = {"shape": shape, "attention": model.attention, "dtype": source.compute_dtype, "device": mesh_device(source.mesh)}
     kernel = choose_kernel(source.attention_backend, **settings)
+    if model.shape.delta is not None:
+        assert source.sharing is None and source.prefix_sharing is not True, "check_model refuses both"
+        delta = choose_delta(model.shape.delta, dtype=source.compute_dtype, device=mesh_device(source.mesh))
+        return PackedAttention(kernel, model.attention, delta=delta)
     if source.prefix_sharing is False:
         return PackedAttention(kernel, model.attention, source.sharing)
     fault = fault_with_shared_prompts(kernel, **settings)

@@ -1,0 +1,89 @@
+"""Qwen 3.5, whose layers are gated delta nets but for full attention in every few."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tasuki.models import rope
+from tasuki.models.config_json import Config, elements, num_layers, size, unsupported
+from tasuki.models.family import CheckpointNames, Family, attention_biases
+from tasuki.models.shape import DeltaNet, QkNorm
+from tasuki.wire.errors import InvalidArgument
+
+_ROTATED_PART = 0.25
+_DELTA, _FULL = "linear_attention", "full_attention"
+_KEYS: dict[str, tuple[Any, ...] | None] = {
+    **dict.fromkeys((
+        "attention_bias", "layer_types", "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim",
+        "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+        # Of layers for speculation, which are neither loaded nor trained.
+        "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
+    )),
+    "attn_output_gate": (True,),
+    "output_gate_type": (None, "swish", "silu"),
+    "mamba_ssm_dtype": ("float32",),
+}  # fmt: skip
+# Norms add 1 to their weights, in float32; a rotated part of each head comes first.
+_SHAPE: dict[str, Any] = {
+    "head_dim": 256,
+    "qk_norm": QkNorm.HEAD,
+    "has_float_norms": True,
+    "has_offset_norms": True,
+    "has_output_gate": True,
+    "joins_rotated": True,
+}
+
+
+def _delta(config: Config) -> DeltaNet:
+    """Raises UnsupportedModel unless every n-th layer has full attention, which is all that the engine reads."""
+    depth, listed = num_layers(config), elements(config, "layer_types", of=str)
+    interval = size(
+        config, "full_attention_interval", default=(listed or []).index(_FULL) + 1 if _FULL in (listed or []) else 4
+    )
+    types = [_DELTA if (layer + 1) % interval else _FULL for layer in range(depth)]
+    if listed not in (None, types):
+        problem = f"the engine has full attention in every layer number {interval}, by full_attention_interval"
+        raise unsupported(config, "layer_types", problem)
+    key_heads, value_heads = (
+        size(config, "linear_num_key_heads", default=16),
+        size(config, "linear_num_value_heads", default=32),
+    )
+    if value_heads % key_heads:
+        problem = f"{value_heads} value heads cannot share {key_heads} key heads evenly"
+        raise InvalidArgument("linear_num_value_heads", problem)
+    return DeltaNet(
+        layers=frozenset(layer for layer, kind in enumerate(types) if kind == _DELTA),
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_head_dim=size(config, "linear_key_head_dim", default=128),
+        value_head_dim=size(config, "linear_value_head_dim", default=128),
+        kernel_size=size(config, "linear_conv_kernel_dim", default=4),
+    )
+
+
+def _refuse_two_parts(config: Config) -> None:
+    """Refuses a rotated part of each head that rotary tables and config.json, of which the engine reads the latter, give differently."""
+    part = config.get("partial_rotary_factor", _ROTATED_PART)
+    for key in ("rope_parameters", "rope_scaling"):
+        if (config.get(key) or {}).get("partial_rotary_factor", part) != part:
+            reason = f"{key} has another value, and trainer and engine read one each; give both the same"
+            raise unsupported({**config, "partial_rotary_factor": part}, "partial_rotary_factor", reason)
+
+
+FAMILIES = (
+    # And 3.6 and 3.8: the text of their vision models.
+    Family(
+        architecture="Qwen3_5ForConditionalGeneration",
+        text_module="Qwen3_5ForCausalLM",
+        model_type="qwen3_5_text",
+        keys={**_KEYS, "mlp_only_layers": ([],)},
+        rope_types=rope.DEFAULT,
+        rope_notes=frozenset({"mrope_section", "mrope_interleaved"}),
+        has_partial_rope=True,
+        checks=(_refuse_two_parts,),
+        shape=_SHAPE,
+        shape_of=lambda config: {**attention_biases(config), "delta": _delta(config)},
+        checkpoint=CheckpointNames(decoder="model.language_model"),
+        untrained=("model.visual.", "mtp."),
+    ),
+)

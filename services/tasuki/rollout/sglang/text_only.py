@@ -1,0 +1,22 @@
+"""Engines of a vision model's text: no tower is built, since none is trained and nobody sends images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class _NoTower(nn.Module):
+    """Takes the tower's place in SGLang's models."""
+
+    def __init__(self, vision_config: Any, **_: Any) -> None:
+        super().__init__()
+        self.deepstack_visual_indexes: list[int] = []
+
+
+def install_text_only() -> None:
+    """Leaves the tower out of the models of this process."""
+    from sglang.srt.models import qwen3_vl
+
+    qwen3_vl.Qwen3VLMoeVisionModel = _NoTower
