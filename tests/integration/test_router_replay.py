@@ -29,8 +29,9 @@ pytestmark = pytest.mark.long
 PROMPTS = [list(range(3, 60)), [5, 6, 7]]
 
 
-KINDS = {"qwen3_moe": {"num_experts": 8}, "glm4_moe": {"n_routed_experts": 8, "num_hidden_layers": 3}}
-"""GLM's first layer is dense."""
+GLM = {"n_routed_experts": 8, "num_hidden_layers": 3}
+KINDS = {"qwen3_moe": {"num_experts": 8}, "glm4_moe": GLM, "deepseek_v2": GLM}
+"""The first layer of GLM and DeepSeek is dense."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
