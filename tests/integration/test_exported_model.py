@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
 
 from tasuki.models.families import read_model_shape
 from tasuki.models.shape import ROUTER_BIAS
@@ -68,8 +70,15 @@ def test_mxfp4_is_exported_in_bfloat16(mesh: DeviceMesh, tmp_path: Path) -> None
     assert "quantization_config" not in json.loads((tmp_path / "model" / "config.json").read_text())
 
 
-@pytest.mark.parametrize("kind", ["llama_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "phi3", "qwen3_5"])
-@pytest.mark.parametrize("lora", [None, {"rank": 3, "alpha": 5, "target_modules": ["o_proj"]}])
+LORA = {"rank": 3, "alpha": 5, "target_modules": ["o_proj"]}
+EXPORTED = [
+    (kind, lora)
+    for kind in ("llama_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "phi3", "qwen3_5")
+    for lora in (None, LORA)
+]
+
+
+@pytest.mark.parametrize(("kind", "lora"), [*EXPORTED, ("qwen3_moe", LORA | {"experts": True})])
 def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
     mesh: DeviceMesh, tmp_path: Path, kind: str, lora: dict[str, object] | None
 ) -> None:
@@ -99,6 +108,31 @@ def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
     tower = {name for name in start if ".visual." in name}
     assert bool(tower) is (kind == "qwen3_5")
     assert all(end[name].dtype == start[name].dtype and torch.equal(end[name], start[name]) for name in tower)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_adapters_of_experts_are_published_and_exported_as_peft_merges_them(
+    mesh: DeviceMesh, tmp_path: Path, kind: str
+) -> None:
+    folder = save_checkpoint(make_model(kind, seed=2), tmp_path / "start")
+    learner = moved(start_learner(folder, mesh=mesh, rollout={"dtype": "float32"}, lora=LORA | {"experts": True}))
+    backend = fsdp(learner)
+    backend.export_model(tmp_path / "model")
+    exported, start = (load_file(path / "model.safetensors") for path in (tmp_path / "model", folder))
+    published = PublishedWeights(policy_version=0, handles=[backend.publish(policy_version=0).handle])
+    imported = import_weights(published, timeout_s=5)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, tmp_path / "model" / "adapter").merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    expected = load_file(tmp_path / "merged" / "model.safetensors")
+    assert exported.keys() == expected.keys() == set(imported.layout())
+    for name, tensor in exported.items():
+        assert torch.equal(imported.gathered(name), tensor), name
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7)
+        is_adapted = "o_proj" in name or ".experts." in name
+        assert torch.equal(tensor, start[name].float()) is not is_adapted, name
+    imported.close()
+    backend.close()
 
 
 def test_what_is_not_trained_is_exported_in_its_own_dtype(mesh: DeviceMesh, tmp_path: Path) -> None:

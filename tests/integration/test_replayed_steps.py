@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tasuki.models.families import read_model_shape
 from tasuki.models.routes import RouteShape
+from tasuki.models.shape import EXPERTS
+from tasuki.trainer.backends.fsdp.lora.adapters import in_file
 from tests.extent import IS_WHOLE, crossed
 from tests.integration.launched import run_ranks
 from tests.integration.replayed_ranks import routed_samples
@@ -25,10 +28,11 @@ from tests.routes import force
 KINDS = {"qwen3_moe": {"num_experts": 8}, "mixtral": {"num_local_experts": 8}, "glm4_moe": {"n_routed_experts": 8}}
 TARGETS = ["q_proj", "v_proj"]
 LORA = {"rank": 4, "alpha": 8, "target_modules": TARGETS}
+ADAPTERS = ("", "linear", "experts")
 
 
 def combinations(num_ranks: int) -> list[dict[str, Any]]:
-    """Settings of [trainer], and whether adapters are trained."""
+    """Settings of [trainer], with the kind of adapters."""
     spread = (False, True) if num_ranks > 1 else (False,)
     splits = (1, 2) if num_ranks > 1 else (1,)
     found = [
@@ -42,7 +46,7 @@ def combinations(num_ranks: int) -> list[dict[str, Any]]:
         for is_spread in spread
         for split in splits
         for (lora, sharing), kept in crossed(
-            [(lora, sharing) for lora in (False, True) for sharing in (False, True)], ("none", "attention", "full", "offloaded")
+            [(lora, sharing) for lora in ADAPTERS for sharing in (False, True)], ("none", "attention", "full", "offloaded")
         )
     ]
     tiled = {**found[0], "mlp_tile_tokens": 5}
@@ -62,8 +66,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for kind, settings in KINDS.items():
         save_checkpoint(make_model(kind, seed=3, **settings), folder / kind)
-        config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights=False)
-        get_peft_model(loaded(folder / kind), config).save_pretrained(folder / f"{kind}-adapter")
+        for adapter, experts in (("linear", None), ("experts", list(EXPERTS))):
+            torch.manual_seed(5)
+            config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, target_parameters=experts, init_lora_weights=False)
+            get_peft_model(loaded(folder / kind), config).save_pretrained(folder / f"{kind}-{adapter}")
     return folder
 
 
@@ -83,7 +89,8 @@ def steps(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
 
 def settings_of(models: Path, kind: str, settings: str) -> str:
     given = json.loads(settings)
-    given["lora"] = {**LORA, "path": str(models / f"{kind}-adapter")} if given["lora"] else None
+    if lora := given.pop("lora"):
+        given["lora"] = {**LORA, "path": str(models / f"{kind}-{lora}"), "experts": lora == "experts"}
     return json.dumps(given)
 
 
@@ -92,15 +99,16 @@ def loaded(folder: Path) -> PreTrainedModel:
 
 
 @cache
-def expected(folder: Path, has_adapter: bool) -> PlainStep:
+def expected(folder: Path, adapter: str) -> PlainStep:
     shape = RouteShape.of(read_model_shape(folder))
     assert shape is not None
     samples, routes = routed_samples(shape)
     base = loaded(folder)
     force(base, routes)
-    if not has_adapter:
+    if not adapter:
         return plain_step_of(base, samples)
-    return plain_step_of(PeftModel.from_pretrained(base, f"{folder}-adapter", is_trainable=True), samples)
+    plain = plain_step_of(PeftModel.from_pretrained(base, f"{folder}-{adapter}", is_trainable=True), samples)
+    return replace(plain, gradients={name.removeprefix("base_model.model."): each for name, each in plain.gradients.items()})
 
 
 @pytest.mark.parametrize(("kind", "num_ranks", "settings"), CASES)
@@ -113,5 +121,8 @@ def test_a_step_with_given_experts_equals_that_of_transformers(
     assert report["metrics"]["log_prob_gap"] == pytest.approx(plain.log_prob_gap, abs=1e-5)
     assert 0.5 < report["metrics"]["router_disagreement"] < 1, "two of eight are drawn at random"
     assert gradients and len(gradients) == len(plain.gradients)
-    for name, gradient in plain.gradients.items():
-        torch.testing.assert_close(gradients[name.removeprefix("base_model.model.")], gradient, rtol=1e-5, atol=1e-5, msg=name)
+    for name, gradient in gradients.items():
+        peft_name, found = in_file(name, gradient) if name.endswith(("_lora_A", "_lora_B")) else (name, gradient)
+        peft_name = peft_name.removeprefix("base_model.model.").replace("_A.weight", "_A.default.weight")
+        peft_name = peft_name.replace("_B.weight", "_B.default.weight")
+        torch.testing.assert_close(found, plain.gradients[peft_name], rtol=1e-5, atol=1e-5, msg=name)

@@ -18,7 +18,7 @@ from tasuki.planner.node import Checkpointing, Node, Part
 from tasuki.planner.presets import MODELS
 from tasuki.planner.step_bytes import step_moments
 from tasuki.planner.trainer_bytes import trainer_tags
-from tasuki.trainer.backends.fsdp.expert_parallel import ParallelExperts, parallelize_experts
+from tasuki.trainer.backends.fsdp.expert_parallel import ParallelExperts, replace_experts
 from tasuki.wire.errors import InvalidArgument
 from tests.models import CONFIGS, make_model
 from tests.planned import node_with
@@ -73,7 +73,7 @@ def local(parameter: Tensor) -> Tensor:
 def test_only_experts_are_replaced_and_names_stay(kind: str, mesh: DeviceMesh) -> None:
     model = make_model(kind, seed=3)
     names = [name for name, _ in model.named_parameters()]
-    parallelize_experts(model, mesh)
+    replace_experts(model, mesh)
     assert [name for name, _ in model.named_parameters()] == names
     found = [name for name, module in model.named_modules() if isinstance(module, ParallelExperts)]
     assert found == [name for name, module in model.named_modules() if name.endswith("mlp.experts")]

@@ -21,7 +21,7 @@ from tasuki.planner.step_bytes import step_moments
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
-from tasuki.trainer.backends.fsdp.expert_parallel import parallelize_experts
+from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
 from tasuki.trainer.data.micro_batch import TokenBatch
@@ -139,7 +139,7 @@ def test_experts_of_a_rank_peak_as_predicted(checkpointing: str, expert_size: in
     )
     causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
     replace_routers(causal_lm)
-    parallelize_experts(causal_lm, mesh)
+    replace_experts(causal_lm, mesh)
     set_checkpointing(causal_lm, Checkpointing(checkpointing))
     node = _node(causal_lm, checkpointing)
     node = replace(

@@ -13,12 +13,16 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape
+from tasuki.planner.node import GB, node_of
+from tasuki.planner.trainer_bytes import trained_shards
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
+from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, base_parameters, trained_parameters
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.sealed_json import sealed
 from tests.models import CONFIGS
+from tests.planned import config_of
 
 
 def shape_of(model: torch.nn.Module) -> ModelShape:
@@ -42,13 +46,46 @@ def test_adapters_alone_are_trained_and_every_weight_keeps_its_name(kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
-def test_experts_cannot_have_adapters_but_their_attention_can(kind: str) -> None:
+def test_linear_layers_of_experts_are_no_targets_but_their_attentions_are(kind: str) -> None:
     model = on_meta(kind)
-    with pytest.raises(InvalidArgument, match="no linear gate_proj, up_proj, down_proj; .* experts cannot have adapters"):
+    with pytest.raises(InvalidArgument, match="no linear gate_proj, up_proj, down_proj; .* trainer.lora.experts"):
         check_lora_targets(shape_of(model), LoraConfig().target_modules)
     check_lora_targets(shape_of(model), ("q_proj", "o_proj"))
     add_adapters(model, LoraConfig(target_modules=("q_proj", "o_proj")))
     assert len(dict(trained_parameters(model))) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_adapters_of_experts_are_trained_in_float32_and_planned(kind: str) -> None:
+    model, lora = on_meta(kind), LoraConfig(rank=8, target_modules=("q_proj",), experts=True)
+    shape, names = shape_of(model), [name for name, _ in model.named_parameters()]
+    with torch.device("meta"):
+        replace_experts(model, None)
+        add_adapters(model, lora)
+    assert [name for name, _ in base_parameters(model)] == names
+    trained = dict(trained_parameters(model))
+    assert all("_lora_" in name or ".lora_" in name for name in trained)
+    assert {param.dtype for param in trained.values()} == {torch.float32}
+    config = config_of(trainer={"lora": lora.model_dump()})
+    planned = trained_shards(node_of(config, shape, gpu_bytes=GB, host_bytes=GB))
+    assert sorted(planned) == sorted(tuple(param.shape) for param in trained.values())
+
+
+REFUSED = {
+    "rollout.lora": ("qwen3_moe", {"rollout": {"lora": "adapter"}}, 8),
+    "trainer.lora.experts": ("llama", {}, 8),
+    "trainer.lora.experts ": ("gpt_oss", {}, 8),
+    "trainer.lora.rank": ("qwen3_moe", {}, 12),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_adapters_of_experts_are_refused_where_they_cannot_be_computed(field: str) -> None:
+    kind, tables, rank = REFUSED[field]
+    with pytest.raises((InvalidArgument, ValueError)) as refused:
+        config = config_of(trainer={"lora": {"rank": rank, "target_modules": ["o_proj"], "experts": True}}, **tables)
+        check_model(config, shape_of(on_meta(kind)))
+    assert field.strip() in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

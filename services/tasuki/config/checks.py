@@ -46,6 +46,9 @@ def check_config(config: NodeConfig) -> None:
     _check_kind_of_device(config)
     if config.rollout.lora == "adapter" and config.trainer.lora is None:
         raise SettingsConflict("rollout.lora", '= "adapter" needs a table [trainer.lora]')
+    if config.served_adapter is not None and config.served_adapter.experts:
+        problem = '= "adapter" cannot serve adapters of experts (trainer.lora.experts); leave it at "merged"'
+        raise SettingsConflict("rollout.lora", problem)
     unserved = [name for name in UNSERVED_LINEAR if config.served_adapter and name in config.served_adapter.target_modules]
     if unserved:
         raise SettingsConflict(
@@ -141,6 +144,7 @@ def check_model(config: NodeConfig, model: ModelShape, *, critic: ModelShape | N
         check_critic_model(config, model, critic)
     if trainer.lora is not None:
         check_lora_targets(model, trainer.lora.target_modules)
+        _check_lora_experts(config, [model] if critic is None else [model, critic])
         if trainer.lora.path is not None:
             check_adapter(trainer.lora.path, model, **trainer.lora.model_dump(exclude={"path"}))
     if config.served_adapter is not None and model.latent is not None:
@@ -227,8 +231,21 @@ def check_lora_targets(model: ModelShape, targets: Sequence[str]) -> None:
     there = list(dict.fromkeys(name for index in range(model.num_layers) for name in model.linear_layers(index)))
     missing = [target for target in targets if target not in there]
     if missing:
-        has = f"it has {', '.join(there)}; experts cannot have adapters"
+        has = f"it has {', '.join(there)}; those of experts are trainer.lora.experts"
         raise InvalidArgument("trainer.lora.target_modules", f"{model.architecture} has no linear {', '.join(missing)}; {has}")
+
+
+def _check_lora_experts(config: NodeConfig, models: Sequence[ModelShape]) -> None:
+    lora = config.trainer.lora
+    if lora is None or not lora.experts:
+        return
+    for model in models:
+        if not model.num_experts or model.has_biased_experts:
+            what = "experts with biases, which cannot have adapters" if model.num_experts else "no experts"
+            raise InvalidArgument("trainer.lora.experts", f"{model.architecture} has {what}; remove it")
+    if config.device == "cuda" and lora.rank % 8:
+        problem = f"{lora.rank} is not divisible by 8, as grouped products on a GPU need for trainer.lora.experts"
+        raise InvalidArgument("trainer.lora.rank", problem)
 
 
 def check_gpus(config: NodeConfig, gpus: Gpus, *, num_gpus: int) -> None:

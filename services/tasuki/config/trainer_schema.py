@@ -33,10 +33,12 @@ class LoraConfig(Schema):
     target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1), Distinct] = tuple(
         name for name in get_args(LinearName) if name not in UNSERVED_LINEAR
     )
-    """Linear layers that get an adapter, in every layer of the model. Experts cannot have any. Phi 3 has "qkv_proj" and "gate_up_proj"
+    """Linear layers that get an adapter, in every layer of the model. Those of experts: `experts`. Phi 3 has "qkv_proj" and "gate_up_proj"
     in the place of their parts, GLM 4 the latter. Latent attention has "kv_a_proj_with_mqa", "kv_b_proj" and either "q_proj", or "q_a_proj"
     and "q_b_proj". Gated delta nets have "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a" and "out_proj", which the default leaves
     out."""
+    experts: Bool = False
+    """Whether the experts of a mixture get adapters, too, each its own: PEFT's `target_parameters`. Merged only."""
 
     @property
     def scaling(self) -> float:

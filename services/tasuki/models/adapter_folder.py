@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tasuki.models.config_json import read_json_object
-from tasuki.models.shape import ModelShape
+from tasuki.models.shape import EXPERTS, ModelShape
 from tasuki.models.stored_tensors import READ_DTYPES, read_file
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
@@ -25,7 +25,14 @@ _KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
 def check_adapter(
-    folder: Path, model: ModelShape, *, rank: int, alpha: float, use_rslora: bool, target_modules: Sequence[str]
+    folder: Path,
+    model: ModelShape,
+    *,
+    rank: int,
+    alpha: float,
+    use_rslora: bool,
+    target_modules: Sequence[str],
+    experts: bool = False,
 ) -> None:
     """Raises PathNotFound, or InvalidArgument for an adapter that this run cannot continue."""
     for name in (_CONFIG_FILE, ADAPTER_FILE):
@@ -36,6 +43,8 @@ def check_adapter(
     if config.get("peft_type") != "LORA":
         raise InvalidArgument(KEY, f"{file} has peft_type {config.get('peft_type')!r}; only LORA can be trained")
     for name, value in config.items():
+        if name == "target_parameters" and experts and set(value or ()) == set(EXPERTS):
+            continue
         if name not in _NO_MATTER and value and value != _NEUTRAL.get(name):
             problem = f"has {name} {value!r}, which is not supported; merge the adapter into its model with PEFT"
             raise InvalidArgument(KEY, f"{file} {problem}")
@@ -54,6 +63,11 @@ def check_adapter(
         if layer.rpartition(".")[2] in target_modules and len(shape) == 2:
             a, b = (f"base_model.model.{layer}.lora_{part}.weight" for part in "AB")
             wanted |= {a: (rank, shape[1]), b: (shape[0], rank)}
+        if experts and name.endswith(EXPERTS):
+            # See trainer/backends/fsdp/lora/adapters.py.
+            wrapped = f"base_model.model.{name.rpartition('.')[0]}{'.base_layer' if name.endswith(EXPERTS[0]) else ''}"
+            stacked = shape[0] * rank
+            wanted |= {f"{wrapped}.lora_A.weight": (stacked, shape[-1]), f"{wrapped}.lora_B.weight": (shape[1], stacked)}
     stored = read_file(folder / ADAPTER_FILE, key=KEY)
     for name in sorted(wanted.keys() ^ stored.keys()):
         if name in stored:

@@ -15,6 +15,7 @@ def kept_per_token(
     num_keys: int,
     compute_bytes: int = 2,
     lora_rank: int | None = None,
+    has_expert_adapters: bool = False,
     is_fused: bool = False,
     keeps_product: bool = True,
 ) -> int:
@@ -37,6 +38,8 @@ def kept_per_token(
         attention = _kept_of_attention(model, compute_bytes, num_keys=num_keys, norm=norm)
     mlp = kept_in_mlp(model, layer, compute_bytes=compute_bytes, is_fused=is_fused, keeps_product=keeps_product)
     adapters = 0 if lora_rank is None else 7 * lora_rank * compute_bytes
+    if lora_rank is not None and has_expert_adapters and model.is_sparse(layer):
+        adapters += 2 * model.experts_per_token * lora_rank * compute_bytes
     return norms + attention + mlp + adapters
 
 

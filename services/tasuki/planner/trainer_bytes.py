@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import chain
 
 from tasuki.memory.granularity import ALIGNMENT, CPU_MIN_TENSOR, arena_bytes, export_bytes, rounded_up
-from tasuki.models.shape import ModelShape
+from tasuki.models.shape import EXPERTS, ModelShape
 from tasuki.planner.node import Node, Part
 from tasuki.wire.errors import InvalidArgument
 
@@ -134,7 +134,9 @@ def trained_shards(node: Node) -> _Shapes:
     """Shards with gradients: all of them, or those of adapters."""
     if node.lora is None:
         return shards(node)
-    return _adapter_shards(node.model, node.num_ranks, node.lora.rank, tuple(node.lora.target_modules))
+    lora = node.lora
+    linear = _adapter_shards(node.model, node.num_ranks, lora.rank, tuple(lora.target_modules))
+    return linear + (_expert_adapter_shards(node.model, node.num_ranks, lora.rank) if lora.experts else ())
 
 
 @lru_cache
@@ -144,6 +146,14 @@ def _adapter_shards(model: ModelShape, num_ranks: int, rank: int, targets: tuple
         shape for layer in map(model.layer, range(model.num_layers)) for name, shape in layer.items() if name.endswith(adapted)
     )
     pairs = (((-(-rank // num_ranks), columns), (-(-rows // num_ranks), rank)) for rows, columns in shapes)
+    return tuple(chain.from_iterable(pairs))
+
+
+@lru_cache
+def _expert_adapter_shards(model: ModelShape, num_ranks: int, rank: int) -> _Shapes:
+    layers = [model.layer(index) for index in filter(model.is_sparse, range(model.num_layers))]
+    matrices = [(-(-shape[0] // num_ranks), *shape[1:]) for layer in layers for name, shape in layer.items() if name in EXPERTS]
+    pairs = (((experts, rank, columns), (experts, rows, rank)) for experts, rows, columns in matrices)
     return tuple(chain.from_iterable(pairs))
 
 

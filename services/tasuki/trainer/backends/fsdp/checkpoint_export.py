@@ -12,8 +12,8 @@ from torch import Tensor
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import find_family, read_model_shape
 from tasuki.trainer.backends.fsdp.checkpoint import RoleFacts, computing_settings, read_facts, read_tensors
-from tasuki.trainer.backends.fsdp.lora.adapters import adapter_names, file_name, write_adapter
-from tasuki.trainer.backends.fsdp.lora.merged_weights import merge
+from tasuki.trainer.backends.fsdp.lora.adapters import adapter_names, in_file, write_adapter
+from tasuki.trainer.backends.fsdp.lora.merged_weights import merge, merged_experts
 from tasuki.trainer.backends.fsdp.model import read_model_config
 from tasuki.trainer.durable.atomic_folder import cannot_write, delete_aside, folder_bytes, rename_into_place, start_aside
 from tasuki.trainer.durable.checkpoint_files import TensorReader
@@ -77,9 +77,12 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
                 load_shards(source, checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=names))
             if a_name in sizes:
                 a, b = read(a_name), read(b_name)
-                adapter |= {file_name(a_name): a, file_name(b_name): b}
-                base, tensor = tensor, torch.empty(shape, dtype=dtype)
-                merge(tensor, base=base, factors=(b, a), scaling=lora.scaling)
+                adapter |= dict([in_file(a_name, a), in_file(b_name, b)])
+                if len(shape) == 3:
+                    tensor = merged_experts(tensor, a, b, scaling=lora.scaling).to(dtype)
+                else:
+                    base, tensor = tensor, torch.empty(shape, dtype=dtype)
+                    merge(tensor, base=base, factors=(b, a), scaling=lora.scaling)
             shards = checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=names)
             writer.add({shard.name: shard.local for shard in shards})
         constants = [
@@ -91,8 +94,9 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
         writer.finish()
         copy_other_files(source, aside, dtype=dtype)
         if adapter:
-            targets = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in adapter})
-            named = LoraConfig.model_validate(lora.model_dump() | {"target_modules": targets})
+            layers = {name.rpartition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in adapter}
+            targets = {"target_modules": sorted(layers - {"experts"}), "experts": "experts" in layers}
+            named = LoraConfig.model_validate(lora.model_dump() | targets)
             write_adapter(aside / "adapter", adapter, config=named, source=source)
     except OSError as error:
         delete_aside(aside, path=output)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,41 +47,49 @@ class _Routes(NamedTuple):
     """int32: where each expert's rows end."""
 
 
-class ParallelExperts(nn.Module):
-    """Computes like transformers' experts. Parameters are DTensors, split by expert."""
+class GroupedExperts(nn.Module):
+    """Computes like transformers' experts, all of a layer in one grouped product, possibly with an adapter for each expert.
 
-    def __init__(self, experts: nn.Module, mesh: DeviceMesh) -> None:
-        """experts: as many as the ranks of `mesh` can share evenly; on the meta device they take no memory."""
+    Adapters: `NAME_lora_A` [E, rank, in] and `NAME_lora_B` [E, out, rank] beside a matrix NAME [E, out, in]; see lora/adapters.py.
+    """
+
+    scaling: float | None = None
+    """Factor of the adapters' output; None without any."""
+    is_adapted = True
+    """Whether adapters, if there are any, are on."""
+
+    def __init__(self, experts: nn.Module) -> None:
         super().__init__()
         given: Any = experts
-        self._group, self._num_ranks = mesh.get_group("dp"), mesh.size()
-        self._num_experts: int = given.gate_up_proj.shape[0]
+        self.num_experts: int = given.gate_up_proj.shape[0]
         self._is_biased: bool = given.has_bias
         """Whether they are gpt-oss's: with biases, and matrices [e, inputs, outputs]."""
         self._gated: Callable[[Tensor], Tensor] = clamped_gate(given) if given.has_bias else partial(_gate, given.act_fn)
-        assert self._num_experts % self._num_ranks == 0, "the planner refuses others"
         for name, param in experts.named_parameters():
-            sharded = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
-            self.register_parameter(name, nn.Parameter(sharded))
+            self.add(name, param)
+
+    def add(self, name: str, param: Tensor) -> None:
+        """Registers a parameter of all experts."""
+        self.register_parameter(name, nn.Parameter(param.detach()))
 
     def forward(self, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """[T, H]. Collective, in backward too."""
+        """[T, H]."""
         chosen_S, num_chosen = chosen_TK.flatten(), chosen_TK.shape[1]
         order_S = chosen_S.argsort(stable=True)
         inverse_S = _inverse(order_S)
         # Rows have no names here: they would live longer than they are needed.
-        weighted_SH = self._computed(
-            _Copied.apply(hidden_TH, order_S, inverse_S, num_chosen), self._routes(chosen_S)
-        ) * weights_TK.flatten()[order_S].unsqueeze(-1)
+        weighted_SH = self._computed(_Copied.apply(hidden_TH, order_S, inverse_S, num_chosen), chosen_S) * weights_TK.flatten()[
+            order_S
+        ].unsqueeze(-1)
         return _Summed.apply(weighted_SH, order_S, inverse_S, num_chosen).to(hidden_TH.dtype)
 
-    def _computed(self, rows: Tensor, routes: _Routes) -> Tensor:
-        """[S, H]: the same rows, computed by the ranks of their experts."""
-        order_X, inverse_X = routes.order_X, _inverse(routes.order_X)
-        rows = _Exchange.apply(rows, self._group, routes.num_sent, routes.num_received)
-        rows = self._own(_Copied.apply(rows, order_X, inverse_X, 1), routes.ends_e)
-        rows = _Copied.apply(rows, inverse_X, order_X, 1)
-        return _Exchange.apply(rows, self._group, routes.num_received, routes.num_sent)
+    def _computed(self, rows: Tensor, chosen_S: Tensor) -> Tensor:
+        """[S, H]: what its expert makes of each row. rows: sorted by expert."""
+        return self._own(rows, self._counts(chosen_S).cumsum(dim=0).to(torch.int32))
+
+    def _counts(self, chosen_S: Tensor) -> Tensor:
+        """[E] int64: rows of each expert."""
+        return chosen_S.new_zeros(self.num_experts).index_add_(0, chosen_S, torch.ones_like(chosen_S))
 
     def _own(self, rows_XH: Tensor, ends_e: Tensor) -> Tensor:
         """[X, H]: what this rank's experts make of their rows."""
@@ -89,17 +97,49 @@ class ParallelExperts(nn.Module):
         return self._linear("down_proj", self._gated(self._linear("gate_up_proj", rows_XH, ends_e)), ends_e)
 
     def _linear(self, name: str, rows_XI: Tensor, ends_e: Tensor) -> Tensor:
-        weight = cast(DTensor, getattr(self, name)).to_local()
-        if not self._is_biased:
-            return _GroupedLinear.apply(rows_XI, weight, ends_e)
-        bias_eO = cast(DTensor, getattr(self, f"{name}_bias")).to_local().to(rows_XI.dtype)
-        counts_e = ends_e.diff(prepend=ends_e.new_zeros(1))
-        bias_XO = bias_eO.repeat_interleave(counts_e, dim=0, output_size=len(rows_XI))
-        return _GroupedLinear.apply(rows_XI, weight.transpose(-2, -1), ends_e) + bias_XO
+        weight = self._local(name)
+        if self._is_biased:
+            bias_eO = self._local(f"{name}_bias").to(rows_XI.dtype)
+            counts_e = ends_e.diff(prepend=ends_e.new_zeros(1))
+            bias_XO = bias_eO.repeat_interleave(counts_e, dim=0, output_size=len(rows_XI))
+            return _GroupedLinear.apply(rows_XI, weight.transpose(-2, -1), ends_e) + bias_XO
+        out_XO = _GroupedLinear.apply(rows_XI, weight, ends_e)
+        if self.scaling is None or not self.is_adapted:
+            return out_XO
+        inner_XR = _GroupedLinear.apply(rows_XI, self._local(f"{name}_lora_A"), ends_e)
+        return out_XO + self.scaling * _GroupedLinear.apply(inner_XR, self._local(f"{name}_lora_B"), ends_e)
+
+    def _local(self, name: str) -> Tensor:
+        """A parameter as FSDP2 has gathered it, or this rank's part of one that it does not gather."""
+        param = getattr(self, name)
+        return param.to_local() if isinstance(param, DTensor) else param
+
+
+class ParallelExperts(GroupedExperts):
+    """The same over ranks. Parameters are DTensors, split by expert. Passes are collective."""
+
+    def __init__(self, experts: nn.Module, mesh: DeviceMesh) -> None:
+        """experts: as many as the ranks of `mesh` can share evenly; on the meta device they take no memory."""
+        self._mesh, self._num_ranks = mesh, mesh.size()
+        super().__init__(experts)
+        self._group = mesh.get_group("dp")
+        assert self.num_experts % self._num_ranks == 0, "the planner refuses others"
+
+    def add(self, name: str, param: Tensor) -> None:
+        super().add(name, distribute_tensor(param.detach(), self._mesh, [Shard(0)], src_data_rank=None))
+
+    def _computed(self, rows: Tensor, chosen_S: Tensor) -> Tensor:
+        """[S, H]: the same rows, computed by the ranks of their experts."""
+        routes = self._routes(chosen_S)
+        order_X, inverse_X = routes.order_X, _inverse(routes.order_X)
+        rows = _Exchange.apply(rows, self._group, routes.num_sent, routes.num_received)
+        rows = self._own(_Copied.apply(rows, order_X, inverse_X, 1), routes.ends_e)
+        rows = _Copied.apply(rows, inverse_X, order_X, 1)
+        return _Exchange.apply(rows, self._group, routes.num_received, routes.num_sent)
 
     def _routes(self, chosen_S: Tensor) -> _Routes:
         """Exchanges the numbers of rows."""
-        counts_E = chosen_S.new_zeros(self._num_experts).index_add_(0, chosen_S, torch.ones_like(chosen_S))
+        counts_E = self._counts(chosen_S)
         counts_Re = counts_E.view(self._num_ranks, -1)
         received_Re = torch.empty_like(counts_Re)
         dist.all_to_all_single(received_Re, counts_Re, group=self._group)
@@ -111,12 +151,12 @@ class ParallelExperts(nn.Module):
         return _Routes(num_sent, num_received, experts_X.argsort(stable=True), ends_e)
 
 
-def parallelize_experts(causal_lm: nn.Module, mesh: DeviceMesh) -> None:
-    """Replaces the experts by ParallelExperts. Parameters keep their names and order."""
+def replace_experts(causal_lm: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Replaces the experts by ParallelExperts over `mesh`, or else by GroupedExperts. Parameters keep their names and order."""
     for parent in list(causal_lm.modules()):
         for name, module in list(parent.named_children()):
             if type(module).__name__ in _EXPERTS:
-                setattr(parent, name, ParallelExperts(module, mesh))
+                setattr(parent, name, GroupedExperts(module) if mesh is None else ParallelExperts(module, mesh))
 
 
 def ungathered_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -28,7 +28,7 @@ from tasuki.trainer.attention.delta_trial import choose_delta
 from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.attention.trial import choose_kernel, fault_with_shared_prompts
-from tasuki.trainer.backends.fsdp.expert_parallel import parallelize_experts, ungathered_parameters
+from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts, ungathered_parameters
 from tasuki.trainer.backends.fsdp.host_buffers import HostShards
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters, load_adapters
 from tasuki.trainer.backends.fsdp.shards import constant_shards, head_shards, local_shards
@@ -256,8 +256,8 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
         if source.mesh.device_type == "cuda" or source.compiles:
             fuse_pointwise(causal_lm)
             fuse_rotation(causal_lm)
-        if source.expert_parallel:
-            parallelize_experts(causal_lm, source.mesh)
+        if source.expert_parallel or (source.lora is not None and source.lora.experts):
+            replace_experts(causal_lm, source.mesh if source.expert_parallel else None)
         if source.lora is not None:
             add_adapters(causal_lm, source.lora)
     return causal_lm

@@ -85,7 +85,8 @@ def export_model(path: Path, *, causal_lm: nn.Module, source: Path, dtype: torch
     """
     aside = start_aside(path, mode=0o777)  # less the umask: a model may be shared
     writer = SafetensorsWriter(aside, dtype=dtype)
-    adapted = MergedWeights(causal_lm).by_name
+    merged = MergedWeights(causal_lm)
+    adapted = {**merged.by_name, **{each.name: each for each in merged.experts}}
     try:
         for name, param in base_parameters(causal_lm):
             tensor = adapted[name].merged(dtype) if name in adapted else param

@@ -7,7 +7,7 @@ PEFT renames parameters: `q_proj.weight` becomes `q_proj.base_layer.weight`, nex
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,23 +19,46 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.adapter_folder import ADAPTER_FILE
+from tasuki.models.shape import EXPERTS
+from tasuki.trainer.backends.fsdp.expert_parallel import GroupedExperts
 from tasuki.trainer.durable.model_folder import save_tensors
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
 
 _BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
+_EXPERT_A, _EXPERT_B = "_lora_A", "_lora_B"
+"""Ends of names of experts' adapters: `experts.gate_up_proj_lora_A` [E, rank, in] and `..._lora_B` [E, out, rank]."""
+_ADAPTERS = (_A, _B, _EXPERT_A, _EXPERT_B)
 
 
 def adapter_names(weight: str) -> tuple[str, str]:
     """Names of A and B of an adapted weight."""
+    if weight.endswith(EXPERTS):
+        return weight + _EXPERT_A, weight + _EXPERT_B
     layer = weight.removesuffix(".weight")
     return layer + _A, layer + _B
 
 
-def file_name(name: str) -> str:
-    """An adapter's parameter in PEFT's file."""
-    return f"base_model.model.{name.replace('.default.', '.')}"
+def in_file(name: str, param: Tensor) -> tuple[str, Tensor]:
+    """Name and values of an adapter's whole parameter in PEFT's file.
+
+    PEFT wraps the experts of a layer once for each of their matrices, gate_up_proj inside. It stacks rows of A by expert and then by rank,
+    columns of B by rank and then by expert.
+    """
+    if not name.endswith((_EXPERT_A, _EXPERT_B)):
+        return f"base_model.model.{name.replace('.default.', '.')}", param
+    experts, _, matrix = name.rpartition(".")
+    inside = _BASE if matrix.startswith("gate_up_proj") else ""
+    stacked = param.flatten(0, 1) if name.endswith(_EXPERT_A) else param.permute(1, 2, 0).flatten(1)
+    return f"base_model.model.{experts}{inside}.lora_{name[-1]}.weight", stacked.contiguous()
+
+
+def _from_file(name: str, stored: Tensor, shape: Sequence[int]) -> Tensor:
+    """Inverse of `in_file`. shape: of the whole parameter."""
+    if name.endswith(_EXPERT_B):
+        return stored.view(shape[1], shape[2], shape[0]).permute(2, 0, 1).contiguous()
+    return stored.view(*shape)
 
 
 def _peft_config(config: LoraConfig) -> PeftConfig:
@@ -43,7 +66,14 @@ def _peft_config(config: LoraConfig) -> PeftConfig:
     from peft import LoraConfig as PeftConfig
 
     alpha, targets = cast(int, config.alpha), [*map(str, config.target_modules)]
-    return PeftConfig(r=config.rank, lora_alpha=alpha, use_rslora=config.use_rslora, target_modules=targets)
+    experts = list[str](EXPERTS) if config.experts else None
+    return PeftConfig(
+        r=config.rank,
+        lora_alpha=alpha,
+        use_rslora=config.use_rslora,
+        target_modules=targets,
+        target_parameters=experts,
+    )
 
 
 def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
@@ -53,9 +83,20 @@ def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
     """
     from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(_peft_config(config), causal_lm)
+    inject_adapter_in_model(_peft_config(config.model_copy(update={"experts": False})), causal_lm)
+    for module in causal_lm.modules():
+        if config.experts and isinstance(module, GroupedExperts):
+            _adapt(module, config)
     for _, param in trained_parameters(causal_lm):
         param.data = param.data.float()
+
+
+def _adapt(experts: GroupedExperts, config: LoraConfig) -> None:
+    experts.scaling = config.scaling
+    for name, param in list(experts.named_parameters()):
+        num_rows, num_columns = param.shape[1:]
+        for end, shape in ((_EXPERT_A, (config.rank, num_columns)), (_EXPERT_B, (num_rows, config.rank))):
+            experts.add(name + end, torch.empty(experts.num_experts, *shape))
 
 
 @torch.no_grad()
@@ -63,13 +104,13 @@ def initialize_adapters(causal_lm: nn.Module, *, seed: int) -> None:
     """Initializes A uniformly as in PEFT and B to zero, so that the policy equals the base model. Independent of the number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     for name, param in causal_lm.named_parameters():
-        if name.endswith(_A):
-            bound = 1 / math.sqrt(param.shape[1])
+        if name.endswith((_A, _EXPERT_A)):
+            bound = 1 / math.sqrt(param.shape[-1])
             whole = torch.empty(param.shape).uniform_(-bound, bound, generator=generator).to(param.device)
             sharded = cast(DTensor, param)
             # Every rank generates the whole tensor: nothing is sent.
             param.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None))
-        elif name.endswith(_B):
+        elif name.endswith((_B, _EXPERT_B)):
             param.zero_()
 
 
@@ -79,29 +120,30 @@ def load_adapters(causal_lm: nn.Module, folder: Path) -> None:
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         for name, param in adapter_parameters(causal_lm):
             sharded = cast(DTensor, param)
-            whole = file.get_tensor(file_name(name)).to(param.device, param.dtype)
+            stored = file.get_tensor(in_file(name, torch.empty(param.shape, device="meta"))[0]).to(param.device, param.dtype)
+            whole = _from_file(name, stored, param.shape)
             param.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None))
 
 
 def base_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The model's own parameters under their original names, with or without adapters."""
     for name, param in causal_lm.named_parameters():
-        if not name.endswith((_A, _B)):
+        if not name.endswith(_ADAPTERS):
             yield name.replace(f"{_BASE}.", "."), param
 
 
 def adapter_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """A and B of every adapter, named `<layer>.lora_A.weight` and `<layer>.lora_B.weight`."""
     for name, param in causal_lm.named_parameters():
-        if name.endswith((_A, _B)):
+        if name.endswith(_ADAPTERS):
             yield name.replace(".default.", "."), param
 
 
 def adapted_parameters(causal_lm: nn.Module) -> dict[str, tuple[DTensor, DTensor, DTensor, float]]:
-    """W, A, B and scaling of every adapted weight, by its name; empty without adapters."""
+    """W, A, B and scaling of every adapted weight, by its name; empty without adapters. Those of experts have three dimensions."""
     params = cast(dict[str, DTensor], {name: param.detach() for name, param in causal_lm.named_parameters()})
     layers = [name.removesuffix(_A) for name in params if name.endswith(_A)]
-    return {
+    linear = {
         f"{layer}.weight": (
             params[f"{layer}{_BASE}.weight"],
             params[f"{layer}{_A}"],
@@ -109,6 +151,16 @@ def adapted_parameters(causal_lm: nn.Module) -> dict[str, tuple[DTensor, DTensor
             cast(Any, causal_lm.get_submodule(layer)).scaling["default"],
         )
         for layer in layers
+    }
+    matrices = [name.removesuffix(_EXPERT_A) for name in params if name.endswith(_EXPERT_A)]
+    return linear | {
+        name: (
+            params[name],
+            params[name + _EXPERT_A],
+            params[name + _EXPERT_B],
+            cast(Any, causal_lm.get_submodule(name.rpartition(".")[0])).scaling,
+        )
+        for name in matrices
     }
 
 
@@ -120,7 +172,7 @@ def trained_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter
 def adapter_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
     """Whole adapter tensors under PEFT's file names; empty without adapters. Collective."""
     params = ((name, cast(DTensor, param.detach())) for name, param in adapter_parameters(causal_lm))
-    return {file_name(name): param.full_tensor().cpu() for name, param in params}
+    return dict(in_file(name, param.full_tensor().cpu()) for name, param in params)
 
 
 def write_adapter(folder: Path, tensors: dict[str, Tensor], *, config: LoraConfig, source: Path) -> None:
@@ -140,10 +192,16 @@ def adapters_off(causal_lm: nn.Module) -> Iterator[None]:
 
     layers = [module for module in causal_lm.modules() if isinstance(module, LoraLayer)]
     # PEFT's own switch would also freeze the adapters, which FSDP2 records in its first forward.
-    for layer in layers:
-        layer._disable_adapters = True
+    experts = [module for module in causal_lm.modules() if isinstance(module, GroupedExperts)]
+
+    def switch(is_on: bool) -> None:
+        for layer in layers:
+            layer._disable_adapters = not is_on
+        for each in experts:
+            each.is_adapted = is_on
+
+    switch(False)
     try:
         yield
     finally:
-        for layer in layers:
-            layer._disable_adapters = False
+        switch(True)

@@ -12,12 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tasuki.models.families import find_family
 from tasuki.trainer.backends.fsdp.lora.adapters import adapted_parameters
 from tasuki.weights.checksum import MODULUS
 from tasuki.weights.copies import ViewChecksum, prepare_checksums
 from tasuki.weights.export import Place
 from tasuki.weights.plan import whole
+from tasuki.weights.shards import checkpoint_shards
 
 if TYPE_CHECKING:
     from tasuki.trainer.backends.fsdp.lora.merge_triton import MergeTable
@@ -52,6 +55,29 @@ class AdaptedWeight:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=self.base.shape, stride=self.base.stride())
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptedExperts:
+    """The matrices W [E, out, in] of a layer's experts and their adapters, A [E, rank, in] and B [E, out, rank], split alike by expert."""
+
+    name: str
+    base: DTensor
+    a: DTensor
+    b: DTensor
+    scaling: float
+
+    @torch.no_grad()
+    def merged(self, dtype: torch.dtype) -> DTensor:
+        """The merged matrices, sharded like W, rounded once."""
+        local = merged_experts(self.base.to_local(), self.a.to_local(), self.b.to_local(), scaling=self.scaling).to(dtype)
+        mesh, placements = self.base.device_mesh, self.base.placements
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=self.base.shape, stride=self.base.stride())
+
+
+def merged_experts(base: Tensor, a: Tensor, b: Tensor, *, scaling: float) -> Tensor:
+    """[E, out, in] float32."""
+    return torch.baddbmm(base.float(), b.float(), a.float(), alpha=scaling)
+
+
 class MergedWeights:
     """All adapted weights of a model, to be published merged; implements tasuki.weights.export.Replaced.
 
@@ -59,9 +85,14 @@ class MergedWeights:
     """
 
     def __init__(self, causal_lm: nn.Module) -> None:
-        weights = [AdaptedWeight(name, *given) for name, given in adapted_parameters(causal_lm).items()]
+        adapted = adapted_parameters(causal_lm)
+        weights = [AdaptedWeight(name, *given) for name, given in adapted.items() if given[0].dim() == 2]
         self.by_name = {weight.name: weight for weight in weights}
-        self.names = frozenset(weight.name for weight in weights if weight.base.to_local().numel())
+        self.experts = [AdaptedExperts(name, *given) for name, given in adapted.items() if given[0].dim() == 3]
+        # FSDP renames the class of modules that it shards.
+        self._checkpoint = find_family(type(causal_lm).__name__.removeprefix("FSDP")).checkpoint
+        names = {weight.name for weight in weights if weight.base.to_local().numel()}
+        self.names = frozenset(names.union(*(each.keys() for each in map(self._tensors_of, self.experts))))
         self._is_by_rows = all(weight.is_split_by_rows for weight in weights)
         self._groups = _grouped(weights) if self._is_by_rows else [[weight] for weight in weights]
         self._tables: list[MergeTable | None] | None = None
@@ -70,6 +101,28 @@ class MergedWeights:
     @torch.no_grad()
     def fill(self, places: Mapping[str, Place]) -> Mapping[str, int]:
         """Writes this rank's slice of every weight, merged. Returns the checksums. Collective."""
+        own = {name: place for name, place in places.items() if name in self.by_name}
+        return {**self._fill_linear(own), **self._fill_experts(places)}
+
+    def _fill_experts(self, places: Mapping[str, Place]) -> Mapping[str, int]:
+        written: dict[str, Place] = {}
+        for experts in self.experts:
+            for name, tensor in self._tensors_of(experts, is_merged=True).items():
+                places[name].held.copy_(tensor)
+                written[name] = places[name]
+        return _sums(written)
+
+    def _tensors_of(self, experts: AdaptedExperts, *, is_merged: bool = False) -> dict[str, Tensor]:
+        """This rank's checkpoint tensors of a matrix; their values, if merged."""
+        base = experts.base
+        _, offsets = compute_local_shape_and_global_offset(base.shape, base.device_mesh, base.placements)
+        local = base.to_local()
+        if is_merged:
+            local = merged_experts(local, experts.a.to_local(), experts.b.to_local(), scaling=experts.scaling)
+        shards = checkpoint_shards(experts.name, tuple(base.shape), offsets, local, names=self._checkpoint)
+        return {shard.name: shard.local for shard in shards}
+
+    def _fill_linear(self, places: Mapping[str, Place]) -> Mapping[str, int]:
         tables = self._prepared(places)
         if tables is None:
             return self._fill_one_by_one(places)
@@ -86,10 +139,7 @@ class MergedWeights:
             for weight, factors in zip(group, _split(group) if self._is_by_rows else map(_cut, group), strict=True):
                 if weight.name in places:
                     merge(places[weight.name].held, base=weight.base.to_local(), factors=factors, scaling=weight.scaling)
-        views = [ViewChecksum(place.held, place.where, place.held.dtype) for place in places.values()]
-        if not views:
-            return {}
-        return dict(zip(places, prepare_checksums(views, device=views[0].values.device).read(), strict=True))
+        return _sums(places)
 
     def _prepared(self, places: Mapping[str, Place]) -> list[MergeTable | None] | None:
         """A table per group, without slices that only other ranks have; None if one kernel a group cannot write them."""
@@ -116,6 +166,13 @@ class MergedWeights:
                 return None
             tables.append(MergeTable(merges) if merges else None)
         return tables
+
+
+def _sums(places: Mapping[str, Place]) -> Mapping[str, int]:
+    views = [ViewChecksum(place.held, place.where, place.held.dtype) for place in places.values()]
+    if not views:
+        return {}
+    return dict(zip(places, prepare_checksums(views, device=views[0].values.device).read(), strict=True))
 
 
 @torch.no_grad()
