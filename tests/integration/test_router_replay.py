@@ -25,7 +25,6 @@ from tests.integration.rollout_process import (
 from tests.models import make_model, save_checkpoint
 from tests.routes import own_routes
 
-pytestmark = pytest.mark.long
 PROMPTS = [list(range(3, 60)), [5, 6, 7]]
 
 
