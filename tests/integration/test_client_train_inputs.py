@@ -14,6 +14,7 @@ from tasuki.client.step import Step
 from tasuki.config.load import load_config
 from tasuki.config.lock import TRAINING_LOCK, StateLock
 from tasuki.config.paths import journal_path, training_log_path
+from tasuki.config.save import save_config
 from tasuki.node.start import check_state_folder
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile, read_steps
@@ -79,6 +80,21 @@ def test_a_bad_line_of_the_dataset_is_named_by_every_command(
     assert problem in _error(config, capsys, command="fleet up", options=place)
     main(["doctor", str(config), "--json"])
     assert problem in capsys.readouterr().out
+
+
+def test_a_runs_own_configuration_finds_the_rewards_from_where_it_began(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """As `tasuki up RUN/run.toml --resume` is told to continue it."""
+    output_dir = config.parent / "run"
+    output_dir.mkdir()
+    save_config(load_config(config), output_dir / "run.toml")
+    monkeypatch.chdir("/")
+    assert main(["plan", str(output_dir / "run.toml")]) == USER_ERROR
+    assert "No module named 'my_reward'" in capsys.readouterr().err
+    write_head(output_dir, RunHead("a", 0, recipe={}, provenance={"config_dir": str(config.parent)}))
+    main(["plan", str(output_dir / "run.toml")])
+    assert "train.dataset has 1 rows that can be trained" in capsys.readouterr().err
 
 
 def test_a_plan_says_how_many_rows_it_has_judged(config: Path, capsys: pytest.CaptureFixture[str]):

@@ -29,7 +29,7 @@ from tasuki.node.start import check_state_folder, running_node
 from tasuki.rpc.logs import check_telemetry
 from tasuki.runs.archive import archived
 from tasuki.runs.continuation import MakeLoop
-from tasuki.runs.earlier_run import EarlierRun, begun_at, run_has_ended
+from tasuki.runs.earlier_run import EarlierRun, begun_at, reward_folders, run_has_ended
 from tasuki.runs.folder import MetricsFile, changeovers_of, check_output, name_run, write_summary
 from tasuki.runs.kept_checkpoints import best_checkpoint, remove_checkpoints
 from tasuki.runs.metrics_tail import METRICS
@@ -58,8 +58,7 @@ def check_data(config: NodeConfig, *, config_dir: Path) -> None:
     if config.train is not None or config.sft is not None:
         training = read_training(config)
         if isinstance(training, RlTraining):
-            folders = (Path.cwd(), config_dir)
-            open_rewards(training.train, folders, training.rows, training.eval_rows, tokenizer=None, max_tokens=0).close()
+            open_rewards(training.train, reward_folders(config_dir), training.rows, training.eval_rows).close()
         num_rows = training.dataset().position()["num_rows"]
         sys.stderr.write(f"{training.settings.table}.dataset has {num_rows:,} rows that can be trained\n")
 
@@ -137,7 +136,7 @@ def _run(
         check_state_folder(config)
     request = SaveRequest()
     request.install()
-    folders, output_dir = (Path.cwd(), config_dir), training.settings.output_dir
+    folders, output_dir = reward_folders(config_dir), training.settings.output_dir
     progress = Progress(num_steps=training.settings.num_steps, eval_every=training.eval_every)
     locked = {Path(os.path.realpath(output_dir)): f"{training.settings.table}.output_dir"}
     locked |= {Path(os.path.realpath(config.state_dir)): "state_dir"}

@@ -25,6 +25,7 @@ from tasuki.planner.node import node_of
 from tasuki.planner.trainer_bytes import run_disk
 from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.port import check_ports
+from tasuki.runs.earlier_run import reward_folders
 from tasuki.runs.rl_training import open_rewards, read_rl, reward_functions
 from tasuki.runs.sft_training import read_sft
 from tasuki.trackers.adapters import check_installed
@@ -75,7 +76,7 @@ def node_findings(
     has_model = model.verdict is not Verdict.FAIL
     yield from check_datasets(config, has_model=model.verdict is Verdict.OK)
     if config.train is not None:
-        yield check_rewards(config.train, (Path.cwd(), config_dir))
+        yield check_rewards(config.train, reward_folders(config_dir))
     if has_model:
         yield check_plan(config, gpus)
     yield check_shared_memory(num_ranks=max(config.trainer.num_ranks, config.num_engine_ranks))
@@ -126,7 +127,7 @@ def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:
 
     def check() -> None:
         rows, eval_rows = (_readable_rows(path, train) for path in (train.dataset, train.eval_dataset))
-        open_rewards(train, folders, rows, eval_rows, tokenizer=None, max_tokens=0).close()
+        open_rewards(train, folders, rows, eval_rows).close()
 
     return checked(f"{key.partition('.')[2]} of [train]", ", ".join(functions), check, key=key)
 

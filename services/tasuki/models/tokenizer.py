@@ -86,11 +86,9 @@ class FolderTokenizer:
     def doubts(self) -> list[str]:
         """What is likely wrong, though it can be used."""
         found: list[str] = []
-        num_tokens = self.backend.get_vocab_size()
+        file, num_tokens = self.folder / TOKENIZER_FILE, self.backend.get_vocab_size()
         if self.vocab_size is not None and num_tokens < min(_MIN_SHARE * self.vocab_size, self.vocab_size - _PADDING):
-            found.append(
-                f"{self.folder / TOKENIZER_FILE} has {num_tokens} tokens, the embedding {self.vocab_size} rows: is it the model's?"
-            )
+            found.append(f"{file} has {num_tokens} tokens, the embedding {self.vocab_size} rows: is it the model's?")
         if self._config.get("add_bos_token") is True and not self.backend.num_special_tokens_to_add(False):
             found.append(
                 f"{self.folder / _CONFIG} says add_bos_token, but tokenizer.json adds none: prompts that are strings begin without it"
@@ -140,9 +138,7 @@ class FolderTokenizer:
                 continue
             if token_id in self.backend.encode(text, add_special_tokens=False).ids:
                 problem = f"{self.folder / _CONFIG} names {text!r} as {name}, which texts contain as an ordinary token"
-                raise InvalidArgument(
-                    _KEY, f"{problem}; name the special token there, or declare this one in added_tokens_decoder"
-                )
+                raise InvalidArgument(_KEY, f"{problem}; name the special token there, or declare it in added_tokens_decoder")
             self.backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
 
     def _read_templates(self) -> dict[str, ChatTemplate]:
@@ -156,9 +152,8 @@ class FolderTokenizer:
             named = []
         for entry in named:
             if not isinstance(entry, Mapping) or not isinstance(entry.get("template"), str):
-                raise InvalidArgument(
-                    _KEY, f"{self.folder / _CONFIG}: chat_template must be text, or a list of `name` and `template`"
-                )
+                problem = f"{self.folder / _CONFIG}: chat_template must be text, or a list of `name` and `template`"
+                raise InvalidArgument(_KEY, problem)
             texts[str(entry.get("name"))] = (entry["template"], self.folder / _CONFIG)
         others = self.folder / CHAT_TEMPLATES
         files = {"default": own} | {file.stem: file for file in sorted(others.glob("*.jinja"))}
@@ -300,9 +295,8 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     given = {name: value for table in tables for name, value in table.items() if name.endswith("_token")}
     for name, value in given.items():
         if not (value is None or isinstance(value, bool) or isinstance(_content(value), str)):
-            raise InvalidArgument(
-                _KEY, f"{folder}: the tokenizer's {name} must be text, or an object with `content`, is {value!r:.40}"
-            )
+            problem = f"{folder}: the tokenizer's {name} must be text, or an object with `content`, is {value!r:.40}"
+            raise InvalidArgument(_KEY, problem)
     found = {name: _content(value) for name, value in given.items()}
     return {name: text for name, text in found.items() if text}
 

@@ -133,6 +133,13 @@ def read_head(output_dir: Path) -> RunHead | None:
         raise InvalidArgument("output_dir", text) from error
 
 
+def reward_folders(config_dir: Path) -> Sequence[Path]:
+    """Where rewards are searched: here, in the configuration's folder, and in those from which a run that is recorded there began."""
+    head = read_head(config_dir)
+    recorded = {} if head is None else head.provenance
+    return Path.cwd(), config_dir, *(Path(recorded[name]) for name in ("folder", "config_dir") if name in recorded)
+
+
 def begun_at(output_dir: Path) -> datetime | None:
     """The time that chat templates read in a run; None before it has begun. Raises as read_head."""
     head = read_head(output_dir)

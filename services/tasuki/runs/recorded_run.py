@@ -12,7 +12,7 @@ from tasuki.config.load import load_config
 from tasuki.config.paths import RUN_CONFIG, training_output_path
 from tasuki.config.schema import NodeConfig
 from tasuki.node.hub import with_local_files
-from tasuki.runs.earlier_run import RunHead, read_head
+from tasuki.runs.earlier_run import RunHead, read_head, reward_folders
 from tasuki.runs.folder import CHECKPOINTS, read_steps
 from tasuki.runs.recipe import file_digest
 from tasuki.trainer.durable.saves import FACTS_FILE
@@ -80,7 +80,7 @@ def find_run(place: Path, *, overrides: Sequence[str] = ()) -> RecordedRun:
         run = config.train or config.sft
         if run is None:
             raise InvalidArgument("train", f"{place} has neither a [train] nor an [sft] table")
-        return RecordedRun(config, (place.resolve().parent,), read_head(run.output_dir))
+        return RecordedRun(config, reward_folders(place.resolve().parent)[1:], read_head(run.output_dir))
     output_dir, head = place.resolve(), read_head(place)
     if head is None and training_output_path(place).is_file():
         output_dir = read_path(training_output_path(place))
@@ -93,5 +93,4 @@ def find_run(place: Path, *, overrides: Sequence[str] = ()) -> RecordedRun:
     table, run = ("train", config.train) if config.sft is None else ("sft", config.sft)
     assert run is not None
     here = run.model_copy(update={"output_dir": output_dir})  # the folder may have been moved
-    folders = [Path(head.provenance[name]) for name in ("folder", "config_dir") if name in head.provenance]
-    return RecordedRun(config.model_copy(update={table: here}), folders, head)
+    return RecordedRun(config.model_copy(update={table: here}), reward_folders(output_dir)[1:], head)

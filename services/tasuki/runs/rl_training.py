@@ -194,8 +194,8 @@ def open_rewards(
     rows: Sequence[Row],
     eval_rows: Sequence[Row],
     *,
-    tokenizer: ModelTokenizer | None,
-    max_tokens: int,
+    tokenizer: ModelTokenizer | None = None,
+    max_tokens: int = 0,
 ) -> RewardPool | EpisodePool:
     """Starts the workers of `[train.reward]` or `[train.episode]`, which import its functions. Raises as check_reward_rows.
 
