@@ -59,11 +59,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
          "head_dim": 128, "vocab_size": 151_936, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
          "norm_topk_prob": True, "max_position_embeddings": 40_960},
     ),
-    "glm-4.7-flash-8-layers": (
-        "Glm4MoeLiteConfig", {"num_hidden_layers": 8, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+    "glm-4.7-flash-4-layers": (
+        "Glm4MoeLiteConfig", {"num_hidden_layers": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
                               "first_k_dense_replace": 1},
     ),
-    "gpt-oss-20b-8-layers": ("GptOssConfig", {"num_hidden_layers": 8, "num_local_experts": 32, "swiglu_limit": 7.0}),
+    "gpt-oss-20b-4-layers": ("GptOssConfig", {"num_hidden_layers": 4, "num_local_experts": 32, "swiglu_limit": 7.0}),
 }  # fmt: skip
 
 
@@ -169,14 +169,21 @@ def walk(client: Client, load: Load, result: dict[str, Any], *, changeovers: int
 
 
 def one(
-    folder: Path, family: str, load: Load, *, out: Path, changeovers: int, lora: int | None, overrides: list[str]
-) -> dict[str, Any]:
-    result: dict[str, Any] = {"before_gb": round(taken_bytes(load.device) / GB, 2)}
+    folder: Path,
+    family: str,
+    load: Load,
+    result: dict[str, Any],
+    *,
+    out: Path,
+    changeovers: int,
+    lora: int | None,
+    overrides: list[str],
+) -> None:
+    result["before_gb"] = round(taken_bytes(load.device) / GB, 2)
     file = folder / f"{family}.toml"
     adapters = f"[trainer.lora]\nrank = {lora}\n" if lora else ""
-    file.write_text(
-        load.config(family).replace('path = "model"', f'path = "{family}"').replace("[train]", adapters + "[train]", 1)
-    )
+    text = load.config("needed").replace("node-needed", f"node-{family}").replace('path = "model"', f'path = "{family}"')
+    file.write_text(text.replace("[train]", adapters + "[train]", 1))
     config = load_config(file, overrides=overrides)
     started, told = time.monotonic(), list[str]()
     try:
@@ -194,7 +201,6 @@ def one(
     if load.device == "cuda":
         planned = plan_node(load_config(config.state_dir / "node.toml"), gpu_bytes=smallest_gpu(), host_bytes=2000 * GB)
         result["planned_gb"] = {each.stage: round(each.gpu_bytes / GB, 2) for each in planned.stages}
-    return result
 
 
 def main() -> None:
@@ -216,17 +222,21 @@ def main() -> None:
         folder = Path(temporary)
         rates = apart(arguments.families, folder, load)
         for family in arguments.families:
-            results[family] = {"transformers_tokens_per_s": round(rates[family])} | one(
-                folder,
-                family,
-                load,
-                out=arguments.out,
-                changeovers=arguments.changeovers,
-                lora=arguments.lora,
-                overrides=arguments.set,
-            )
-            print(family, json.dumps(results[family], indent=1), flush=True)
-            (arguments.out / "family_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+            results[family] = {"transformers_tokens_per_s": round(rates[family])}
+            try:
+                one(
+                    folder,
+                    family,
+                    load,
+                    results[family],
+                    out=arguments.out,
+                    changeovers=arguments.changeovers,
+                    lora=arguments.lora,
+                    overrides=arguments.set,
+                )
+            finally:
+                print(family, json.dumps(results[family], indent=1), flush=True)
+                (arguments.out / "family_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
