@@ -159,6 +159,12 @@ async def test_answers_are_as_openai_gives_them_and_wrong_requests_are_named(htt
     async with anthropic.messages.stream(**same) as streamed:
         assert [text async for text in streamed.text_stream] == [first.message.content]
         assert (await streamed.get_final_message()).stop_reason == message.stop_reason
+    response = await openai.responses.create(model="any", input="ab", max_output_tokens=8, temperature=0)
+    assert (response.output_text, response.status) == (first.message.content, "incomplete")
+    replay: Any = await openai.responses.create(model="any", input="ab", max_output_tokens=8, temperature=0, stream=True)
+    told = [event async for event in replay]
+    assert [event.delta for event in told if event.type == "response.output_text.delta"] == [first.message.content]
+    assert (told[-1].type, told[-1].response.output_text) == ("response.incomplete", first.message.content)
     assert events[-1].usage is not None
     assert events[-1].usage.prompt_tokens == whole.usage.prompt_tokens
     with pytest.raises(BadRequestError, match="context"):

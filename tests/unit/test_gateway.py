@@ -21,9 +21,11 @@ from tasuki.client.async_client import AsyncClient
 from tasuki.client.episode import Asked, Episode, shown_message
 from tasuki.client.generation import Part
 from tasuki.client.types import FinishReason, Phase, RolloutState, Sample, SamplingParams, VersionSpan
+from tasuki.gateway import responses
 from tasuki.gateway.app import Refused, answering, application, read_reward
 from tasuki.gateway.chat_completions import completion, read_chat, read_generate, read_messages
 from tasuki.gateway.messages import as_chat_request, as_message
+from tasuki.gateway.responses import as_response
 from tasuki.gateway.rollout import Rollout, stopped
 from tasuki.gateway.sessions import MAX_SESSIONS, Sessions
 from tasuki.runs.tokenizer import ModelTokenizer
@@ -200,6 +202,42 @@ def test_anthropics_messages_are_the_same_chat_as_openais():
     ):  # fmt: skip
         with pytest.raises(InvalidArgument, match=name):
             read_chat(as_chat_request({**asked, name: wrong}))
+
+
+def test_openais_responses_are_the_same_chat():
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    told = {"token_ids": [1], "log_probs": [-1.0], "context": [5, 6, 1], "finish_reason": "length"}
+    shown = {"role": "assistant", "content": "so", "tool_calls": [call, call]}
+    answer = as_response(completion([{**told, "shown": shown}], model="m", has_log_probs=False))
+    calls = [item["call_id"] for item in answer["output"][1:]]
+    results = [{"type": "function_call_output", "call_id": one, "output": text} for one, text in zip(calls, "rs", strict=True)]
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+    asked: dict[str, Any] = {
+        "instructions": "s", "max_output_tokens": 5, "tools": [tool], "store": False, "include": [], "background": False,
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "q"}]}, {"type": "reasoning", "summary": []}, *answer["output"],
+            *reversed(results), {"type": "message", "role": "user", "content": "more"},
+        ],
+    }  # fmt: skip
+    choices = read_chat(responses.as_chat_request(asked))
+    assert choices.fields["messages"] == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "q"},
+        shown,
+        {"role": "tool", "content": "r", "name": "f"},
+        {"role": "tool", "content": "s", "name": "f"},
+        {"role": "user", "content": "more"},
+    ]
+    assert choices.fields["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    assert (choices.fields["max_new_tokens"], choices.fields["sampling"]["json_schema"]) == (5, {"type": "object"})
+    for name, wrong in (
+        ("input", None), ("input", []), ("input", ["hi"]), ("input", [{"type": "item_reference", "id": "1"}]),
+        ("messages", [{"role": "user", "content": [{"type": "input_image"}]}]), ("tools", [{"type": "web_search"}]), ("tools", 3),
+        ("text", 3), ("previous_response_id", "resp_1"), ("background", True), ("tool_choice", "required"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidArgument, match=name):
+            read_chat(responses.as_chat_request({**asked, "input" if name == "messages" else name: wrong}))
 
 
 def test_a_stop_text_that_a_changeover_has_split_ends_the_answer(tokenizer: ModelTokenizer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route, Router
 
 from tasuki.client.reward_worker import checked_reward
+from tasuki.gateway import messages, responses
 from tasuki.gateway.chat_completions import Answer, Choices, chunks, completion, generated, read_chat, read_generate
-from tasuki.gateway.messages import as_chat_request, as_message, events
 from tasuki.wire.errors import InvalidArgument, TasukiError
 
 MAX_BYTES, MAX_REQUESTS = 1 << 23, 1024
@@ -81,6 +81,7 @@ class App:
             routes += [
                 Route(f"{root}/v1/models", answering(self._models), methods=["GET"]),
                 Route(f"{root}/v1/chat/completions", answering(self._chat), methods=["POST"]),
+                Route(f"{root}/v1/responses", answering(self._respond), methods=["POST"]),
                 Route(f"{root}/v1/messages", answering(self._message), methods=["POST"]),
                 Route(f"{root}/inference/v1/generate", answering(self._generate), methods=["POST"]),
             ]
@@ -101,11 +102,23 @@ class App:
         has_usage = isinstance(options, dict) and bool(options.get("include_usage"))
         return StreamingResponse(chunks(answer, has_usage=has_usage), media_type=_EVENTS)
 
+    async def _respond(self, request: Request) -> Response:
+        return await self._converted(request, responses.as_chat_request, responses.as_response, responses.events)
+
     async def _message(self, request: Request) -> Response:
+        return await self._converted(request, messages.as_chat_request, messages.as_message, messages.events)
+
+    async def _converted(
+        self,
+        request: Request,
+        as_chat_request: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        as_answer: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        events: Callable[[Mapping[str, Any]], Iterator[str]],
+    ) -> Response:
         asked = await read_json(request)
         answers = await self._answers(request, read_chat(as_chat_request(asked)))
-        message = as_message(completion(answers, model=self._host.model, has_log_probs=False))
-        return StreamingResponse(events(message), media_type=_EVENTS) if asked.get("stream") else JSONResponse(message)
+        answer = as_answer(completion(answers, model=self._host.model, has_log_probs=False))
+        return StreamingResponse(events(answer), media_type=_EVENTS) if asked.get("stream") else JSONResponse(answer)
 
     async def _generate(self, request: Request) -> Response:
         answers = await self._answers(request, read_generate(await read_json(request)))
