@@ -30,6 +30,9 @@ from transformers import (
     Qwen2Config,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -106,6 +109,16 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     # Three value heads to a key head, which the engine splits in another way than one, two or four.
     "qwen3_5": lambda: Qwen3_5TextConfig(**_SIZES, **_DELTA, linear_num_value_heads=6, tie_word_embeddings=True),
+    "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(
+        **{key: value for key, value in _SIZES.items() if key != "intermediate_size"},
+        **_DELTA,
+        linear_num_value_heads=4,
+        tie_word_embeddings=False,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+    ),
     "mistral": lambda: MistralConfig(**_SIZES, head_dim=24, sliding_window=None),
     "smollm3": lambda: SmolLM3Config(**_SIZES, no_rope_layers=[1, 0]),
     # Caps small enough to matter for these logits, and a scale that is not 1/sqrt(head_dim).
@@ -191,9 +204,13 @@ def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
         if name.endswith(ROUTER_BIAS):
             buffer.data = buffer.data.float()
     copy.load_state_dict(model.state_dict())
-    if isinstance(model.config, Qwen3_5TextConfig):
+    if isinstance(model.config, Qwen3_5TextConfig | Qwen3_5MoeTextConfig):
         copy = _with_tower(copy)
     copy.save_pretrained(folder)
+    if isinstance(model.config, Qwen3_5MoeTextConfig):
+        # transformers takes the experts apart, as published models of this family do not.
+        tensors = {name: tensor.clone() for name, tensor in copy.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     char_tokenizer().save_pretrained(folder)
     return folder
 
@@ -218,10 +235,12 @@ def quantize_experts(folder: Path) -> dict[str, torch.Tensor]:
 def _with_tower(text: PreTrainedModel) -> PreTrainedModel:
     tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
     vision = {**tower, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
-    config = Qwen3_5Config(
+    has_experts = isinstance(text.config, Qwen3_5MoeTextConfig)
+    config = (Qwen3_5MoeConfig if has_experts else Qwen3_5Config)(
         text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=text.config.tie_word_embeddings
     )
-    whole = Qwen3_5ForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+    architecture = Qwen3_5MoeForConditionalGeneration if has_experts else Qwen3_5ForConditionalGeneration
+    whole = architecture._from_config(config, dtype=torch.bfloat16)
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     return whole

@@ -118,7 +118,12 @@ def check_outcomes(outcomes: list[Outcome], kind: str) -> None:
     # SGLang's norms of Gemma 2 and Qwen 3.5 compute a buffer while loading, so its own loader handles them at every sync. So does that of
     # gpt-oss with biases that the first rank adds for all.
     for tp_rank, outcome in enumerate(outcomes):
-        expected = {"gemma2": "norm", "qwen3_5": "norm", "gpt_oss": "down_proj_bias" if tp_rank else ""}.get(kind, "")
+        expected = {
+            "gemma2": "norm",
+            "qwen3_5": "norm",
+            "qwen3_5_moe": "norm",
+            "gpt_oss": "down_proj_bias" if tp_rank else "",
+        }.get(kind, "")
         assert bool(outcome.fallback_names) is bool(expected)
         assert all(expected in name for name in outcome.fallback_names)
     assert [(outcome.lost, outcome.is_plan_kept) for outcome in outcomes] == [([], True)] * len(outcomes)

@@ -1,11 +1,14 @@
 """A family's description of a model against the module in transformers, and refusals by name."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tasuki.config.checks import check_model
+from tasuki.config.schema import NodeConfig
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
@@ -318,6 +321,25 @@ def test_what_stands_beside_the_text_of_a_vision_model_is_read_or_refused_by_nam
     with pytest.raises(InvalidArgument if key == "text_config" else UnsupportedModel) as refused:
         read_model(whole | changes)
     assert refused.value.metadata["field"] == key
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("trainer.sequence_parallel", {"trainer": {"num_ranks": 2, "sequence_parallel": 2}}),
+        ("trainer.prefix_sharing", {"trainer": {"prefix_sharing": True}}),
+        ("trainer.compile", {"trainer": {"compile": "blocks"}}),
+        ("rollout.tp_size", {"rollout": {"tp_size": 4}}),
+        ("rollout.lora", {"trainer": {"lora": {"target_modules": ["down_proj"]}}, "rollout": {"lora": "adapter"}}),
+    ],
+)
+def test_what_gated_delta_nets_cannot_have_is_refused_by_name(field: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    shape = model_of(module_of("qwen3_5")).shape
+    plain = {"state_dir": tmp_path, "model": {"path": tmp_path}}
+    check_model(NodeConfig.model_validate(plain), shape)
+    with pytest.raises(InvalidArgument) as refused:
+        check_model(NodeConfig.model_validate(plain | settings), shape)
+    assert refused.value.metadata["field"] == field
 
 
 def test_keys_that_a_family_of_old_config_files_leaves_out_have_its_defaults() -> None:

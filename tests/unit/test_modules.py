@@ -21,7 +21,7 @@ from tests.extent import crossed
 from tests.models import CONFIGS, HYBRID, make_model
 from tests.unit.test_packed_attention import LENGTHS, RUNGS, pack, policy_of
 
-SPARSE, GEMMA = ("mixtral", "qwen3_moe"), ("gemma2", "gemma3")
+SPARSE, GEMMA = ("mixtral", "qwen3_moe", "qwen3_5_moe"), ("gemma2", "gemma3")
 BIASED = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")  # one dense layer, and one with an expert that every token passes
 OSS = ("gpt_oss",)
 ROTATED = ("llama", "llama_tied", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "mistral", "mixtral", "smollm3")
@@ -36,7 +36,10 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 def num_replaced(kind: str, change: str) -> dict[type, int]:
     """Modules of two layers that the change replaces; norms at least, of which some layers have more."""
     of_change = {
-        "pointwise": {RmsNorm: 0 if kind in GEMMA + HYBRID else 5, GatedMlp: 0 if kind in (*SPARSE, *OSS) else 2},
+        "pointwise": {
+            RmsNorm: 0 if kind in GEMMA + HYBRID else 5,
+            GatedMlp: 0 if kind in (*SPARSE[:2], *OSS) else 2,
+        },
         "rotation": {RotaryAttention: 2 if kind in ROTATED else 0},
         "routers": {
             Router: 2 if kind in SPARSE else 0,

@@ -24,6 +24,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -99,6 +100,12 @@ CONFIGS = {
     "qwen3-moe, some dense": Qwen3MoeConfig(**TINY, **EXPERTS, mlp_only_layers=[1]),
     "qwen3.5": Qwen3_5TextConfig(**TINY, **DELTA, full_attention_interval=2),
     "qwen3.5, attention": Qwen3_5TextConfig(**TINY, head_dim=32, full_attention_interval=1),
+    "qwen3.5-moe, attention": Qwen3_5MoeTextConfig(
+        **{key: size for key, size in TINY.items() if key != "intermediate_size"},
+        **EXPERTS,
+        shared_expert_intermediate_size=56,
+        full_attention_interval=1,
+    ),
     "mistral": MistralConfig(**TINY, head_dim=24, sliding_window=None),
     "gemma2": Gemma2Config(**GEMMA),
     "gemma3": Gemma3TextConfig(**GEMMA),
@@ -201,8 +208,11 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
         once += (delta.kernel_size - 1) * delta.conv_size * dtype.itemsize + 2 * 4 * delta.num_value_heads
         once += 4 * delta.value_head_dim if dtype is torch.bfloat16 else 0
     predicted = num_tokens * kept_per_token(shape, 0, num_keys=num_tokens, compute_bytes=dtype.itemsize) + once
-    # GLM 4 keeps its part of the rotary table for each layer; Mixtral the sums that normalize the router's scores, DeepSeek more of them.
-    rel = 0.02 if name.startswith(("glm4", "mixtral")) or (shape.latent is not None and shape.is_sparse(0)) else 0
+    # GLM 4 keeps its part of the rotary table for each layer; Mixtral and Qwen 3.5 the sums that normalize the router's scores, DeepSeek
+    # more of them.
+    rel = (
+        0.02 if name.startswith(("glm4", "mixtral", "qwen3.5-moe")) or (shape.latent is not None and shape.is_sparse(0)) else 0
+    )
     assert sum(kept.values()) == pytest.approx(predicted, rel=rel)
     assert output is not None
 

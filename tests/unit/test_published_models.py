@@ -85,7 +85,7 @@ def vision(
 
 
 # As on huggingface.co: HuggingFaceTB/SmolLM2-135M and SmolLM3-3B, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B,
-# Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3.5-4B and -27B, mistralai/Mistral-7B-v0.3, google/gemma-2-2b,
+# Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3.5-4B, -27B and -35B-A3B, mistralai/Mistral-7B-v0.3, google/gemma-2-2b,
 # google/gemma-3-1b-it, microsoft/phi-4, THUDM/GLM-4-9B-0414, zai-org/GLM-4.5-Air, openai/gpt-oss-20b and -120b,
 # deepseek-ai/DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash, allenai/OLMo-2-1124-7B,
 # mistralai/Mixtral-8x7B-v0.1.
@@ -109,6 +109,8 @@ PUBLISHED = [
                            mlp_only_layers=[], router_aux_loss_coef=0.001, output_router_logits=False)),
     (4_205_751_296, vision("Qwen3_5ForConditionalGeneration", 2560, 9216, 32, (16, 4), is_tied=True)),
     (26_895_998_464, vision("Qwen3_5ForConditionalGeneration", 5120, 17408, 64, (24, 4), linear_num_value_heads=48)),
+    (34_660_610_688, vision("Qwen3_5MoeForConditionalGeneration", 2048, 512, 40, (16, 2), num_experts=256, num_experts_per_tok=8,
+                            moe_intermediate_size=512, shared_expert_intermediate_size=512)),
     (7_248_023_552, table("MistralForCausalLM", 4096, 14336, 32, (32, 8), 32768, 32768, sliding_window=None)),
     (2_614_341_888, table("Gemma2ForCausalLM", 2304, 9216, 26, (8, 4), 256000, 8192, head_dim=256, sliding_window=4096,
                           **HYBRID, **CAPPED, **GELU)),

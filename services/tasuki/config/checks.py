@@ -202,6 +202,12 @@ def _check_delta_nets(config: NodeConfig, models: Sequence[ModelShape]) -> None:
     if config.served_adapter is not None:
         problem = f'= "adapter" is not for {name}, whose gated delta nets the engine serves without adapters; use "merged"'
         raise InvalidArgument("rollout.lora", problem)
+    if trainer.compile == "blocks":
+        raise InvalidArgument(
+            "trainer.compile", f'= "blocks" is not for {name}, whose compiled layers are not tested; leave it out'
+        )
+    if trainer.router_replay:
+        raise InvalidArgument("trainer.router_replay", f"= true is not for {name}, whose routes are not tested; leave it out")
     if "speculative_algorithm" in rollout.engine:
         problem = f"is not for {name}, whose states an engine of ours does not keep for drafts; leave it out"
         raise InvalidArgument("rollout.engine.speculative_algorithm", problem)

@@ -324,11 +324,12 @@ def decoder_shape(
     *,
     is_tied: bool = False,
     head_dim: int | None = None,
+    intermediate_size: int | None = None,
     **special: Any,
 ) -> ModelShape:
     """The shape described by the keys common to all decoders. special: the other fields of ModelShape.
 
-    is_tied, head_dim: if config.json lacks them; without head_dim it is the hidden size divided by the number of heads.
+    is_tied, head_dim, intermediate_size: if config.json lacks them; without head_dim it is the hidden size divided by the number of heads.
     Raises InvalidArgument naming a missing or invalid key.
     """
     hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
@@ -338,7 +339,7 @@ def decoder_shape(
     return ModelShape(
         architecture=architecture_of(config),
         hidden_size=hidden,
-        intermediate_size=size(config, "intermediate_size"),
+        intermediate_size=size(config, "intermediate_size", default=intermediate_size),
         num_layers=num_layers(config),
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -62,7 +62,9 @@ def kept_in_mlp(
 
 
 def _kept_in_shared_expert(model: ModelShape, compute_bytes: int, *, is_fused: bool = False, keeps_product: bool = True) -> int:
-    return (2 + keeps_product + (not is_fused)) * model.shared_expert_size * compute_bytes
+    # The result, which the token's gate scales, and the gate.
+    gated = (model.hidden_size + 1) * compute_bytes if model.has_shared_expert_gate else 0
+    return (2 + keeps_product + (not is_fused)) * model.shared_expert_size * compute_bytes + gated
 
 
 def kept_in_parallel_experts(model: ModelShape, *, rows_per_token: int, compute_bytes: int = 2) -> int:

@@ -22,7 +22,14 @@ MEASURED_FREE = 0.03
 # CUDA graphs: what they take whatever their batches, and at least.
 _GRAPHS, _CUDA_GRAPHS = 100 * 10**6, 600 * 10**6
 # Every rank has these whole.
-_WHOLE = ("o_proj.bias", "down_proj.bias", "down_proj_bias", "q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+_WHOLE = (
+    "o_proj.bias",
+    "down_proj.bias",
+    "down_proj_bias",
+    "q_a_proj.weight",
+    "kv_a_proj_with_mqa.weight",
+    "shared_expert_gate.weight",
+)
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),

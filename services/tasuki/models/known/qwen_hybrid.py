@@ -1,4 +1,4 @@
-"""Qwen 3.5, whose layers are gated delta nets but for full attention in every few."""
+"""Qwen 3.5, dense and with experts, whose layers are gated delta nets but for full attention in every few."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _KEYS: dict[str, tuple[Any, ...] | None] = {
     "output_gate_type": (None, "swish", "silu"),
     "mamba_ssm_dtype": ("float32",),
 }  # fmt: skip
+_EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 # Norms add 1 to their weights, in float32; a rotated part of each head comes first.
 _SHAPE: dict[str, Any] = {
     "head_dim": 256,
@@ -61,6 +62,19 @@ def _delta(config: Config) -> DeltaNet:
     )
 
 
+def _experts(config: Config) -> dict[str, Any]:
+    """Experts in every layer, beside a gated MLP that every token passes."""
+    inner = size(config, "moe_intermediate_size", default=512)
+    return {
+        "num_experts": size(config, "num_experts", default=256),
+        "experts_per_token": size(config, "num_experts_per_tok", default=8),
+        "expert_size": inner,
+        "shared_expert_size": size(config, "shared_expert_intermediate_size", default=512),
+        "has_shared_expert_gate": True,
+        "intermediate_size": inner,  # of no layer
+    }
+
+
 def _refuse_two_parts(config: Config) -> None:
     """Refuses a rotated part of each head that rotary tables and config.json, of which the engine reads the latter, give differently."""
     part = config.get("partial_rotary_factor", _ROTATED_PART)
@@ -70,6 +84,14 @@ def _refuse_two_parts(config: Config) -> None:
             raise unsupported({**config, "partial_rotary_factor": part}, "partial_rotary_factor", reason)
 
 
+_VISION: dict[str, Any] = {
+    "rope_types": rope.DEFAULT,
+    "rope_notes": frozenset({"mrope_section", "mrope_interleaved"}),
+    "has_partial_rope": True,
+    "checks": (_refuse_two_parts,),
+    "shape": _SHAPE,
+    "untrained": ("model.visual.", "mtp."),
+}
 FAMILIES = (
     # And 3.6 and 3.8: the text of their vision models.
     Family(
@@ -77,13 +99,17 @@ FAMILIES = (
         text_module="Qwen3_5ForCausalLM",
         model_type="qwen3_5_text",
         keys={**_KEYS, "mlp_only_layers": ([],)},
-        rope_types=rope.DEFAULT,
-        rope_notes=frozenset({"mrope_section", "mrope_interleaved"}),
-        has_partial_rope=True,
-        checks=(_refuse_two_parts,),
-        shape=_SHAPE,
         shape_of=lambda config: {**attention_biases(config), "delta": _delta(config)},
         checkpoint=CheckpointNames(decoder="model.language_model"),
-        untrained=("model.visual.", "mtp."),
+        **_VISION,
+    ),
+    Family(
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        text_module="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        keys={**_KEYS, **dict.fromkeys(_EXPERT_KEYS), "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
+        shape_of=lambda config: {**attention_biases(config), "delta": _delta(config), **_experts(config)},
+        checkpoint=CheckpointNames(decoder="model.language_model", has_whole_experts=True),
+        **_VISION,
     ),
 )

@@ -14,7 +14,7 @@ from torch.nn.functional import silu, softplus
 
 from tasuki.trainer.attention.packed import LayerAttention
 
-_REPLACED = ("Qwen3_5GatedDeltaNet",)
+_REPLACED = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 
 
 class GatedDeltaNet(nn.Module):

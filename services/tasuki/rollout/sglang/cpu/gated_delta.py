@@ -188,8 +188,15 @@ def define_operators() -> None:
         library.impl(schema.partition("(")[0], body, "CompositeExplicitAutograd")
 
 
+def _add_gated(hidden_TH: Tensor, gate_H: Tensor, shared_TH: Tensor, out_TH: Tensor) -> None:
+    """Adds the shared expert's result, scaled by a sigmoid of the token."""
+    out_TH.add_((hidden_TH @ gate_H).sigmoid().unsqueeze(1) * shared_TH)
+
+
 def install_delta_nets() -> None:
-    """Makes SGLang's gated norms take these operators, as it does with AMX. Before the model is built."""
+    """Makes SGLang's gated norms take these operators, as it does with AMX, and replaces a Triton kernel. Before the model is built."""
     from sglang.kernels.ops.attention.fla import layernorm_gated
+    from sglang.srt.models import qwen2_moe
 
     layernorm_gated._use_cpu = True
+    qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated

@@ -26,6 +26,7 @@ from tasuki.trainer.modules.pointwise import clamped_gate
 _EXPERTS = (
     "MixtralExperts",
     "Qwen3MoeExperts",
+    "Qwen3_5MoeExperts",
     "Glm4MoeNaiveMoe",
     "Glm4MoeLiteNaiveMoe",
     "DeepseekV2Experts",
