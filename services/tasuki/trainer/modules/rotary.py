@@ -23,7 +23,6 @@ _ROTATED = (
     "Qwen2Attention",
     "Qwen3Attention",
     "Qwen3MoeAttention",
-    "SmolLM3Attention",
 )
 
 
@@ -37,7 +36,6 @@ class RotaryAttention(nn.Module):
         given: Any = attention
         self.layer_idx: int = given.layer_idx
         self.head_dim: int = given.head_dim
-        self._is_rotated = bool(getattr(given, "use_rope", True))
 
     def forward(
         self,
@@ -50,9 +48,8 @@ class RotaryAttention(nn.Module):
         """Called by a layer. hidden_states: [1, T, H * D]; position_embeddings: cosines and sines, [1, T, D]."""
         cos_TD, sin_TD = (each.squeeze(0) for each in position_embeddings)
         keys, values = self._keys_and_values(hidden_states)
-        q_THD, k_TKD = self._heads("q", self._run("q_proj", hidden_states)), self._heads("k", keys)
-        if self._is_rotated:
-            q_THD, k_TKD = rotated(q_THD, cos_TD, sin_TD), rotated(k_TKD, cos_TD, sin_TD)
+        q_THD = rotated(self._heads("q", self._run("q_proj", hidden_states)), cos_TD, sin_TD)
+        k_TKD = rotated(self._heads("k", keys), cos_TD, sin_TD)
         out_THD = _attend(layer_attention, q_THD, k_TKD, self._heads("v", values), layer=self.layer_idx)
         return self._run("o_proj", out_THD.flatten(1).unsqueeze(0)), None
 
