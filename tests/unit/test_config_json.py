@@ -104,7 +104,6 @@ OF_EVERY_FAMILY = (
         ("Qwen2ForCausalLM", "use_sliding_window", 0),
         ("Qwen2ForCausalLM", "layer_types", 3),
         ("Qwen3MoeForCausalLM", "norm_topk_prob", 1),
-        ("Qwen3MoeForCausalLM", "mlp_only_layers", 1),
         ("Gemma2ForCausalLM", "layer_types", 3),
         ("Gemma3ForCausalLM", "layer_types", ["full_attention", None]),
         ("GptOssForCausalLM", "layer_types", ["full_attention"]),

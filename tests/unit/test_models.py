@@ -204,6 +204,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
         ("qwen2", "use_sliding_window", True),
         ("qwen2", "attention_bias", True),
         ("qwen3", "layer_types", ["full_attention", "sliding_attention"]),
+        ("qwen3_moe", "mlp_only_layers", [1]),
+        ("qwen3_moe", "decoder_sparse_step", 2),
         ("qwen3_5", "attn_output_gate", False),
         ("qwen3_5", "output_gate_type", "sigmoid"),
         ("qwen3_5", "mamba_ssm_dtype", "bfloat16"),
