@@ -30,17 +30,14 @@ def test_a_model_without_caps_is_served_on_a_cpu(tmp_path: Path) -> None:
     assert read_model(node(tmp_path, "gemma3", architecture="Gemma3ForCausalLM")).vocab_size == CONFIGS["gemma3"]().vocab_size
 
 
-def test_layers_that_sglang_would_not_tell_apart_are_refused(tmp_path: Path) -> None:
+def test_the_engine_is_told_which_layers_have_full_attention(tmp_path: Path) -> None:
     save_checkpoint(make_model("qwen3_5", seed=0), tmp_path)
-    config = NodeConfig.model_validate({"state_dir": tmp_path, "model": {"path": tmp_path}})
-    facts = read_model(config)
-    assert facts.architecture == "Qwen3_5ForConditionalGeneration" and facts.has_delta_nets and facts.context_length == 256
     table = json.loads((tmp_path / "config.json").read_text())
-    del table["text_config"]["full_attention_interval"]
+    del table["text_config"]["full_attention_interval"]  # as transformers writes it
     (tmp_path / "config.json").write_text(json.dumps(table))
-    with pytest.raises(UnsupportedModel, match="full_attention_interval") as refused:
-        read_model(config)
-    assert refused.value.metadata["field"] == "full_attention_interval"
+    facts = read_model(NodeConfig.model_validate({"state_dir": tmp_path, "model": {"path": tmp_path}}))
+    assert facts.architecture == "Qwen3_5ForConditionalGeneration" and facts.context_length == 256
+    assert facts.full_attention_interval == 2
 
 
 def test_what_a_family_does_not_support_is_refused_before_an_engine_starts(tmp_path: Path) -> None:

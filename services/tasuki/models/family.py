@@ -172,8 +172,8 @@ _KINDS_OF_NOTES: Mapping[str, tuple[type, ...]] = {
 _NEVER_NULL: Mapping[str, tuple[str, ...]] = {
     "head_dim": ("qwen3", "qwen3_5_text", "qwen3_5_moe_text", "gemma2", "gemma3_text", "glm4", "gpt_oss"),
     "max_window_layers": ("qwen2", "qwen3"),
-    "num_key_value_heads": ("qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "mistral", "gemma2", "gemma3_text", "glm4", "glm4_moe", "mixtral",
-        "gpt_oss"),
+    "num_key_value_heads": ("qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "mistral", "gemma2", "gemma3_text", "glm4", "glm4_moe",
+        "mixtral", "gpt_oss"),
     "decoder_sparse_step": ("qwen3_moe",), "routed_scaling_factor": ("glm4_moe",), "n_shared_experts": ("glm4_moe",),
     "query_pre_attn_scalar": ("gemma2", "gemma3_text"), "original_max_position_embeddings": ("phi3",),
 }  # fmt: skip

@@ -62,7 +62,7 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
     }
     if model.routes is not None:
         arguments["enable_return_routed_experts"] = True
-    if model.has_delta_nets:
+    if model.full_attention_interval is not None:
         # Text alone, also of a vision model. Unless given, states would take half of the cache's memory.
         arguments |= {"enable_multimodal": False, "max_mamba_cache_size": state_slots(config)}
     if rollout.max_running_requests is not None:
@@ -92,6 +92,8 @@ def _model_overrides(model: ModelFacts) -> Mapping[str, Any]:
     """Keys of config.json that the engine is to read otherwise."""
     # SGLang would use only those of config.json, and its own default (2 for Llama) without any.
     overrides: dict[str, Any] = {"architectures": [model.architecture], "eos_token_id": model.stop_token_ids or None}
+    if model.full_attention_interval is not None:  # transformers writes layer_types alone, which SGLang does not read
+        overrides["text_config"] = {"full_attention_interval": model.full_attention_interval}
     # Its weights arrive dequantized, and some layers would have config.json's dtype instead of the engine's.
     return overrides | ({"dtype": None, "quantization_config": None} if model.architecture == OSS else {})
 

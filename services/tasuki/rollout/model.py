@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,8 @@ class ModelFacts:
     """Whether the engine drafts tokens and verifies them."""
     routes: RouteShape | None = None
     """What the engine reports of the experts of each token."""
-    has_delta_nets: bool = False
-    """Whether each request also has states of gated delta nets."""
+    full_attention_interval: int | None = None
+    """With gated delta nets, of which each request has states: every layer of this number has full attention instead."""
 
 
 def read_model(config: NodeConfig) -> ModelFacts:
@@ -60,7 +59,10 @@ def read_model(config: NodeConfig) -> ModelFacts:
     model = families.read_model(table) if architectures[0] in FAMILIES else None
     routes = None
     if model is not None:
-        _check_engine(model, text, device=config.device)
+        if config.device == "cpu" and (model.attention.logit_softcap, model.final_logit_softcap) != (None, None):
+            architecture = model.shape.architecture
+            problem = f"{architecture} caps logits, which SGLang's CPU attention does not support; serve it on GPUs"
+            raise UnsupportedModel(f"model.path: {problem}", architecture=architecture, field="device")
         routes = RouteShape.of(model.shape) if config.trainer.router_replay else None
     longest = _size(text, "max_position_embeddings", path)
     wanted = config.rollout.context_length
@@ -79,19 +81,15 @@ def read_model(config: NodeConfig) -> ModelFacts:
         is_seeded=config.device == "cpu",
         is_speculative="speculative_algorithm" in config.rollout.engine,
         routes=routes,
-        has_delta_nets=model is not None and model.shape.delta is not None,
+        full_attention_interval=None if model is None else _full_attention_interval(model),
     )
 
 
-def _check_engine(model: Model, text: Mapping[str, Any], *, device: str) -> None:
-    """Raises UnsupportedModel for capped logits on a CPU, and for layers that SGLang would not tell apart."""
-    if model.shape.delta is not None and "full_attention_interval" not in text:
-        problem = "config.json lists layer_types alone, and SGLang reads full_attention_interval: add it"
-        raise UnsupportedModel(f"model.path: {problem}", field="full_attention_interval")
-    if device == "cpu" and (model.attention.logit_softcap, model.final_logit_softcap) != (None, None):
-        architecture = model.shape.architecture
-        problem = f"{architecture} caps logits, which SGLang's CPU attention does not support; serve it on GPUs"
-        raise UnsupportedModel(f"model.path: {problem}", architecture=architecture, field="device")
+def _full_attention_interval(model: Model) -> int | None:
+    depth, delta = model.shape.num_layers, model.shape.delta
+    if delta is None:
+        return None
+    return next((layer + 1 for layer in range(depth) if layer not in delta.layers), depth + 1)
 
 
 def check_capacity(total_tokens: int, model: ModelFacts) -> None:
