@@ -329,6 +329,7 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
 
     folder = Path(job.folder)
     published = weights_pb2.PublishedWeights.FromString(job.published)
+    gc.collect()  # models of earlier jobs are cycles: freed later, their memory would be reused
     with torch.inference_mode():
         from_disk = {name: tensor.detach().clone() for name, tensor in _loaded_tensors(model)}
         with allocator.region(MemoryTag.WEIGHTS):
@@ -387,8 +388,6 @@ def _others(model: Any, allocator: NativeAllocator) -> list[tuple[Any, Any]]:
     """Returns every tensor of this process in the weights' arena that is no parameter, with a copy of its values."""
     import torch
 
-    # Models of earlier jobs are cycles: freed later, their memory would be reused.
-    gc.collect()
     blocks = allocator.blocks(MemoryTag.WEIGHTS)
     parameters = {parameter.data_ptr() for _, parameter in model.named_parameters()}
     found = [
