@@ -99,7 +99,9 @@ class LayerAttention:
             part = None if sharing is None else sharing.part
             settings["sinks_H"] = sinks_H if part is None else sinks_H.view(part.num_parts, -1)[part.index]
         out = self.sequences.attend(*qkv, **settings)
-        return (out if sharing is None else sharing.to_tokens(out))[..., :value_dim]
+        out = out if sharing is None else sharing.to_tokens(out)
+        # A view of the whole would have compiled layers compiled again.
+        return out[..., :value_dim] if value_dim < out.shape[-1] else out
 
 
 @dataclass(frozen=True, slots=True)
