@@ -14,7 +14,7 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from tasuki.client.sft_data import sft_sample
-from tasuki.models.tokenizer import check_tokenizer
+from tasuki.models.tokenizer import check_tokenizer, read_tokenizer
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tests.extent import examples
@@ -224,6 +224,20 @@ def test_vocabularies_in_other_formats_may_lie_beside_their_own_tokenizer(tmp_pa
         check_tokenizer(folder)
 
 
+@pytest.mark.parametrize("key", ["additional_special_tokens", "extra_special_tokens", "pad_token"])
+def test_tokens_that_the_folder_names_are_never_split_and_in_no_text(tmp_path: Path, key: str) -> None:
+    table = json.loads(TRAINED["bytes"])
+    table["added_tokens"] = [token for token in table["added_tokens"] if token["content"] != "<|im_end|>"]
+    table["model"]["vocab"]["<|im_end|>"] = number = Tokenizer.from_str(TRAINED["bytes"]).token_to_id("<|im_end|>")
+    for token in table["added_tokens"]:
+        token["special"] = False
+    named = {key: "<|im_end|>" if key == "pad_token" else ["<|im_end|>"]}
+    write_folder(tmp_path, Tokenizer.from_str(json.dumps(table)), tokenizer_config=named)
+    tokenizer = read_tokenizer(tmp_path)
+    ids = tokenizer.encode("3<|im_end|><eos>").ids
+    assert ids[-2:] == [number, tokenizer.eos_token_id] and tokenizer.decode(ids) == "3"
+
+
 CONFIG, FILE, TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
 
 
@@ -253,6 +267,9 @@ CONFIG, FILE, TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_templa
         (lambda folder: (folder / TEMPLATE).write_text("version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
         (lambda folder: (folder / TEMPLATE).write_text("ok"), "chat_template.jinja: the chat template does not read `messages`"),
         (lambda folder: (folder / TEMPLATE).write_bytes("{{ messages }} é".encode("latin-1")), "chat_template.jinja is not UTF-8"),
+        (_edited(FILE, lambda table: table["added_tokens"][-1].update(id=700)), "has the added token '<|im_end|>' with id 700"),
+        (lambda folder: (folder / TEMPLATE).symlink_to("gone"), "chat_template.jinja cannot be read"),
+        (lambda folder: (folder / "special_tokens_map.json").symlink_to("gone"), "special_tokens_map.json cannot be read"),
     ],
 )  # fmt: skip
 def test_a_tokenizer_that_cannot_be_read_is_refused_by_file(tmp_path: Path, damage: Any, problem: str) -> None:

@@ -6,7 +6,9 @@ https://github.com/huggingface/transformers/issues/45488.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -132,13 +134,15 @@ class FolderTokenizer:
                 )
                 raise InvalidArgument(_KEY, f"{problem}; save both files together with the tokenizer")
             known.add(text)
-        for name in ("bos_token", "eos_token"):
-            text = self.special_tokens.get(name)
-            if text is None or text in known or (token_id := self.backend.token_to_id(text)) is None:
+        for name, text in [*self.special_tokens.items(), *_further_tokens(self.folder, self._config)]:
+            if (token_id := self.backend.token_to_id(text)) is None:
                 continue
-            if token_id in self.backend.encode(text, add_special_tokens=False).ids:
+            if text not in known and token_id in self.backend.encode(text, add_special_tokens=False).ids:
+                if name not in ("bos_token", "eos_token"):  # an ordinary token, such as one that pads
+                    continue
                 problem = f"{self.folder / _CONFIG} names {text!r} as {name}, which texts contain as an ordinary token"
                 raise InvalidArgument(_KEY, f"{problem}; name the special token there, or declare it in added_tokens_decoder")
+            # A token that it has already becomes special, too: decoded texts are without it.
             self.backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
 
     def _read_templates(self) -> dict[str, ChatTemplate]:
@@ -148,7 +152,7 @@ class FolderTokenizer:
         in_config = self._config.get("chat_template")
         own = self.folder / "chat_template.jinja"
         named = in_config if isinstance(in_config, list) else [{"name": "default", "template": in_config}] if in_config else []
-        if own.exists():  # in place of all of these, as transformers reads it
+        if _is_there(own):  # in place of all of these, as transformers reads it
             named = []
         for entry in named:
             if not isinstance(entry, Mapping) or not isinstance(entry.get("template"), str):
@@ -158,7 +162,7 @@ class FolderTokenizer:
         others = self.folder / CHAT_TEMPLATES
         files = {"default": own} | {file.stem: file for file in sorted(others.glob("*.jinja"))}
         for name, file in files.items():
-            if file.exists():
+            if _is_there(file):
                 with _refused(_KEY, f"{file} is not UTF-8; save it as that"):
                     texts[name] = (_read(file).decode().removeprefix("\ufeff"), file)
         return {name: ChatTemplate(text, source=str(file)) for name, (text, file) in texts.items()}
@@ -240,6 +244,11 @@ def _backend(file: Path) -> Tokenizer:
     version = tokenizers.__version__
     with _refused(_KEY, f"{file} is damaged, or newer than tokenizers {version}; save it with that release or an older one"):
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        stated = json.loads(content).get("added_tokens") or []
+    for token in stated:  # which tokenizers would number anew
+        if tokenizer.token_to_id(token["content"]) != token["id"]:
+            problem = f"{file} has the added token {token['content']!r} with id {token['id']}"
+            raise InvalidArgument(_KEY, f"{problem}, which its vocabulary does not leave to it; take the model's own file")
     if getattr(tokenizer.model, "dropout", None):
         tokenizer.model.dropout = None  # a way to train tokenizers: a text would have other ids each time
     tokenizer.no_truncation()
@@ -286,7 +295,14 @@ def _pieces(content: bytes) -> list[str]:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    return read_json_object(file, field=_KEY) if file.is_file() else {}
+    return read_json_object(file, field=_KEY) if _is_there(file) else {}
+
+
+def _is_there(file: Path) -> bool:
+    """Raises InvalidArgument for a link without a file behind it, such as a download that was broken off."""
+    if os.path.lexists(file) and not file.is_file():
+        raise InvalidArgument(_KEY, f"{file} cannot be read: it is no regular file; check its links")
+    return file.is_file()
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -299,6 +315,17 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
             raise InvalidArgument(_KEY, problem)
     found = {name: _content(value) for name, value in given.items()}
     return {name: text for name, text in found.items() if text}
+
+
+def _further_tokens(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Special tokens without a name of their own, with the key that lists them."""
+    found: list[tuple[str, str]] = []
+    for table in (_table(folder / "special_tokens_map.json"), config):
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            listed = table.get(key)
+            values = list(listed.values()) if isinstance(listed, Mapping) else listed if isinstance(listed, list) else []
+            found += [(key, text) for value in values if (text := _content(value))]
+    return found
 
 
 def _content(token: object) -> str | None:
