@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
 from tasuki.config.paths import log_path, restart_request_path, socket_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.node import stop
 from tasuki.node.start import StartedNode, running_node
 from tasuki.node.stop import stop_node
 from tests.extent import IS_WHOLE
@@ -148,19 +148,15 @@ def test_a_guard_that_does_not_end_after_its_supervisor_is_killed(start: Start, 
     node = start(first="good")
     node.wait_until_up()
     monkeypatch.setattr("tasuki.node.stop.STOP_TIMEOUT_S", 3.0)
-    is_over = threading.Event()
+    send = stop._kill
 
-    def stop_again() -> None:
-        while not is_over.wait(0.001):
-            os.kill(node.process.pid, signal.SIGSTOP)
+    def send_no_wake(pid: int, number: signal.Signals) -> None:
+        if (pid, number) != (node.process.pid, signal.SIGCONT):
+            send(pid, number)
 
-    stopper = threading.Thread(target=stop_again)
-    stopper.start()
-    try:
-        assert stop_node(node.state_dir)
-    finally:
-        is_over.set()
-        stopper.join()
+    monkeypatch.setattr("tasuki.node.stop._kill", send_no_wake)
+    os.kill(node.process.pid, signal.SIGSTOP)
+    assert stop_node(node.state_dir)
     assert node.process.wait(timeout=LIMIT_S) == -signal.SIGKILL
     node.assert_gone()
 
