@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tasuki.client import encode
+from tasuki.client import SamplingParams, encode, generation
+from tasuki.client.generation import draw
 from tasuki.client.turns import Turn, Turns
 from tasuki.client.types import FinishReason, Sample, TrainingSample
 from tasuki.client.version_spans import continued, unfinished
@@ -23,7 +25,7 @@ from tasuki.trainer.data.shared_plan import _groups_of_prompts
 from tasuki.trainer.ranks.wire import decode_columns, encode_samples
 from tasuki.trainer.service import requests
 from tasuki.trainer.service.requests import decode_samples
-from tasuki.v1 import types_pb2
+from tasuki.v1 import rollout_pb2, types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.routes import Whole, in_parts
@@ -112,6 +114,19 @@ def test_experts_beyond_a_message_travel_in_parts_of_several_samples_at_once() -
     assert sorted(read, key=lambda sample: sample.prompt_index) == samples
     trained = make_sample(routed_experts=contents[0])
     assert list(Whole().samples(in_parts([trained, make_sample()]))) == [trained, make_sample()]
+
+
+async def test_a_drawn_sample_has_the_experts_that_came_before_it_in_parts() -> None:
+    content = np.random.default_rng(0).bytes(3 * MAX_CHUNK_BYTES)
+    sent = types_pb2.Sample(token_ids=[1, 2], finish_reason=1, routed_experts=content, route_bytes=len(content) // 2)
+
+    class Rollout:
+        async def Generate(self, *_: object, timeout: float) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+            for entry in in_parts([sent]):
+                yield rollout_pb2.GenerateResponse(samples=[entry])
+
+    drawn = await draw(cast(Any, Rollout()), generation.Part([5], SamplingParams(), 1), timeout_s=5)
+    assert drawn is not None and np.asarray(drawn.routed_experts).tobytes() == content
 
 
 def sample_of(prompt: list[int], token_ids: list[int], first: int) -> Sample:

@@ -208,16 +208,7 @@ class AsyncClient:
 
         None also while the node is not in phase ROLLOUT. Raises PeerUnavailable if rollout is lost.
         """
-        rollout, ((_, request),) = await self._connection.rollout(), generation.requests_of([part])
-        prompt, sample = np.asarray(part.prompt, np.int32), None
-        try:
-            async for response in rollout.Generate(request, timeout=self._timeout_s):
-                sample = encode.sample_from_proto(response.samples[0], prompt_index=0, prompt_token_ids=prompt)
-        except grpc.aio.AioRpcError as error:
-            failure = from_rpc_error(error)
-            if not isinstance(failure, Asleep | Draining):
-                raise failure from None
-        return sample
+        return await generation.draw(await self._connection.rollout(), part, timeout_s=self._timeout_s)
 
     async def _samples(self, requests: Sequence[generation.Request], num_samples: int) -> AsyncGenerator[Sample, None]:
         """num_samples: total over all requests."""
