@@ -1,4 +1,4 @@
-"""Content of device memory that must outlive a pause because no sync brings it back."""
+"""Saves non-weight buffers across a pause."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def choose_delta(delta: DeltaNet, *, dtype: torch.dtype, device: torch.device) -
     started = time.monotonic()
     fault = fault_of(FlaDelta, delta, dtype=dtype, device=device)
     if fault is not None:
-        problem = f"gated delta nets need flash-linear-attention and tilelang, which fail here: {fault}"
+        problem = f"gated delta nets need tilelang and flash-linear-attention 0.6, which pip installs; here they fail: {fault}"
         raise UnsupportedModel(f"model.path: {problem}", field="model.path")
     _log.info("event=delta_net kernels=fla seconds=%.1f", time.monotonic() - started)
     return FlaDelta

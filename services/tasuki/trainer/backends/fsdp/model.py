@@ -374,8 +374,8 @@ def check_module(causal_lm: PreTrainedModel, model: Model) -> None:
 def correct_latent_norms(causal_lm: PreTrainedModel) -> None:
     """Gives norms of latent attention the epsilon of all others.
 
-    transformers leaves them at 1e-6 whatever the configuration has; the engine does not, nor do makers of models with another. GLM 4.7
-    Flash has 1e-5, and its makers' recipe (THUDM/slime, scripts/models/glm4.7-30B-A3B.sh) trains all norms with 1e-5, Megatron's default.
+    transformers leaves them at 1e-6 whatever the configuration has; the engine does not. GLM 4.7 Flash has 1e-5, as has slime's training
+    recipe for it (scripts/models/glm4.7-30B-A3B.sh) in all norms.
     """
     for name, norm in causal_lm.named_modules():
         if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
