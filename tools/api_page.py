@@ -1,7 +1,5 @@
 """Prints docs/reference/api.md: every public name of the client, from its signature and docstring."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import enum

@@ -3,8 +3,6 @@
 Installed through a sitecustomize.py on PYTHONPATH (walks.py). It imports nothing heavy, since every interpreter runs it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """python tools/compat_requirements.py: our requirements for `make compat`, but for those whose versions SGLang chooses."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

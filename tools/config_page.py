@@ -1,7 +1,5 @@
 """Prints docs/reference/config.md: every key of the configuration, from the schema itself."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Writes codes, classes and meanings of the errors, from tasuki.wire.errors, into docs/reference/errors.md."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

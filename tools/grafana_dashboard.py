@@ -1,7 +1,5 @@
 """Prints deploy/grafana/tasuki.json. Usage: python tools/grafana_dashboard.py > deploy/grafana/tasuki.json"""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

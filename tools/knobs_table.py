@@ -1,7 +1,5 @@
 """Prints the tables of docs/reference/trainer.md: cost and gain of settings by `tasuki plan`. Usage: python tools/knobs_table.py"""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Sequence

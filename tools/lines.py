@@ -3,8 +3,6 @@
 Usage: python -m tools.lines [--renew], which sets limits to the present lines. Rooms may take lines from each other; the sum falls.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tomllib

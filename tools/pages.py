@@ -3,8 +3,6 @@
 Usage: python -m tools.pages [--renew], which writes the generated parts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """Prints the comments of protos/tasuki/v1/*.proto for gRPC reflection, as a FileDescriptorSet of names and source locations alone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

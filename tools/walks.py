@@ -7,8 +7,6 @@ their process started.
 The other walks are the files that name a setting.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

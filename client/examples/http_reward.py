@@ -4,8 +4,6 @@ Posts {"prompt": ..., "completion": ...} and reads {"reward": number}. The URL i
 TASUKI_REWARD_URL. Needs only the standard library.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -4,8 +4,6 @@
 GRPO, RLOO, REINFORCE++, ReMax, PPO with a critic, DAPO, GSPO, CISPO and SAPO are settings of it: docs/reference/algorithms.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol

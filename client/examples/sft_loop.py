@@ -3,8 +3,6 @@
 `tasuki train` runs this file for a table [sft]; it is also importable as tasuki.client.sft_loop. Copy it to write a loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

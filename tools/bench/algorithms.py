@@ -5,8 +5,6 @@ node, on a CPU unless --gpu is given; --jobs of them run side by side, so second
 algorithms.json and prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

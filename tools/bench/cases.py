@@ -1,7 +1,5 @@
 """Cases of the sync benchmarks, as written on the command line."""
 
-from __future__ import annotations
-
 import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ class Case:
     num_engines: int = 1
 
     @classmethod
-    def of(cls, text: str) -> Case:
+    def of(cls, text: str) -> "Case":
         """Reads "7b:4:4" or "7b:4:1x4". Raises ArgumentTypeError."""
         parts = _CASE.fullmatch(text)
         if parts is None:
@@ -37,7 +35,7 @@ class Case:
         return cls(parts["model"], int(parts["num_ranks"]), tp_size, int(parts["num_engines"] or 1))
 
     @classmethod
-    def beside_each_other(cls, text: str) -> Case:
+    def beside_each_other(cls, text: str) -> "Case":
         """Reads a case in which every GPU has a trainer rank and an engine rank. Raises ArgumentTypeError."""
         case = cls.of(text)
         if case.num_ranks != case.tp_size * case.num_engines:

@@ -17,8 +17,6 @@ of a node.
 Writes changeover_gpu.json after each round, and prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ timed: generation, rewards, advantages, forward, backward, optimizer, and for ta
 out. The learning rate is small, so that all steps do about the same work.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Contest of sync_peers.py: running engines, their trainer, and every way to bring weights from the trainer to the engines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

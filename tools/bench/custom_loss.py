@@ -1,7 +1,5 @@
 """Seconds of forward_backward, and of forward_backward_custom with the same loss in Python, in turns. Usage: custom_loss.py STATE_DIR"""
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

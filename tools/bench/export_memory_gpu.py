@@ -6,8 +6,6 @@ as another process would. Figures are medians in milliseconds over the 10 rounds
 again, including the copy of the weights to and from pinned memory if they are offloaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

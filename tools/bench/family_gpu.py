@@ -7,8 +7,6 @@ gap of rollout's log-probs to the trainer's, tokens a second of both training st
 phase with their drift, and the planner's. Writes family_gpu.json after each family. --tiny: the tests' small models, on a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -5,8 +5,6 @@ take a fixed time and do no work. Acquire at the fleet is timed, from its call t
 stages. One machine runs all nodes, so the figures are an upper bound of the leader's own work, without a network.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Lower bounds for the copies of a sync, measured on the ranks that make them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ by 512 tokens: by one Generate of the SDK, by one Generate for each prompt at on
 Prints the generated tokens a second of each, medians and ranges, and writes gateway_gpu.json. --tiny: a small model on a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

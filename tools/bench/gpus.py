@@ -1,7 +1,5 @@
 """Checks of the command line and the machine before a benchmark begins."""
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentTypeError
 from pathlib import Path

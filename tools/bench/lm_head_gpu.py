@@ -6,8 +6,6 @@ most memory beyond inputs and the weight's gradient in GiB.
 without an entropy; "ours frozen" is with a head that is not trained; "ours scoring" without backward. Writes lm_head_gpu.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics
@@ -35,7 +33,7 @@ class Inputs:
     grad_N: Tensor
 
     @classmethod
-    def random(cls, hidden_size: int) -> Inputs:
+    def random(cls, hidden_size: int) -> "Inputs":
         torch.manual_seed(0)
         weight_VH = torch.randn(VOCAB_SIZE, hidden_size, device="cuda").mul_(2 * hidden_size**-0.5).bfloat16()
         return cls(

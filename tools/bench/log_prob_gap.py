@@ -7,8 +7,6 @@ of --prompts) four times at temperature 1, and has the trainer compute the log-p
 maximum of |gap| in nats a token. Writes log_prob_gap.json.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

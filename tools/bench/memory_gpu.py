@@ -6,8 +6,6 @@ GB), the KV pool has 56 tensors (28 layers). Times are from an idle device to an
 the driver may still scrub freed memory; "later" waits 2 s before. Writes memory_gpu.json, prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ at most the cap in padded tokens. "packed" is the trainer's plan. "by length" is
 micro_batches.json and micro_batches.png, and prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics
@@ -43,7 +41,7 @@ class Lengths:
     completion_median: int | None = None
     """Median length of completions, with the same sigma; `median` is then that of prompts. None for samples without prompts."""
 
-    def draw(self, seed: int) -> Drawn:
+    def draw(self, seed: int) -> "Drawn":
         random = np.random.default_rng(seed)
 
         def tokens(median: int, longest: int) -> NDArray[np.int64]:

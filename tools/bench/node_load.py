@@ -1,7 +1,5 @@
 """Load of the whole-node benchmarks: configuration, samples, and a model with random weights."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass

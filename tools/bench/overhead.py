@@ -7,8 +7,6 @@ dashboard. The task is the demo, or the arithmetic of `make example`, which need
 Usage: python -m tools.bench.overhead --out runs/bench [--task demo] [--rounds 24] [--steps 8] [--limit-s 450]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

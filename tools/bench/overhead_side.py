@@ -1,7 +1,5 @@
 """One side of the overhead benchmark: a node, a run on it that proceeds in turns, and the processes of both."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Tasks of the overhead benchmark: the demo, or the example with SmolLM2-135M-Instruct, both with constant weights."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Each run has its own node on a CPU. Positions are the tokens, one after another,
 included. Writes oversample.json and oversample.png, and prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping, Sequence

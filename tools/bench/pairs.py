@@ -1,7 +1,5 @@
 """Statistics of paired measurements: an estimate of the difference and a confidence interval."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from itertools import combinations_with_replacement

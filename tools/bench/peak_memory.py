@@ -1,7 +1,5 @@
 """GPU memory in use while a block runs, as the driver reports it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +17,7 @@ class PeakMemory:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch)
 
-    def __enter__(self) -> PeakMemory:
+    def __enter__(self) -> "PeakMemory":
         self._before = self._used()
         self._peak = self._before
         self._thread.start()

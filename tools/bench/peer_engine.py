@@ -1,7 +1,5 @@
 """Additions of sync_peers.py to every SGLang rank: waiting for the copies of the last call, and benchmark commands."""
 
-from __future__ import annotations
-
 import gc
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """One engine of sync_peers.py with its front, which takes weights by our sync and by SGLang's own calls. Answers lines on stdin."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -37,7 +35,7 @@ class PeerFront:
         self._sync = self._engine.loop.run_until_complete(make_sync())
 
     @classmethod
-    def of(cls, index: str, tp_size: str, model_path: str, folder: str) -> PeerFront:
+    def of(cls, index: str, tp_size: str, model_path: str, folder: str) -> "PeerFront":
         """Builds a front from the words of a command line."""
         return cls(index=int(index), tp_size=int(tp_size), model_path=model_path, folder=Path(folder))
 

@@ -1,7 +1,5 @@
 """An SGLang engine with our memory, started as the service starts it, in which SGLang's own weight updates work too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

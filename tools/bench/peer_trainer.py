@@ -4,8 +4,6 @@ The weights are bfloat16 DTensors, sharded by rows over all ranks, as FSDP2 leav
 and each rank gives the engine rank on its GPU a handle of that memory, as verl and slime do. checkpoint-engine goes through host memory.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

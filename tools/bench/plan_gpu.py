@@ -7,8 +7,6 @@ Measured are the peak of torch's allocator in training, else the driver's figure
 runs on a CPU: tags only.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

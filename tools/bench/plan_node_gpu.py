@@ -6,8 +6,6 @@ size takes a step as well, as in PPO. After each stage, and at the peaks of a tr
 of the first GPU, less those before the node started. Writes plan_node_gpu.json and prints a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Child programs of the benchmarks; none outlives the benchmark, even if the benchmark is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -8,8 +8,6 @@ ranges of the seconds and of the pairs' ratios; writes shared_prompts.json to --
 On a GPU the trainer has adapters, so that it takes little memory.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -9,8 +9,6 @@ first batch alone. Also reported per way: seconds of the changeovers, the KV cac
 steps_gpu.json after each step, and prints a table. TMPDIR is the folder for the model, such as /dev/shm.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

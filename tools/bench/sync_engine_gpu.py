@@ -13,8 +13,6 @@ in sync_gpu.py, on the same GPUs and copies. In the end every replica must gener
 a table.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -5,8 +5,6 @@ into parameters of SGLang's shapes, through a plan recorded from a loader, and m
 the other GPUs while all ranks read.
 """
 
-from __future__ import annotations
-
 import argparse
 import socket
 import sys

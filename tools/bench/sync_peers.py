@@ -17,8 +17,6 @@ separately. All weights are bfloat16 from the start. CPU seconds are of all proc
 sync_peers.json, sync_peers.md and sync_peers.png.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Rank processes of the sync benchmarks, which read commands as lines and answer in lines of JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

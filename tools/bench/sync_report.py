@@ -1,7 +1,5 @@
 """Table and chart of sync_peers.json: `python -m tools.bench.sync_report FILE... --out FOLDER` merges several runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics
@@ -30,7 +28,7 @@ class Round(BaseModel, strict=True):
     host_ms: Cost
 
     @model_validator(mode="after")
-    def takes_time_beside_the_host(self) -> Round:
+    def takes_time_beside_the_host(self) -> "Round":
         if self.total_ms <= self.host_ms:
             raise ValueError("total_ms is not more than host_ms")
         return self
@@ -53,7 +51,7 @@ class CaseRounds(BaseModel, strict=True):
     ways: dict[str, WayRounds]
 
     @model_validator(mode="after")
-    def has_ours(self) -> CaseRounds:
+    def has_ours(self) -> "CaseRounds":
         if OURS not in self.ways:
             raise ValueError(f"ways without {OURS}, which the others are compared with")
         return self
@@ -162,7 +160,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
     figure.savefig(file, dpi=150)
 
 
-def _draw_case(panel: Axes, case: dict[str, Any]) -> None:
+def _draw_case(panel: "Axes", case: dict[str, Any]) -> None:
     names = list(case["ways"])
     medians = [median_ms(case, name) for name in names]
     ends = [p99([one["total_ms"] for one in case["ways"][name]["rounds"]]) for name in names]

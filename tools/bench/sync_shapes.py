@@ -1,7 +1,5 @@
 """Qwen2.5 without values: tensors that a trainer rank publishes, and a model whose loaders slice for tensor parallelism as SGLang's do."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Writes one JSON object: seconds of each step, its mean reward, and a breakdown o
 loop: both changeovers, generation, rewards, advantages, forward, backward, optimizer. Start-up and the warm-up steps are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

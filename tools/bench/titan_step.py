@@ -5,8 +5,6 @@ The micro-batches are those of our plan, each padded to the longest, so that com
 FSDP2, as ranks of a larger world do; --autocast is torchtitan's choice for a single rank. Rank 0 prints RESULT and a JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ FILE: trainer_step_gpu.json or trainer_peers_gpu.json. A row is one setting of a
 the driver. Later files add only settings that earlier ones lack.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -5,8 +5,6 @@ runs have separate processes; their losses and gradient norms must be equal. Tim
 ForwardBackward and OptimStep. Writes trainer_memory_gpu.json and prints a table. --tiny tries it on a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

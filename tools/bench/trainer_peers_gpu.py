@@ -13,8 +13,6 @@ Each side learns the second half of every sample: tasuki and TRL by a policy los
 torchtitan has tasuki's micro-batches. TRL makes its own, and pads them: `micro_batch_places` counts padding.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

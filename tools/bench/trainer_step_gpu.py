@@ -12,8 +12,6 @@ likewise, for completion tokens only. Causal attention over L tokens counts 6 L^
 that a token selects. Recomputation does not count. MFU is relative to 989 TFLOP/s.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -126,7 +124,7 @@ def samples_of(lengths: list[int], vocab_size: int) -> Any:
     return decode_samples(samples)
 
 
-def group_of(seed: int, vocab_size: int, *, shrink: int) -> list[TrainingSample]:
+def group_of(seed: int, vocab_size: int, *, shrink: int) -> "list[TrainingSample]":
     """Makes samples of one prompt. shrink: divisor of both lengths."""
     from tasuki.v1.types_pb2 import TrainingSample
 

@@ -4,8 +4,6 @@ Prints one JSON object: seconds of each step and the mean reward of each. A step
 trainer: generation, rewards, advantages, forward, backward, optimizer. Start-up and the warm-up steps are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

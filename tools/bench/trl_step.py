@@ -4,8 +4,6 @@ Runs one rank; RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be
 Generation is a `rollout_func` that answers at once. TRL pads the samples of a step to the longest. Rank 0 prints RESULT and a JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

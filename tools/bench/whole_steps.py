@@ -6,8 +6,6 @@ is a request of one token right after the changeover. The first step, which warm
 folder instead of a size. --tiny: a small model on a CPU. Writes whole_steps.json after each step, and prints medians with their spread.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

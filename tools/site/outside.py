@@ -1,7 +1,5 @@
 """A hook of mkdocs: files beside docs/ that pages link to are copied to `files/` of the site, and the links follow."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The task as a verifiers 0.4 taskset, with a harness that runs in the server's process. `LOOK_UP_TASK` is its folder."""
 
 # type: ignore  # noqa: PGH003 - its packages live in an environment of their own
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

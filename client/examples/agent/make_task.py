@@ -4,8 +4,6 @@ The problem: say the number of a name. The model cannot know it, only look it up
 shows how a tool is called and its result used, but seldom chooses to, and guesses instead; only the reward tells which habit is right.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -3,8 +3,6 @@
 Needs openai, starlette and uvicorn, and nothing of tasuki.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ GenericEnvClient(base_url="http://...").
 """
 
 # type: ignore  # noqa: PGH003 - its packages live in an environment of their own
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

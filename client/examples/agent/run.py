@@ -1,7 +1,5 @@
 """A tool agent that learns, on a CPU: makes the task, starts the three services, trains, stops them. Leaves runs/agent."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -5,8 +5,6 @@ In an environment with verifiers alone: `python verifiers_server.py TASKSET > ta
 """
 
 # type: ignore  # noqa: PGH003 - its packages live in an environment of their own
-from __future__ import annotations
-
 import json
 import os
 import sys

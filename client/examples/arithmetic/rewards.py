@@ -1,7 +1,5 @@
 """Rewards of the example. Only the correct number is trained for; the form guides the first steps."""
 
-from __future__ import annotations
-
 import re
 
 _EQUATION = re.compile(r"\d+ \+ \d+ = \d+")

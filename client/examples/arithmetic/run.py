@@ -1,7 +1,5 @@
 """Train SmolLM2-135M-Instruct on two-digit sums, then score the exported folder in plain transformers. Run it with `make example`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

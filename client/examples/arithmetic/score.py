@@ -1,7 +1,5 @@
 """Share of held-out problems that a model folder solves greedily in plain transformers, with tasuki's tokenizer."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

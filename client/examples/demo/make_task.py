@@ -5,8 +5,6 @@ first and last digits. The model thus learns to answer, but most of its greedy a
 habit is right.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """The demo: makes the task, starts the three services, trains with GRPO, stops them. Run it with `make demo`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

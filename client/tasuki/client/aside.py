@@ -5,8 +5,6 @@ locked, and the thread that completes the future blocks forever. `queue.SimpleQu
 lock held.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue

@@ -1,7 +1,5 @@
 """The asyncio client. It holds the implementation; sync_client.py offers the same verbs without await."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -99,7 +97,7 @@ class AsyncClient:
         self._opened: Connection | None = None
         self._phases = Phases(lambda: self._connection, timeout_s=timeout_s)
 
-    async def __aenter__(self) -> AsyncClient:
+    async def __aenter__(self) -> "AsyncClient":
         return self
 
     async def __aexit__(
@@ -418,7 +416,7 @@ class AsyncClient:
     async def _train(
         self,
         request: _Request,
-        method: Callable[[TrainerServiceAsyncStub], Callable[..., Awaitable[_Answer]]],
+        method: "Callable[[TrainerServiceAsyncStub], Callable[..., Awaitable[_Answer]]]",
         *,
         request_id: str | None = None,
     ) -> _Answer:

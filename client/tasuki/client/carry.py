@@ -3,8 +3,6 @@
 A token keeps the version and the log-prob with which it was drawn. G: samples, or episodes, of a group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,13 +39,13 @@ class CarriedGroup:
     """[G]"""
 
     @classmethod
-    def begin(cls, id: int, row: Row, prompt_token_ids: Sequence[int], *, group_size: int) -> CarriedGroup:  # noqa: A002
+    def begin(cls, id: int, row: Row, prompt_token_ids: Sequence[int], *, group_size: int) -> "CarriedGroup":  # noqa: A002
         """A group without tokens."""
         samples = [unfinished(prompt_token_ids, sample_index=number) for number in range(group_size)]
         return cls(id, row, prompt_token_ids, samples)
 
     @classmethod
-    def begin_episodes(cls, id: int, row: Row, *, group_size: int) -> CarriedGroup:  # noqa: A002
+    def begin_episodes(cls, id: int, row: Row, *, group_size: int) -> "CarriedGroup":  # noqa: A002
         return cls(id, row, (), [], [Episode(id * group_size + number, row) for number in range(group_size)])
 
     @property
@@ -79,7 +77,7 @@ class CarriedGroup:
         return {**fields, "episodes": [episode.as_json() for episode in self.episodes]}
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> CarriedGroup:
+    def of(cls, fields: Mapping[str, Any]) -> "CarriedGroup":
         """Inverse of `as_json`. Raises InvalidArgument if the record is damaged."""
         try:
             prompt, row, number = list(map(int, fields["prompt_token_ids"])), dict(fields["row"]), int(fields["id"])
@@ -111,7 +109,7 @@ class Carry:
     groups: list[CarriedGroup] = field(default_factory=list)
 
     @classmethod
-    def of(cls, records: Sequence[Mapping[str, Any]]) -> Carry:
+    def of(cls, records: Sequence[Mapping[str, Any]]) -> "Carry":
         """Inverse of `records`."""
         return cls([CarriedGroup.of(record) for record in records])
 

@@ -1,7 +1,5 @@
 """Chats as token ids, with a mask of the assistant's tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

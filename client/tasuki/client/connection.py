@@ -1,7 +1,5 @@
 """Channels to one node, its last known state, and exactly-once commands."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import math
@@ -156,12 +154,12 @@ class Connection:
         self.epoch, self.phase = state.epoch or self.epoch, Phase.of(state.phase)
         self._trainer_target, self._rollout_target = state.trainer_target, state.rollout_target
 
-    async def trainer(self) -> TrainerServiceAsyncStub:
+    async def trainer(self) -> "TrainerServiceAsyncStub":
         if not self._trainer_target:
             await self.refresh()
         return TrainerServiceStub(self._channel("trainer", self._trainer_target))
 
-    async def rollout(self) -> RolloutServiceAsyncStub:
+    async def rollout(self) -> "RolloutServiceAsyncStub":
         if not self._rollout_target:
             await self.refresh()
         return RolloutServiceStub(self._channel("rollout", self._rollout_target))
@@ -220,7 +218,7 @@ class Connection:
                     return True
         return False
 
-    async def _outlasts(self, failure: TasukiError, loss: _Loss) -> bool:
+    async def _outlasts(self, failure: TasukiError, loss: "_Loss") -> bool:
         """Waits briefly if `failure` comes from a service that may restart; else returns False. Raises NodeDown if the node is gone."""
         # An error that the coordinator reports about a peer is an answer: the coordinator itself is up.
         if not isinstance(failure, PeerUnavailable) or "peer" in failure.metadata:

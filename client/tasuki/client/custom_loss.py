@@ -1,7 +1,5 @@
 """A loss that the caller computes: its gradient with respect to log-probs becomes the weights of a loss that is linear in them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

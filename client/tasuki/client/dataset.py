@@ -1,7 +1,5 @@
 """Prompts from a file, in a seeded order that can be resumed."""
 
-from __future__ import annotations
-
 import csv
 import json
 from codecs import BOM_UTF8

@@ -1,7 +1,5 @@
 """Small files that are written whole or not at all, even if the machine crashes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Conversion between the client's values and protobuf messages, and splitting lists into bounded messages."""
 
-from __future__ import annotations
-
 import sys
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Episodes of one call: their state, turns and results. P prompts, G episodes of each."""
 
-from __future__ import annotations
-
 import math
 import os
 import threading
@@ -53,7 +51,7 @@ class Episode:
     num_open: int = 0
     """Turns that the policy generates."""
     has_ended: bool = False
-    cut: list[tuple[int, Asked]] = field(default_factory=list)
+    cut: "list[tuple[int, Asked]]" = field(default_factory=list)
     """Turns to be continued, each with the number of its question."""
 
     def drawn(self) -> list[Sample]:
@@ -79,7 +77,7 @@ class Episode:
         return {**told, "is_truncated": self.turns.is_truncated} if self.has_ended else None
 
     @classmethod
-    def of(cls, index: int, row: Row, fields: Mapping[str, Any] | None) -> Episode:
+    def of(cls, index: int, row: Row, fields: Mapping[str, Any] | None) -> "Episode":
         """Inverse of `as_json`. Raises KeyError, IndexError, TypeError, ValueError or protobuf's DecodeError."""
         if fields is None:
             return cls(index, row)
@@ -173,7 +171,7 @@ class Asked:
     """What was drawn before a changeover."""
 
     @classmethod
-    def of(cls, kind: str, fields: Mapping[str, Any], row: Row, *, turns: Turns, tokenizer: ChatTokenizer) -> Asked:
+    def of(cls, kind: str, fields: Mapping[str, Any], row: Row, *, turns: Turns, tokenizer: ChatTokenizer) -> "Asked":
         """The prompt as an extension of an earlier turn. kind: "generate" or "chat", see `Policy`. Raises InvalidArgument."""
         none, stop = np.zeros(0, np.int32), fields.get("stop") or ()
         if kind == "generate":

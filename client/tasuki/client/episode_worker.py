@@ -1,7 +1,5 @@
 """Code run in an episode's worker process: imports the user's function and runs many episodes at once."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -139,7 +137,7 @@ class _Clock:
     def has_run_out(self) -> bool:
         return self._has_run_out or self._timeout.expired()
 
-    def stopped(self) -> _Clock:
+    def stopped(self) -> "_Clock":
         return self
 
     def __enter__(self) -> None:

@@ -1,7 +1,5 @@
 """Episodes: the user's functions run in worker processes, and take turns with the policy. P prompts, G episodes of each."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -90,7 +88,7 @@ class EpisodePool:
             self.close()
             raise
 
-    def __enter__(self) -> EpisodePool:
+    def __enter__(self) -> "EpisodePool":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

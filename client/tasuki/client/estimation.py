@@ -1,7 +1,5 @@
 """Advantages, loss masks and mini-batches of a batch. Shape suffixes: P prompts, G completions of each, S samples, N tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,7 +59,7 @@ class EstimatorState:
         return numbers if self.kl_coef is None else {"kl_coef": self.kl_coef, **numbers}
 
     @classmethod
-    def of(cls, numbers: Mapping[str, float]) -> EstimatorState:
+    def of(cls, numbers: Mapping[str, float]) -> "EstimatorState":
         """Reads the state from saved numbers; without them, the state of a first step."""
         baseline = RunningBaseline(total=numbers.get("baseline_total", 0.0), weight=numbers.get("baseline_weight", 0.0))
         return cls(numbers.get("kl_coef"), baseline)
@@ -217,7 +215,7 @@ def mini_batches(
 
 def _by_sample(
     rewards_PG: NDArray[np.floating],
-    tokens: _Tokens,
+    tokens: "_Tokens",
     places: Sequence[int],
     greedy_rewards_P: NDArray[np.floating] | None,
     *,
@@ -245,7 +243,7 @@ def _by_sample(
 
 
 def _by_token(
-    samples: Sequence[TrainingSample], tokens: _Tokens, rewards_N: NDArray[np.floating], *, settings: AdvantageConfig
+    samples: Sequence[TrainingSample], tokens: "_Tokens", rewards_N: NDArray[np.floating], *, settings: AdvantageConfig
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     lengths_S = tokens.num_completion_S
     if settings.estimator is Estimator.GLOBALLY_WHITENED:

@@ -1,7 +1,5 @@
 """Evaluation: sampling of held-out prompts and metrics of their rewards. Shape suffixes: P prompts, G samples of each."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

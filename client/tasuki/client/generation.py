@@ -1,7 +1,5 @@
 """Generation over several concurrent RPCs, merged into one stream."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import uuid
@@ -101,7 +99,7 @@ def requests_of(parts: Sequence[Part]) -> list[Request]:
     return made
 
 
-async def draw(rollout: RolloutServiceAsyncStub, part: Part, *, timeout_s: float) -> Sample | None:
+async def draw(rollout: "RolloutServiceAsyncStub", part: Part, *, timeout_s: float) -> Sample | None:
     """The only sample of `part`; None if rollout sleeps or drains before it begins. Costs less than `stream`, which merges calls."""
     ((_, request),) = requests_of([part])
     prompt, whole, drawn = np.asarray(part.prompt, np.int32), Whole(), None
@@ -116,7 +114,7 @@ async def draw(rollout: RolloutServiceAsyncStub, part: Part, *, timeout_s: float
     return drawn
 
 
-async def stream(rollout: RolloutServiceAsyncStub, requests: Sequence[Request], *, timeout_s: float) -> AsyncIterator[Sample]:
+async def stream(rollout: "RolloutServiceAsyncStub", requests: Sequence[Request], *, timeout_s: float) -> AsyncIterator[Sample]:
     """Yields samples of all requests as they complete. The first error cancels the others; so does leaving early."""
     arrivals: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
 

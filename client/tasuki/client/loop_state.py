@@ -1,7 +1,5 @@
 """State of a training loop beyond the trainer's: the step and the position in the data. A small JSON file in each checkpoint."""
 
-from __future__ import annotations
-
 import json
 import re
 import uuid

@@ -1,7 +1,5 @@
 """Messages of the wire from values that callers give, who may have no types."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Phases for the client's verbs: acquired before a verb, started ahead of it, and reacquired if another client took the GPUs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar

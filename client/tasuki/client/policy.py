@@ -1,7 +1,5 @@
 """What the function of an episode is given: the policy, chats with it, and tools that the policy may call."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
@@ -93,7 +91,7 @@ class Policy:
         fields = {"messages": list(messages), "tools": list(tools), "max_new_tokens": max_new_tokens}
         return await self._turn("chat", fields)
 
-    def chat(self, messages: Sequence[Message] = (), *, tools: Sequence[Tool] = ()) -> Chat:
+    def chat(self, messages: Sequence[Message] = (), *, tools: Sequence[Tool] = ()) -> "Chat":
         """A conversation that begins with `messages`, such as a system prompt. tools: Python functions with a docstring."""
         return Chat(self, list(messages), {tool.__name__: tool for tool in tools})
 

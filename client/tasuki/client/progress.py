@@ -1,7 +1,5 @@
 """Progress of a run: which part of a step runs, how much of it is done, and the time left."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

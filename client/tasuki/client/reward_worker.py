@@ -1,7 +1,5 @@
 """Code run in a reward's worker process: imports the user's functions and calls them."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import importlib

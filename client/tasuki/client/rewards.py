@@ -1,7 +1,5 @@
 """Rewards: user functions run in worker processes. A time limit per sample is enforced by killing the worker."""
 
-from __future__ import annotations
-
 import math
 import sys
 import threading
@@ -51,7 +49,7 @@ class Completion:
     prompt_token_ids: TokenIds
 
     @classmethod
-    def of(cls, sample: Sample, *, text: str, prompt_token_ids: TokenIds) -> Completion:
+    def of(cls, sample: Sample, *, text: str, prompt_token_ids: TokenIds) -> "Completion":
         return cls(text, sample.finish_reason, sample.token_ids, prompt_token_ids)
 
     def arguments(self) -> dict[str, object]:
@@ -129,7 +127,7 @@ class RewardPool:
             self.close()
             raise
 
-    def __enter__(self) -> RewardPool:
+    def __enter__(self) -> "RewardPool":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

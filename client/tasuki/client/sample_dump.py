@@ -1,7 +1,5 @@
 """Writes completions of each step for inspection: `samples/step-000012.jsonl`, from a background thread."""
 
-from __future__ import annotations
-
 import queue
 import sys
 import threading
@@ -53,7 +51,7 @@ class SampleDump:
         self._writer = threading.Thread(target=self._run, name="tasuki-samples", daemon=True)
         self._writer.start()
 
-    def __enter__(self) -> SampleDump:
+    def __enter__(self) -> "SampleDump":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -1,7 +1,5 @@
 """Supervised data from a JSONL file: conversations, or prompts with completions, as samples with a loss mask."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Completions of a step or an evaluation for inspection: all rewards, some texts, and of few their tokens."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The record of one training step: its metrics and how long each part took."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +51,7 @@ class Step:
     """Estimator state carried over to the next step."""
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Step:
+    def of(cls, fields: Mapping[str, Any]) -> "Step":
         """Reads a step written as JSON by `asdict`. Ignores fields of other versions of tasuki. Raises TypeError for a bad value."""
         if not isinstance(fields.get("step"), int):
             raise TypeError("`step` is not a number")

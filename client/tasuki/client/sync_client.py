@@ -1,7 +1,5 @@
 """The synchronous client: the same verbs, run by an AsyncClient on a separate thread."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import threading
@@ -21,9 +19,9 @@ _Given = ParamSpec("_Given")
 
 def _verb(
     method: Callable[Concatenate[AsyncClient, _Given], Coroutine[Any, Any, _Answer]],
-) -> Callable[Concatenate[Client, _Given], _Answer]:
+) -> "Callable[Concatenate[Client, _Given], _Answer]":
     @functools.wraps(method)
-    def verb(self: Client, *arguments: _Given.args, **options: _Given.kwargs) -> _Answer:
+    def verb(self: "Client", *arguments: _Given.args, **options: _Given.kwargs) -> _Answer:
         return self._run(method(self._client, *arguments, **options))
 
     return verb
@@ -31,9 +29,9 @@ def _verb(
 
 def _stream(
     method: Callable[Concatenate[AsyncClient, _Given], AsyncGenerator[_Answer, None]],
-) -> Callable[Concatenate[Client, _Given], Generator[_Answer, None, None]]:
+) -> "Callable[Concatenate[Client, _Given], Generator[_Answer, None, None]]":
     @functools.wraps(method)
-    def stream(self: Client, *arguments: _Given.args, **options: _Given.kwargs) -> Generator[_Answer, None, None]:
+    def stream(self: "Client", *arguments: _Given.args, **options: _Given.kwargs) -> Generator[_Answer, None, None]:
         return self._iterate(method(self._client, *arguments, **options))
 
     return stream
@@ -66,7 +64,7 @@ class Client:
         self._thread = threading.Thread(target=self._loop.run_forever, name="tasuki-client", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> "Client":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

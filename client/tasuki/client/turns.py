@@ -1,7 +1,5 @@
 """Turns of an episode as a tree of tokens, and the samples it gives. T is the number of tokens after the first prompt."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +19,7 @@ Message = Mapping[str, Any]
 class Turn:
     """A prompt that extends the tokens of an earlier turn exactly, and the tokens drawn for it."""
 
-    parent: Turn | None
+    parent: "Turn | None"
     prompt_token_ids: NDArray[np.int32]
     """The part of the prompt after the parent's last token; all of it without a parent."""
     sample: Sample
@@ -31,7 +29,7 @@ class Turn:
         routes = self.sample.routed_experts
         return routes if self.parent is None else routes[-len(self.prompt_token_ids) - len(self.sample.token_ids) :]
 
-    def path(self) -> list[Turn]:
+    def path(self) -> "list[Turn]":
         """The turns from the first one to this one."""
         turns: list[Turn] = []
         turn: Turn | None = self
@@ -122,7 +120,7 @@ class TurnSample(TrainingSample):
     """Of all turns of the episode."""
 
     @classmethod
-    def of_turn(cls, sample: Sample, turns: NDArray[np.int32], turn_returns: NDArray[np.float64]) -> TurnSample:
+    def of_turn(cls, sample: Sample, turns: NDArray[np.int32], turn_returns: NDArray[np.float64]) -> "TurnSample":
         known = TrainingSample.of(sample)
         fields = {name: getattr(known, name) for name in TrainingSample.__slots__}
         return cls(**fields, turns=turns, turn_returns=turn_returns)

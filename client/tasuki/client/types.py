@@ -1,7 +1,5 @@
 """Arguments and results of the client's verbs. Results are the wire's messages; samples hold numpy arrays. T is the number of tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -170,7 +168,7 @@ class TrainingSample:
         prompt_token_ids: Sequence[int] | NDArray[np.int32] | None = None,
         advantages: float | Sequence[float] | NDArray[np.float32] = (),
         loss_mask: Sequence[float] | NDArray[np.float32] = (),
-    ) -> TrainingSample:
+    ) -> "TrainingSample":
         """Builds a training sample from a rollout sample: copies its tokens, log-probs, temperature and policy version.
 
         prompt_token_ids: by default the sample's own.
@@ -193,7 +191,7 @@ class TrainingSample:
         turns: Sequence[Sample | Sequence[int] | NDArray[np.int32]],
         *,
         advantages: float | Sequence[float] | NDArray[np.float32] = (),
-    ) -> TrainingSample:
+    ) -> "TrainingSample":
         """Builds one training sample from the turns of an episode: samples, and between them token ids of prompts, tools or users.
 
         What precedes the first sample is the prompt. The loss mask counts the sampled tokens alone. advantages: one number, or one for

@@ -1,7 +1,5 @@
 """Versions by token of what is drawn over several changeovers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

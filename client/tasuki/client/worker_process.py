@@ -1,7 +1,5 @@
 """A worker process of rewards or episodes, in a nest that ends with all that they have started."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Addresses of a node's sockets. Clients and services derive them from the state folder."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import ipaddress

@@ -1,7 +1,5 @@
 """Channels and their settings: message limits, keepalive, retry of reads. Client and server share them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Credentials that a caller presents at a port: a certificate or a token. Read from files, so that no argument holds a secret."""
 
-from __future__ import annotations
-
 import re
 import ssl
 import stat
@@ -55,7 +53,7 @@ class TlsFiles:
     def paths(self) -> list[Path]:
         return [path for _, path in filter(None, (self.cert, self.key, self.ca))]
 
-    def read(self) -> TlsMaterial:
+    def read(self) -> "TlsMaterial":
         """Raises InvalidArgument naming the key of a file that is missing, invalid, mismatched or readable by every user."""
         if self.key is not None:
             check_secret(*self.key)

@@ -1,7 +1,5 @@
 """Paths that this process's user has no permission for."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pwd

@@ -3,8 +3,6 @@
 Raise a subclass of TasukiError anywhere: rpc/ converts it to a status, and the client converts it back to the same class.
 """
 
-from __future__ import annotations
-
 import errno
 import re
 from typing import ClassVar, cast

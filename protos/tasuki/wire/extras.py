@@ -1,7 +1,5 @@
 """The command that installs optional packages of tasuki."""
 
-from __future__ import annotations
-
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path

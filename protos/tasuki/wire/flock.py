@@ -1,7 +1,5 @@
 """File locks held by a node while it lives. The kernel frees them when the last process that shares one ends."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time

@@ -1,7 +1,5 @@
 """A channel that adds the same metadata to every call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

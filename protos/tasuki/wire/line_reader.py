@@ -1,7 +1,5 @@
 """Lines of a file that another process may be appending to, read in bounded memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO

@@ -1,7 +1,5 @@
 """OpenTelemetry spans, exported by OTLP over HTTP. Imported only by `open_tracer`; the libraries are the extra `otel`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Owner of a file: the user who could have put it in its place."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Text of others as a terminal may show it."""
 
-from __future__ import annotations
-
 
 def printable(text: str) -> str:
     """Escapes what a terminal would act on, such as colours and cursor movements. Line breaks stay."""

@@ -1,7 +1,5 @@
 """The tree of processes: who is below whom, and a nest that lets none of them outlive its work."""
 
-from __future__ import annotations
-
 import ctypes  # noqa: TID251 - prctl has no other door in Python, and is no part of the native library
 import os
 import random

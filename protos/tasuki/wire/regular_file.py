@@ -1,7 +1,5 @@
 """Opens files in a folder named by a caller without ever blocking: all our files are regular."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

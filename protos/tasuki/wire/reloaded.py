@@ -1,7 +1,5 @@
 """Values read from files and reloaded when the files change: certificates, tokens, roles."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """A channel whose certificate and token may change: every call uses the current ones."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,7 +36,7 @@ class ReloadingChannel(grpc.aio.Channel):
         self._channel = self._open()
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def __aenter__(self) -> ReloadingChannel:
+    async def __aenter__(self) -> "ReloadingChannel":
         return self
 
     async def __aexit__(self, *_: object) -> None:

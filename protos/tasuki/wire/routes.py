@@ -1,7 +1,5 @@
 """Experts of each token in streams of samples: a field that does not fit its message travels before it, in parts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """JSON objects with a checksum inside, so that a damaged byte is noticed."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ TRAIN                                                                ROLLOUT
         LOAD_TRAINER < PAUSE_WEIGHTS < PAUSE_KV < DRAIN
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """Channels that pass trace context and request id as metadata: with a span for each call, or below the current one."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from itertools import chain

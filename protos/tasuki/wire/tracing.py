@@ -1,7 +1,5 @@
 """Spans of calls and changeovers. Without an endpoint they cost nothing and import nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar

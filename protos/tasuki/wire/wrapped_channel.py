@@ -1,7 +1,5 @@
 """Base of channels that modify each call on another channel."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Self

@@ -5,8 +5,6 @@ A non-finite reward marks a failure: its sample is excluded from every mean and 
 Every function raises SettingError, a ValueError, naming an argument with a mismatched shape: nothing is broadcast.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import get_args
@@ -129,7 +127,7 @@ class RunningBaseline:
             return batch_baseline(rewards_S)
         return np.nan_to_num(np.asarray(rewards_S, dtype=np.float64) - self.total / self.weight).astype(np.float32)
 
-    def updated(self, rewards_S: Floats) -> RunningBaseline:
+    def updated(self, rewards_S: Floats) -> "RunningBaseline":
         """The baseline after this batch, for the next one."""
         valid = np.asarray(rewards_S, dtype=np.float64)[np.isfinite(rewards_S)]
         if len(valid) == 0:

@@ -3,8 +3,6 @@
 Shape suffixes: N completion tokens, concatenated by sample; S samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 

@@ -3,8 +3,6 @@
 Shape suffixes: N completion tokens of a micro-batch, counted or not, concatenated by sample; S samples.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,7 +48,7 @@ class Metric:
     """[]: divisor of `total`."""
     kind: Literal["mean", "max"] = "mean"
 
-    def merge(self, other: Metric) -> Metric:
+    def merge(self, other: "Metric") -> "Metric":
         """Combines two parts."""
         assert self.kind == other.kind
         combine = torch.maximum if self.kind == "max" else torch.add

@@ -1,7 +1,5 @@
 """Estimators of advantages, by name."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Literal
 

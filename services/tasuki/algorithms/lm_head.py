@@ -5,8 +5,6 @@ accumulated in float32 and rounded once. Only the small gradient of the hidden s
 Shape suffixes: N positions, H hidden size, V vocabulary, C the vocabulary of a tile.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Shape suffixes: N positions, C the vocabulary of a tile, which starts at token `first_id`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol, Self
 

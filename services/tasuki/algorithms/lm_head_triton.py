@@ -2,8 +2,6 @@
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
 # Triton compiles these functions; annotations mark constants. `num_warps` is Triton's own parameter.
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """What a loss is. Torch-free: client and configuration import the settings of losses. Shape suffix: N tokens."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,8 +18,8 @@ MAX_LOG_RATIO = 20.0
 class TokenLoss:
     """The loss of each token, to be minimized, before correction and aggregation."""
 
-    loss_N: Tensor
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    loss_N: "Tensor"
+    metrics: "Mapping[str, Tensor]" = field(default_factory=dict)
     """[N] each: reported as means over counted tokens; "ratio" also as its maximum."""
 
 
@@ -29,13 +27,13 @@ class TokenLoss:
 class RatioInputs:
     """What a loss with a ratio is computed from. Tensors [N] are float32."""
 
-    log_probs_N: Tensor
+    log_probs_N: "Tensor"
     """Of the policy, with gradient."""
-    old_log_probs_N: Tensor
-    log_ratio_N: Tensor
+    old_log_probs_N: "Tensor"
+    log_ratio_N: "Tensor"
     """log_probs_N - old_log_probs_N, with gradient, clamped to [-20, 20]."""
-    advantages_N: Tensor
-    batch: LossBatch
+    advantages_N: "Tensor"
+    batch: "LossBatch"
 
 
 class _Settings(ABC):
@@ -50,7 +48,7 @@ class PolicyLoss(_Settings):
     has_advantages: ClassVar[bool] = False
 
     @abstractmethod
-    def token_loss(self, log_probs_N: Tensor, batch: LossBatch) -> TokenLoss: ...
+    def token_loss(self, log_probs_N: "Tensor", batch: "LossBatch") -> TokenLoss: ...
 
 
 class RatioLoss(_Settings):
@@ -73,13 +71,13 @@ class CriticLoss(_Settings):
         """Whether it needs the values before the first step on the batch."""
 
     @abstractmethod
-    def token_loss(self, values_N: Tensor, batch: LossBatch) -> TokenLoss: ...
+    def token_loss(self, values_N: "Tensor", batch: "LossBatch") -> TokenLoss: ...
 
 
 Loss = RatioLoss | PolicyLoss | CriticLoss
 
 
-def clipped(ratio_N: Tensor, advantages_N: Tensor, *, clip_low: float, clip_high: float) -> TokenLoss:
+def clipped(ratio_N: "Tensor", advantages_N: "Tensor", *, clip_low: float, clip_high: float) -> TokenLoss:
     """The larger of each token's loss with and without a ratio clipped to [1 - clip_low, 1 + clip_high]."""
     unclipped_N = -advantages_N * ratio_N
     clipped_N = -advantages_N * ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -88,6 +86,6 @@ def clipped(ratio_N: Tensor, advantages_N: Tensor, *, clip_low: float, clip_high
     return TokenLoss(unclipped_N.maximum(clipped_N), metrics)
 
 
-def clip_metrics(ratio_N: Tensor, *, low_N: Tensor, high_N: Tensor) -> dict[str, Tensor]:
+def clip_metrics(ratio_N: "Tensor", *, low_N: "Tensor", high_N: "Tensor") -> "dict[str, Tensor]":
     """Metrics of a ratio before its clip. low_N, high_N: bool, whether the lower or upper bound applied."""
     return {"ratio": ratio_N, "clip_fraction": low_N | high_N, "clip_fraction_low": low_N, "clip_fraction_high": high_N}

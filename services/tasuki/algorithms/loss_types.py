@@ -1,7 +1,5 @@
 """Settings that all losses have. Torch-free: client and configuration import it too."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
@@ -143,7 +141,7 @@ class LossConfig:
             raise SettingError("aggregation_length", problem)
 
     @classmethod
-    def read(cls, name: str, settings: Mapping[str, object], *, common: Collection[str] | None = None) -> LossConfig:
+    def read(cls, name: str, settings: Mapping[str, object], *, common: Collection[str] | None = None) -> "LossConfig":
         """Builds the loss of that name from its own settings and the common ones, side by side; others keep their defaults.
 
         common: allowed common settings; by default all. A correction consists of what its table names; an empty one corrects nothing.

@@ -1,7 +1,5 @@
 """Computes a micro-batch's part of the loss from a model's outputs and a `LossConfig`. Shape suffixes: N tokens, S samples."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

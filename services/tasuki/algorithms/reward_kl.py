@@ -3,8 +3,6 @@
 Shape suffixes: N completion tokens, concatenated by sample; S samples.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

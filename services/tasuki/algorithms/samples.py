@@ -1,7 +1,5 @@
 """Tokens of samples as table rows. Shape suffixes: N completion tokens, concatenated by sample; S samples; T longest sample."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Ranges of sampling settings, for configuration, rollout and trainer alike. Standard library only."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Checks of settings. Standard library only: client and configuration import it too."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from numbers import Real
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Splits the logits of lm_head.py into tiles: all positions by part of the vocabulary. Without torch, because the planner uses it."""
 
-from __future__ import annotations
-
 # Size of a tile's float32 logits: 64 MiB on a CPU; 512 MiB on a GPU, where small products leave processors idle.
 TILE_VALUES = {"cpu": 1 << 24, "cuda": 1 << 27}
 ALIGNMENT = 128

@@ -1,7 +1,5 @@
 """The `tasuki` command: parses the command line, runs one function, and prints each error as one line."""
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import math

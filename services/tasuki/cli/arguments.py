@@ -1,7 +1,5 @@
 """The command line of `tasuki`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
@@ -58,7 +56,7 @@ def config_file(text: str) -> Path:
     return next((file for file in files if file.is_file()), path)
 
 
-def _command(commands: _Commands, name: str, text: str, *, group: str = "") -> argparse.ArgumentParser:
+def _command(commands: "_Commands", name: str, text: str, *, group: str = "") -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(command=f"{group}{name}")
     return parser
@@ -80,7 +78,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _add_node_commands(commands: _Commands) -> None:
+def _add_node_commands(commands: "_Commands") -> None:
     up = _command(commands, "up", "start a node: coordinator, trainer and rollout")
     up.add_argument("config", type=config_file, metavar="CONFIG")
     up.add_argument("--foreground", action="store_true", help="stay in the foreground; Ctrl-C stops the node")
@@ -104,7 +102,7 @@ def _add_node_commands(commands: _Commands) -> None:
     gateway.add_argument("--key-file", type=Path, metavar="FILE", help=text)
 
 
-def _add_run_commands(commands: _Commands) -> None:
+def _add_run_commands(commands: "_Commands") -> None:
     init = _command(commands, "init", "write a configuration, a reward and a sample of data; asks what no flag says")
     init.add_argument("folder", type=Path, metavar="DIR", help="a folder, in which no file is replaced")
     init.add_argument("--model", help="a Hugging Face model folder, or an id of the hub")
@@ -139,7 +137,7 @@ def _add_run_commands(commands: _Commands) -> None:
     _add_json(audit)
 
 
-def _add_plan_command(commands: _Commands) -> None:
+def _add_plan_command(commands: "_Commands") -> None:
     plan = _command(commands, "plan", "predict a node's memory use by stage and suggest changes")
     text = "a node's TOML, a model folder or a config.json"
     plan.add_argument("config", type=config_file, nargs="?", metavar="CONFIG", help=text)
@@ -158,7 +156,7 @@ def _add_plan_command(commands: _Commands) -> None:
     _add_json(plan)
 
 
-def _add_machine_commands(commands: _Commands) -> None:
+def _add_machine_commands(commands: "_Commands") -> None:
     text = "create a CA and certificates for ports in a lab; run again to renew the certificates"
     certs = _command(commands, "certs", text)
     certs.add_argument("folder", type=Path, metavar="FOLDER")
@@ -175,7 +173,7 @@ def _add_machine_commands(commands: _Commands) -> None:
     _add_overrides(doctor)
 
 
-def _add_fleet_commands(commands: _Commands) -> None:
+def _add_fleet_commands(commands: "_Commands") -> None:
     text = "run several nodes as one: start this machine's node, or show all"
     verbs = commands.add_parser("fleet", help=text, description=text).add_subparsers(required=True, metavar="VERB")
     text = "start this machine's node, join the fleet, and stay until either ends"
@@ -194,7 +192,7 @@ def _add_fleet_commands(commands: _Commands) -> None:
     _add_overrides(state)
 
 
-def _add_run_viewers(commands: _Commands) -> None:
+def _add_run_viewers(commands: "_Commands") -> None:
     track = _command(commands, "track", "send a run's metrics to an experiment tracker")
     text = "the run's output folder, the state folder of its node, or its CONFIG"
     track.add_argument("output_dir", type=Path, metavar="RUN", help=text)

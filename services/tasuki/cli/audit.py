@@ -1,7 +1,5 @@
 """`tasuki audit`: checks from a run's records whether it kept its invariants."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """Creates certificates for a lab: a CA, one for its nodes, one for each role. Elsewhere, use the existing CA."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import re

@@ -1,7 +1,5 @@
 """`tasuki config`: the effective configuration, with the origin of each key."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """`tasuki doctor`: checks the machine and, given CONFIG, whether its node would run there."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -1,7 +1,5 @@
 """`tasuki eval`: repeats a run's evaluation on its exported model, another folder or a checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

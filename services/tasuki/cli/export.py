@@ -1,7 +1,5 @@
 """`tasuki export`: a checkpoint as a Hugging Face folder, without a node."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from importlib.util import find_spec

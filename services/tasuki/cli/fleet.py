@@ -1,7 +1,5 @@
 """`tasuki fleet`: runs a node of a fleet under a scheduler, and shows the fleet's state."""
 
-from __future__ import annotations
-
 import functools
 import json
 import signal

@@ -1,7 +1,5 @@
 """`tasuki init`: writes a configuration, a reward and, without data, a sample of it, for a model and a machine."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

@@ -1,7 +1,5 @@
 r"""Reward for problems with a checkable answer: the completion's last \boxed{...}, or else its last number, against the row's `answer`."""
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 

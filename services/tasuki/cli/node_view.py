@@ -1,7 +1,5 @@
 """`tasuki state` and `tasuki watch`: a node's snapshot and events as text."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

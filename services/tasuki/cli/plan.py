@@ -1,7 +1,5 @@
 """`tasuki plan`: predicts a node's memory use before it starts, and suggests changes if it does not fit."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

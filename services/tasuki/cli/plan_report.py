@@ -1,7 +1,5 @@
 """A plan as tables and sentences for people, and as JSON for programs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

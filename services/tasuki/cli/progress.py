@@ -1,7 +1,5 @@
 """A run's progress as text: one line rewritten in place on a terminal, elsewhere a plain line now and then."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import threading

@@ -1,7 +1,5 @@
 """`tasuki train`: validates everything, starts a node if none runs, trains, and writes the run's folder."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys
@@ -194,7 +192,7 @@ def _train(
     make_loop: MakeLoop,
     earlier: EarlierRun | None,
     request: SaveRequest,
-    lines: StepLines,
+    lines: "StepLines",
     *,
     config_dir: Path,
     started: float,

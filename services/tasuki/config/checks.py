@@ -1,7 +1,5 @@
 """Checks across keys, model and machine, and settings without effect."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -36,7 +34,7 @@ class SettingsConflict(ValueError):
         self.field = field
 
 
-def check_config(config: NodeConfig) -> None:
+def check_config(config: "NodeConfig") -> None:
     """Raises SettingsConflict naming both settings."""
     if config.trainer.param_dtype != "float32" and config.trainer.lora is not None:
         problem = f'= "{config.trainer.param_dtype}" is not for [trainer.lora]: adapters are trained in float32'
@@ -62,7 +60,7 @@ def check_config(config: NodeConfig) -> None:
         raise SettingsConflict(*found)
 
 
-def _check_critic(config: NodeConfig) -> None:
+def _check_critic(config: "NodeConfig") -> None:
     uses_critic = config.train is not None and config.train.advantages.estimator == "gae"
     if uses_critic and config.trainer.critic is None:
         raise SettingsConflict("train.advantages.estimator", '= "gae" needs a critic: add a table [trainer.critic]')
@@ -74,7 +72,7 @@ def _check_critic(config: NodeConfig) -> None:
         raise SettingsConflict("trainer.critic", "is set, but [sft] trains only the policy; remove it")
 
 
-def _check_num_ranks(config: NodeConfig) -> None:
+def _check_num_ranks(config: "NodeConfig") -> None:
     for field, num_ranks in (
         ("trainer.num_ranks", config.trainer.num_ranks),
         ("rollout.tp_size", config.rollout.tp_size),
@@ -93,7 +91,7 @@ def _check_num_ranks(config: NodeConfig) -> None:
         raise SettingsConflict("trainer.mlp_tile_tokens", f"{problem}numbers of tiles; remove one of them")
 
 
-def _check_devices(config: NodeConfig) -> None:
+def _check_devices(config: "NodeConfig") -> None:
     """Requires GPUs to be named for all ranks of both services or for none."""
     named = {
         "trainer": (config.trainer.devices, config.trainer.num_ranks),
@@ -118,7 +116,7 @@ def _check_devices(config: NodeConfig) -> None:
             raise SettingsConflict("trainer.devices", f"and rollout.devices name one GPU in two ways, {name} and {longer}")
 
 
-def _check_kind_of_device(config: NodeConfig) -> None:
+def _check_kind_of_device(config: "NodeConfig") -> None:
     if config.device == "cpu" and config.trainer.attention_backend in ("fa4", "varlen"):
         problem = f'= "{config.trainer.attention_backend}" needs device = "cuda": leave it out'
         raise SettingsConflict("trainer.attention_backend", problem)
@@ -137,7 +135,7 @@ def _check_kind_of_device(config: NodeConfig) -> None:
         raise SettingsConflict("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
 
 
-def check_model(config: NodeConfig, model: ModelShape, *, critic: ModelShape | None = None) -> None:
+def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShape | None" = None) -> None:
     """Raises InvalidArgument for settings that these models cannot have."""
     trainer, rollout = config.trainer, config.rollout
     if critic is not None:
@@ -182,7 +180,7 @@ def check_model(config: NodeConfig, model: ModelShape, *, critic: ModelShape | N
         )
 
 
-def _check_delta_nets(config: NodeConfig, models: Sequence[ModelShape]) -> None:
+def _check_delta_nets(config: "NodeConfig", models: "Sequence[ModelShape]") -> None:
     """Refuses what gated delta nets cannot have: their state passes through all tokens of a sample, in order."""
     hybrid = next((model for model in models if model.delta is not None), None)
     if hybrid is None or hybrid.delta is None:
@@ -213,7 +211,7 @@ def _check_delta_nets(config: NodeConfig, models: Sequence[ModelShape]) -> None:
         raise InvalidArgument("rollout.engine.speculative_algorithm", problem)
 
 
-def check_critic_model(config: NodeConfig, policy: ModelShape, critic: ModelShape) -> None:
+def check_critic_model(config: "NodeConfig", policy: "ModelShape", critic: "ModelShape") -> None:
     """Raises InvalidArgument for a critic that cannot process every token and sequence of the policy."""
     field = "trainer.critic.path"
     if critic.vocab_size < policy.vocab_size:
@@ -232,7 +230,7 @@ def check_critic_model(config: NodeConfig, policy: ModelShape, critic: ModelShap
         )
 
 
-def check_lora_targets(model: ModelShape, targets: Sequence[str]) -> None:
+def check_lora_targets(model: "ModelShape", targets: Sequence[str]) -> None:
     """Raises InvalidArgument for a target that is no linear layer of the model, naming those that are."""
     there = list(dict.fromkeys(name for index in range(model.num_layers) for name in model.linear_layers(index)))
     missing = [target for target in targets if target not in there]
@@ -241,7 +239,7 @@ def check_lora_targets(model: ModelShape, targets: Sequence[str]) -> None:
         raise InvalidArgument("trainer.lora.target_modules", f"{model.architecture} has no linear {', '.join(missing)}; {has}")
 
 
-def _check_lora_experts(config: NodeConfig, models: Sequence[ModelShape]) -> None:
+def _check_lora_experts(config: "NodeConfig", models: "Sequence[ModelShape]") -> None:
     lora = config.trainer.lora
     if lora is None or not lora.experts:
         return
@@ -254,7 +252,7 @@ def _check_lora_experts(config: NodeConfig, models: Sequence[ModelShape]) -> Non
         raise InvalidArgument("trainer.lora.rank", problem)
 
 
-def check_gpus(config: NodeConfig, gpus: Gpus, *, num_gpus: int) -> None:
+def check_gpus(config: "NodeConfig", gpus: "Gpus", *, num_gpus: int) -> None:
     """Raises InvalidArgument for ranks beyond the GPUs of a machine."""
     if num_gpus > MAX_GPUS:
         raise InvalidArgument("gpus", f"must be at most {MAX_GPUS} on one node, not {num_gpus}")
@@ -270,7 +268,7 @@ def check_gpus(config: NodeConfig, gpus: Gpus, *, num_gpus: int) -> None:
         raise InvalidArgument(key, f"{config.dp_size} engines of TP {tp_size} need {needed} GPUs, not {num_gpus}")
 
 
-def port_problem(config: NodeConfig) -> tuple[str, str] | None:
+def port_problem(config: "NodeConfig") -> tuple[str, str] | None:
     """The key to change first and its problem; None if every port authenticates its callers."""
     security, metrics = config.security, config.metrics.listen
     if (security.cert is None) is not (security.key is None):
@@ -297,7 +295,7 @@ def port_problem(config: NodeConfig) -> tuple[str, str] | None:
     return None
 
 
-def fleet_port_problem(config: NodeConfig) -> tuple[str, str] | None:
+def fleet_port_problem(config: "NodeConfig") -> tuple[str, str] | None:
     """What to set so that a fleet's leader on another machine can call this node; None if it can."""
     fleet = config.fleet
     if fleet is None or fleet.num_nodes == 1 or not is_beyond_loopback(fleet.leader):
@@ -312,7 +310,7 @@ _Row = tuple[str, object, object, bool, str]
 """A key, its value and default, whether it has an effect, and what would give it one."""
 
 
-def without_effect(config: NodeConfig) -> list[str]:
+def without_effect(config: "NodeConfig") -> list[str]:
     """Settings that differ from their defaults but have no effect beside others, each with what would give it one.
 
     A coefficient or count of 0 switches something off. Its settings may stay, so that one key switches it on again.
@@ -324,7 +322,7 @@ def without_effect(config: NodeConfig) -> list[str]:
     ]
 
 
-def _effects(config: NodeConfig) -> Iterator[_Row]:
+def _effects(config: "NodeConfig") -> Iterator[_Row]:
     if config.sft is not None:
         has_prompts = config.sft.eval_dataset is not None
         yield "sft.eval_every", config.sft.eval_every, None, has_prompts, "give an sft.eval_dataset"

@@ -1,7 +1,5 @@
 """What the planner chose for a node: written to plan.json when the node starts, and read by its services."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

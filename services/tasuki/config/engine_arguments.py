@@ -1,7 +1,5 @@
 """SGLang arguments that `[rollout.engine]` takes, and how a plan counts them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Environment variables that a node, its commands and their libraries read; docs/reference/config.md lists them."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """GPU assignment of trainer and rollout ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Loads a NodeConfig from TOML and `--set a.b=c`. Every error names the key and what to do."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence

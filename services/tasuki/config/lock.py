@@ -1,7 +1,5 @@
 """Locks on a state folder, held until their holder ends, however it ends, and the id of one start of its node."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -34,7 +32,7 @@ class StateLock:
         self.fd = fd
 
     @classmethod
-    def take(cls, state_dir: Path, *, name: str, key: str = "state_dir") -> StateLock:
+    def take(cls, state_dir: Path, *, name: str, key: str = "state_dir") -> "StateLock":
         """Takes the lock, in a folder that it creates if needed.
 
         key: of the configuration, which names the folder. Raises NodeRunning with the holder's pid if the lock is held, InvalidArgument
@@ -76,7 +74,7 @@ class StateLock:
         """Closes this process's descriptor. The lock is released once every process that shares it has done so."""
         os.close(self.fd)
 
-    def __enter__(self) -> StateLock:
+    def __enter__(self) -> "StateLock":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:

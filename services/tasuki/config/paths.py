@@ -1,7 +1,5 @@
 """Paths of a node's files and sockets, one function each, so that all processes agree."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import stat

@@ -1,7 +1,5 @@
 """Keys of earlier versions and of other libraries, and what to write instead."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Writes a NodeConfig as TOML from which load_config reads an equal one."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

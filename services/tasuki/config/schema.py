@@ -3,8 +3,6 @@
 One table per service, so that a service reads its own and the shared keys (`state_dir`, `device`, `model`).
 """
 
-from __future__ import annotations
-
 import re
 from enum import IntEnum
 from pathlib import Path
@@ -99,7 +97,7 @@ class RolloutConfig(Schema):
         return self.engine.get("enable_metrics") is True
 
     @model_validator(mode="after")
-    def _engine_arguments_are_free(self) -> RolloutConfig:
+    def _engine_arguments_are_free(self) -> "RolloutConfig":
         check_engine_arguments(self.engine)
         return self
 
@@ -137,7 +135,7 @@ class CallerRole(IntEnum):
     PEER = 4
 
     @classmethod
-    def named(cls, name: str) -> CallerRole | None:
+    def named(cls, name: str) -> "CallerRole | None":
         return next((role for role in cls if role.label == name), None)
 
     @property
@@ -216,7 +214,7 @@ class FleetConfig(Schema):
     """A node silent for this long is lost, and the job ends."""
 
     @model_validator(mode="after")
-    def _rank_is_of_a_node(self) -> FleetConfig:
+    def _rank_is_of_a_node(self) -> "FleetConfig":
         if self.node_rank >= self.num_nodes:
             raise ValueError(f"node_rank = {self.node_rank} needs num_nodes > {self.node_rank}, but it is {self.num_nodes}")
         return self
@@ -317,6 +315,6 @@ class NodeConfig(Schema):
         return self.trainer.lora if self.rollout.lora == "adapter" else None
 
     @model_validator(mode="after")
-    def _settings_fit_together(self) -> NodeConfig:
+    def _settings_fit_together(self) -> "NodeConfig":
         check_config(self)
         return self

@@ -1,7 +1,5 @@
 """Base of every table of the configuration."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from annotated_types import Gt

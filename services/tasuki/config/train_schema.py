@@ -1,7 +1,5 @@
 """The tables of a run: `[train]` with its presets by algorithm, and `[sft]`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -100,7 +98,7 @@ class RewardConfig(Schema):
     """Action if a reward raises, times out or is not finite: end the run, count 0, or skip the sample in baseline and loss."""
 
     @model_validator(mode="after")
-    def _weights_have_functions(self) -> RewardConfig:
+    def _weights_have_functions(self) -> "RewardConfig":
         names = () if isinstance(self.function, str) else self.function
         if not self.function:
             raise SettingError("function", "names no function")
@@ -135,7 +133,7 @@ class EpisodeConfig(Schema):
     """Action if the function raises or exceeds its limit: end the run, count 0, or skip the episode in baseline and loss."""
 
     @model_validator(mode="after")
-    def _is_one(self) -> EpisodeConfig:
+    def _is_one(self) -> "EpisodeConfig":
         num_given = sum(map(bool, (self.function, self.command, self.server)))
         if num_given != 1:
             raise SettingError(
@@ -164,7 +162,7 @@ class AdvantageConfig(Schema):
     """Target KL divergence in nats per sequence, towards which `kl_coef` adapts; by default `kl_coef` is fixed."""
 
     @model_validator(mode="after")
-    def _fits(self) -> AdvantageConfig:
+    def _fits(self) -> "AdvantageConfig":
         if self.kl_target is not None and not self.kl_coef:
             raise SettingError("kl_target", "needs a kl_coef above 0 to start from")
         return self
@@ -185,7 +183,7 @@ class EvalConfig(Schema):
     """Values of k for which pass@k is reported. A completion with a reward of 1 or more is correct."""
 
     @model_validator(mode="after")
-    def _samples_differ(self) -> EvalConfig:
+    def _samples_differ(self) -> "EvalConfig":
         if 0 < self.temperature < LEAST_TEMPERATURE:
             problem = f"is {self.temperature:g}; must be 0, which is greedy, or at least {LEAST_TEMPERATURE:g}"
             raise SettingError("temperature", problem)
@@ -310,7 +308,7 @@ class TrainConfig(Schema):
         return expanded(table) if isinstance(table, dict) else table
 
     @model_validator(mode="after")
-    def _fits_the_loop(self) -> TrainConfig:
+    def _fits_the_loop(self) -> "TrainConfig":
         for field, problem in (*self._problems(), *self._problems_of_carrying()):
             raise SettingError(field, problem)
         return self
@@ -427,7 +425,7 @@ class SftConfig(Schema):
     """Newest checkpoints that are kept, besides the one with the best evaluation; a second one is there if the newest is damaged."""
 
     @model_validator(mode="after")
-    def _fits_the_loop(self) -> SftConfig:
+    def _fits_the_loop(self) -> "SftConfig":
         if self.num_steps is not None and self.num_epochs is not None:
             raise ValueError("give num_steps or num_epochs, not both")
         return self

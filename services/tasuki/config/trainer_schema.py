@@ -1,7 +1,5 @@
 """The trainer's tables: optimizers, adapters, critic."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -173,7 +171,7 @@ class TrainerConfig(OptimizerConfig):
         return (self.lora or LoraConfig()).model_copy(update={"rank": self.critic.lora_rank, "path": None})
 
     @model_validator(mode="after")
-    def _adapters_need_no_reference(self) -> TrainerConfig:
+    def _adapters_need_no_reference(self) -> "TrainerConfig":
         if self.lora is not None and self.reference_on_host is not None:
             raise ValueError("with [trainer.lora] the frozen model is the reference; remove reference_on_host")
         return self

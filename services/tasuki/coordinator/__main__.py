@@ -1,7 +1,5 @@
 """Runs the coordinator of one node: python -m tasuki.coordinator --config node.toml [--set a.b=c]..."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

@@ -4,8 +4,6 @@ On a GPU the free memory is the driver's. On a CPU it is the machine's available
 leave of `memory.host_budget_bytes`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter
@@ -52,7 +50,7 @@ class Admission:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: "Peers",
         config: NodeConfig,
         *,
         published_bytes: Callable[[str], int | None],

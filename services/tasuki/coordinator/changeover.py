@@ -1,7 +1,5 @@
 """One changeover: intent, RPC and result for each stage; if one fails, the finished ones are undone."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -215,7 +213,7 @@ class Changeover:
         peers: Peers,
         tell: Tell,
         restart: Restart,
-        admission: Admission | None = None,
+        admission: "Admission | None" = None,
         trace: ChangeoverTrace = NO_TRACE,
     ) -> None:
         """admission: None admits every stage."""

@@ -5,8 +5,6 @@ coordinator learned. A commit is on disk before the call returns (WAL, synchrono
 changeover's start, and a result by `done_before_next`, reach the disk with the next commit.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence

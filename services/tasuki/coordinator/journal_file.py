@@ -1,7 +1,5 @@
 """Tables of a journal, and how a running or ended node's, or a copy, is opened for reading. docs/design/changeover.md explains the rows."""
 
-from __future__ import annotations
-
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Node of a coordinator: its stage, the running operation, and its watchers."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

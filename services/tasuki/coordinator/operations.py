@@ -3,8 +3,6 @@
 An operation outlives its callers; each caller reads its events from the first.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator

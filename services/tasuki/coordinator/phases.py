@@ -4,8 +4,6 @@ A node is *at* the stage it completed last: at LOAD_TRAINER it is in phase TRAIN
 elsewhere in the middle of a changeover. The rows of the ring are in wire/stages.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -126,7 +124,7 @@ class Observed:
         """Whether rollout reports that it holds no memory."""
         return Service.ROLLOUT not in self.absent and self.rollout_stage in (None, Stage.PAUSE_WEIGHTS)
 
-    def restarted_since(self, before: Observed) -> Service | None:
+    def restarted_since(self, before: "Observed") -> Service | None:
         """Service that is gone or was restarted since `before`; None if neither."""
         if self.trainer_boot_id != before.trainer_boot_id:
             return Service.TRAINER

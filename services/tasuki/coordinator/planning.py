@@ -1,7 +1,5 @@
 """Plan of this node on the wire, as `tasuki plan --json` prints it, and its memory as a metric."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 

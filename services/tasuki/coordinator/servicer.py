@@ -1,7 +1,5 @@
 """CoordinatorService: decode, call, encode."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """The dashboard's data, refreshed every second by a thread."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

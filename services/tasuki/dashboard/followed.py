@@ -1,7 +1,5 @@
 """A file of a run's folder that is read on while it grows."""
 
-from __future__ import annotations
-
 import sqlite3
 from abc import ABC, abstractmethod
 from pathlib import Path

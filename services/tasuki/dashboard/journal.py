@@ -1,7 +1,5 @@
 """A node's journal: followed in columns, one row per finished stage, and read in pages of changeovers. Opened briefly, read-only."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import threading
@@ -30,14 +28,14 @@ _STAGE_NUMBERS = {str(stage): number for number, stage in enumerate(STAGES)}
 class StageColumns:
     """One row per finished stage, in order. Times are Unix times in seconds."""
 
-    times: array[float] = field(default_factory=lambda: array("d"))
-    numbers: array[int] = field(default_factory=lambda: array("q"))
+    times: "array[float]" = field(default_factory=lambda: array("d"))
+    numbers: "array[int]" = field(default_factory=lambda: array("q"))
     """Number of the changeover."""
-    stages: array[int] = field(default_factory=lambda: array("b"))
+    stages: "array[int]" = field(default_factory=lambda: array("b"))
     """Index in STAGES."""
-    seconds: array[float] = field(default_factory=lambda: array("d"))
-    is_done: array[int] = field(default_factory=lambda: array("b"))
-    is_undo: array[int] = field(default_factory=lambda: array("b"))
+    seconds: "array[float]" = field(default_factory=lambda: array("d"))
+    is_done: "array[int]" = field(default_factory=lambda: array("b"))
+    is_undo: "array[int]" = field(default_factory=lambda: array("b"))
 
 
 class JournalTail(Followed):

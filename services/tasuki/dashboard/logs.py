@@ -1,7 +1,5 @@
 """The newest lines of a node's logs, of all its processes in their order, and restarts of its services, from the supervisor's logs."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, deque
 from contextlib import suppress

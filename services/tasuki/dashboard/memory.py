@@ -1,7 +1,5 @@
 """Memory of each device by tag over time: the services' reports, advanced by the journal's stages, next to the plan."""
 
-from __future__ import annotations
-
 import json
 import math
 from bisect import bisect_left, bisect_right

@@ -1,7 +1,5 @@
 """Locations of the files to show: a run's output folder, its archive, and the node that it may still be on. Reads its small files."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

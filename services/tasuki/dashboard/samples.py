@@ -1,7 +1,5 @@
 """A run's sample dump: its steps, the completions of one step, one completion by token, and two evaluations side by side."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -98,7 +96,7 @@ def _rows(folder: Path | None, step: int) -> tuple[dict[int, dict[str, Any]], bo
     return rows, False
 
 
-def read_sample(folder: Path | None, step: int, index: int, *, token_text: TokenTexts) -> dict[str, Any]:
+def read_sample(folder: Path | None, step: int, index: int, *, token_text: "TokenTexts") -> dict[str, Any]:
     """One completion, up to 20,000 tokens. Raises PathNotFound, and InvalidArgument for an invalid line."""
     line = next(islice(_lines(folder, step), index, None), None)
     if line is None:

@@ -1,7 +1,5 @@
 """`tasuki dashboard`: an HTTP server, GET only, with JSON."""
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import json

@@ -1,7 +1,5 @@
 """A run's metrics by step, in columns, downsampled for charts."""
 
-from __future__ import annotations
-
 import math
 import threading
 from array import array

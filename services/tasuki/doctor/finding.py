@@ -1,7 +1,5 @@
 """Result of one check of `tasuki doctor`, and the check of a certificate, which `tasuki up` makes too."""
 
-from __future__ import annotations
-
 import ipaddress
 import ssl
 import sys

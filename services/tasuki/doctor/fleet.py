@@ -1,7 +1,5 @@
 """Checks of `tasuki doctor CONFIG` on a node of a running fleet: its members, their ports and clocks, and the rate of gradients."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Checks of `tasuki doctor` on every machine: user, library, versions, limits, processes, /dev/shm, disks, ports, GPUs."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import re

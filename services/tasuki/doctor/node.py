@@ -1,7 +1,5 @@
 """Checks of `tasuki doctor CONFIG` beyond the machine: whether this node would start and fit, and pass memory between processes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence

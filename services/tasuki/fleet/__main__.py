@@ -3,8 +3,6 @@
 Node 0 leads. Every node joins, sends heartbeats, and exits with FLEET_ENDED after the fleet has ended.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

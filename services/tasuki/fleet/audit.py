@@ -1,7 +1,5 @@
 """Replays a fleet's journal and reports the first broken invariant. The nodes' own actions are audited from their journals."""
 
-from __future__ import annotations
-
 import sqlite3
 from dataclasses import dataclass, field
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """One changeover of all nodes: a barrier at each stage and one decision. Before the decision it can be undone, after it only completed."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

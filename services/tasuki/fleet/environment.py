@@ -1,7 +1,5 @@
 """A node's place in its fleet, from the variables of Slurm, a Kubernetes JobSet or torchrun."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The coordinator of all nodes as one: offers a node coordinator's operations and runs each on every node."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

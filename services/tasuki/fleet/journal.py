@@ -4,8 +4,6 @@
 stage that depends on it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The leader of a fleet: its servers on node 0, which nodes join, until the fleet ends."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

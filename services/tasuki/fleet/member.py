@@ -1,7 +1,5 @@
 """The leader's checks on a node that joins its fleet. Pure: no I/O."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from tasuki.config.schema import FleetConfig

@@ -1,7 +1,5 @@
 """A node's side of its membership: describes itself, joins, sends heartbeats, and learns when the fleet has ended."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The nodes of a fleet, as its leader calls them: by rank, once they have joined."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -224,7 +222,7 @@ class NodePeer:
                 state = answer.state
         return state
 
-    def _stub(self) -> CoordinatorServiceAsyncStub:
+    def _stub(self) -> "CoordinatorServiceAsyncStub":
         return CoordinatorServiceStub(self._nodes[self.rank].coordinator)
 
     def _command(self) -> FleetCommand:
@@ -234,7 +232,7 @@ class NodePeer:
         return command
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
+    def _named(self) -> "Iterator[None]":
         try:
             yield
         except grpc.aio.AioRpcError as rpc_error:

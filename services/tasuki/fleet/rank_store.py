@@ -1,7 +1,5 @@
 """tasuki.v1.RankStoreService: in-memory store through which the trainers of a fleet find each other."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """tasuki.v1.RolloutService over a fleet's nodes, which share the prompts: clients see a single, larger engine."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import uuid

@@ -1,7 +1,5 @@
 """Rules for the fleet's next action, from the nodes' states. Pure: no I/O."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter

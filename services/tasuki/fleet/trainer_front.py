@@ -3,8 +3,6 @@
 All nodes validate a command before any begins, so that none waits in a collective for a node that refuses.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import time
@@ -56,7 +54,7 @@ _Answer = TypeVar("_Answer")
 def _validated(method: str, *, version: str = "policy_version") -> Any:
     """An RPC that runs on all nodes once all of them have validated its request. version: of the answers, equal on all nodes."""
 
-    async def run(self: TrainerFront, request: Any, context: Any) -> Any:
+    async def run(self: "TrainerFront", request: Any, context: Any) -> Any:
         calls = self._calls(context)
         return await self._gate.once(request, lambda: calls.validated(method, request, version=version))
 
@@ -187,7 +185,7 @@ class TrainerFront(TrainerServiceServicer):
             rows.update(zip(share, scored, strict=True))
         return [rows[position] for position in range(len(samples))]
 
-    def _calls(self, context: Any) -> TrainerCalls:
+    def _calls(self, context: Any) -> "TrainerCalls":
         """Raises NotJoined and FleetEnded."""
         return TrainerCalls(self._nodes.all(), remaining_s(context))
 
@@ -207,7 +205,7 @@ class TrainerCalls:
     def remaining_s(self) -> float:
         return max(0.1, self._ends - time.monotonic())
 
-    async def on_all(self, call: Callable[[int, TrainerServiceAsyncStub], Awaitable[_Answer]]) -> list[_Answer]:
+    async def on_all(self, call: "Callable[[int, TrainerServiceAsyncStub], Awaitable[_Answer]]") -> list[_Answer]:
         return await on_all(self._nodes, lambda rank, node: call(rank, TrainerServiceStub(node.trainer)))
 
     async def unary(self, method: str, request: Any, *, part: str = "") -> list[Any]:
@@ -232,7 +230,7 @@ class TrainerCalls:
         If a node fails after others have added gradients, the role's gradients are cleared on all nodes: no step uses half a batch.
         """
 
-        async def call(rank: int, stub: TrainerServiceAsyncStub, *, validate_only: bool) -> Any:
+        async def call(rank: int, stub: "TrainerServiceAsyncStub", *, validate_only: bool) -> Any:
             places = {position: place for place, position in enumerate(shares[rank])}
             named = _at_node(header)
             named.is_share, named.validate_only, named.num_samples = True, validate_only, len(shares[rank])
@@ -256,7 +254,7 @@ class TrainerCalls:
             raise
 
     async def on_shares(
-        self, shares: _Shares, call: Callable[[int, TrainerServiceAsyncStub], Awaitable[_Answer]]
+        self, shares: _Shares, call: "Callable[[int, TrainerServiceAsyncStub], Awaitable[_Answer]]"
     ) -> list[_Answer]:
         """Same as on_all; errors name the sample by its position in the whole call."""
         try:

@@ -1,7 +1,5 @@
 """The routes, their limits, and errors."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """OpenAI's chat completions as turns of an episode, and their answers. Pure."""
 
-from __future__ import annotations
-
 import json
 import math
 import secrets

@@ -1,7 +1,5 @@
 """Anthropic's Messages in the form of OpenAI's chat completions, and answers back. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Episodes of `[train.episode]` by command or server: programs whose requests take turns with the policy."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import json

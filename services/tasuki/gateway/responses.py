@@ -1,7 +1,5 @@
 """OpenAI's Responses in the form of chat completions, and answers back. Pure."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Iterator, Mapping

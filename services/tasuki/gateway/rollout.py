@@ -1,7 +1,5 @@
 """Completions of callers who never ask for a phase: they wait while the trainer has the GPUs, and go on after a changeover."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
@@ -42,7 +40,7 @@ class Rollout:
         """Why requests are refused, if rollout has been gone for too long."""
         self._looking: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Rollout:
+    async def __aenter__(self) -> "Rollout":
         """Raises as AsyncClient.rollout_state, and as acquire."""
         try:
             self.context_length = (await self._client.rollout_state()).context_length

@@ -1,7 +1,5 @@
 """`tasuki gateway`: serves the policy of a running node to agents."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import secrets

@@ -1,7 +1,5 @@
 """Sessions of agents: each has its turns as a tree of tokens, a secret of its own, and a reward."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import secrets
@@ -30,7 +28,7 @@ _MAX_ID_CHARACTERS = 128
 class Session:
     """One agent's conversations. Requests at once are served side by side: each extends the turns that had been answered when it came."""
 
-    def __init__(self, sessions: Sessions, session_id: str) -> None:
+    def __init__(self, sessions: "Sessions", session_id: str) -> None:
         self.id, self.key, self._sessions = session_id, secrets.token_urlsafe(24), sessions
         self.episode = Episode(0, {})
         self.num_tokens, self.used_s = 0, time.monotonic()

@@ -3,8 +3,6 @@
 The only door to the native library; csrc/tasuki_memory.h documents each of its calls.
 """
 
-from __future__ import annotations
-
 import ctypes  # noqa: TID251  the one door
 import functools
 import weakref
@@ -304,7 +302,7 @@ class NativeAllocator:
         self._own = list(self._arenas.values())
         for tag, policy in (keep or {}).items():
             self.arena(tag).set_policy(policy)
-        self._cuda: CudaRegions | None = None
+        self._cuda = None
         if device != "cpu":
             from tasuki.memory.region_cuda import CudaRegions
 
@@ -347,7 +345,7 @@ class NativeAllocator:
         """Returns the bytes mapped. Raises OutOfGpuMemory with every tag still asleep."""
         return self._resume("resume", [self.arena(tag) for tag in tags])
 
-    def resume_async(self, tags: Sequence[MemoryTag]) -> Transfer:
+    def resume_async(self, tags: Sequence[MemoryTag]) -> "Transfer":
         """Maps at once; kept content is back after the transfer's `wait`, or on a stream after its `wait_on_stream`."""
         arenas = [self.arena(tag) for tag in tags]
         return Transfer(self._resume("resume_async", arenas), arenas)
@@ -376,7 +374,7 @@ class NativeAllocator:
             self._cuda.empty_cache()
             return _move(name, arenas)
 
-    def cuda_regions(self) -> CudaRegions:
+    def cuda_regions(self) -> "CudaRegions":
         if self._cuda is None:
             raise InvalidArgument("device", f"{self.device} has no CUDA memory pools")
         return self._cuda

@@ -1,7 +1,5 @@
 """Memory of a rank's device: total, free, held by this rank, and held by others."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bytes that tensors really take: torch's segments, and the chunks of our arenas under them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 

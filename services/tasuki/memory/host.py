@@ -1,7 +1,5 @@
 """Memory and cores that this process may use: the machine's, within the control groups of a container, a Slurm job or a systemd unit."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whether a device's memory passes from one process to another, tried with 2 MiB: python -m tasuki.memory.probe cpu | cuda:0"""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

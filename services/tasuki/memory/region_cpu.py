@@ -1,7 +1,5 @@
 """A region on a CPU: while it is open, new storages of this thread lie in an arena instead of the heap."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

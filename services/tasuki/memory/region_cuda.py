@@ -1,7 +1,5 @@
 """A region on a GPU: a torch MemPool per tag whose segments come from the tag's arena."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 

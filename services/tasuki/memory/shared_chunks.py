@@ -1,7 +1,5 @@
 """Chunks of arenas mapped by another process, through file descriptors."""
 
-from __future__ import annotations
-
 import ctypes  # noqa: TID251  the library's table of chunks
 import os
 from collections.abc import Sequence

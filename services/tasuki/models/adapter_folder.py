@@ -1,7 +1,5 @@
 """An adapter in PEFT's format to start from, read from adapter_config.json and headers. Needs no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

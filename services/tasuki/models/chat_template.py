@@ -1,7 +1,5 @@
 """Renders chats by a model's Jinja template, in the environment that transformers documents for templates."""
 
-from __future__ import annotations
-
 import json
 import traceback
 from collections.abc import Iterator, Mapping, Sequence

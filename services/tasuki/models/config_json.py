@@ -1,7 +1,5 @@
 """Checked access to the values of a parsed config.json; errors name the key."""
 
-from __future__ import annotations
-
 import json
 from codecs import BOM_UTF8
 from collections.abc import Mapping

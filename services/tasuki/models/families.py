@@ -1,7 +1,5 @@
 """Lookup of supported families, by architecture and by config.json."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path

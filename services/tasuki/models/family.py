@@ -1,7 +1,5 @@
 """Description of a model family, for trainer, planner and rollout's recorder; free of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The files of a Hugging Face model folder that services read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tasuki.models.config_json import read_json_object

@@ -1,7 +1,5 @@
 """Rotary embeddings supported by both trainer and engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from tasuki.models.config_json import Config, is_number, unsupported

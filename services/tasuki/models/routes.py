@@ -3,8 +3,6 @@
 A row has the experts of one token: those of the first layer, best first, then those of the next.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -27,7 +25,7 @@ class RouteShape:
     """Dense layers have entries, too, without meaning."""
 
     @classmethod
-    def of(cls, model: ModelShape) -> RouteShape | None:
+    def of(cls, model: ModelShape) -> "RouteShape | None":
         """None without experts."""
         sparse = tuple(filter(model.is_sparse, range(model.num_layers)))
         return cls(model.num_layers, model.experts_per_token, model.num_experts, sparse) if sparse else None

@@ -1,7 +1,5 @@
 """Names and shapes of a decoder's parameters, as in its transformers module."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

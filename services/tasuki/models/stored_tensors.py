@@ -1,7 +1,5 @@
 """The tensors of a Hugging Face model folder, read from its files' headers and judged against its config.json. Needs no torch."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

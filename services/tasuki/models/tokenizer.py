@@ -4,8 +4,6 @@ transformers rebuilds parts of it from the class that tokenizer_config.json or c
 https://github.com/huggingface/transformers/issues/45488.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -62,7 +60,7 @@ class FolderTokenizer:
     def eos_token_id(self) -> int | None:
         return self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
 
-    def encode(self, text: str) -> Encoding:
+    def encode(self, text: str) -> "Encoding":
         """Encodes without the tokens that tokenizer.json would add around a text."""
         return self._encoded(text, add_special_tokens=False)
 
@@ -97,7 +95,7 @@ class FolderTokenizer:
             )
         return found
 
-    def _encoded(self, text: str, *, add_special_tokens: bool) -> Encoding:
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> "Encoding":
         """Raises InvalidArgument also for a token without a row in the embedding."""
         with _refused("text", f"the tokenizer of {self.folder} cannot encode it"):
             if len(text) < _LONG_TEXT:
@@ -145,7 +143,7 @@ class FolderTokenizer:
             # A token that it has already becomes special, too: decoded texts are without it.
             self.backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
 
-    def _read_templates(self) -> dict[str, ChatTemplate]:
+    def _read_templates(self) -> "dict[str, ChatTemplate]":
         from tasuki.models.chat_template import ChatTemplate
 
         texts: dict[str, tuple[Any, Path]] = {}
@@ -227,7 +225,7 @@ def _refused(field: str, problem: str) -> Iterator[None]:
         raise InvalidArgument(field, f"{problem}: {one_line(error)}") from error
 
 
-def _backend(file: Path) -> Tokenizer:
+def _backend(file: Path) -> "Tokenizer":
     try:
         import tokenizers
     except ImportError as error:

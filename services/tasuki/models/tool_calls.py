@@ -1,7 +1,5 @@
 """Reads tool calls in the form in which a model's own chat template writes them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

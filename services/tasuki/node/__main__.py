@@ -1,7 +1,5 @@
 """Runs a node's supervisor, as `tasuki up` and `tasuki train` start it: python -m tasuki.node STATE_DIR LOCK_FD STARTER_FD"""
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import logging

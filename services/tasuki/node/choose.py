@@ -1,7 +1,5 @@
 """Choices of a node, made by the planner before it starts, and checks that a CPU has memory for its ranks."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How and why the last node in a state folder ended: the supervisor's report, and the last words in the services' logs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Checks a node's place in its fleet before anything starts, since the fleet would refuse it only minutes later."""
 
-from __future__ import annotations
-
 from tasuki.config.checks import fleet_port_problem
 from tasuki.config.paths import client_target
 from tasuki.config.schema import NodeConfig

@@ -1,7 +1,5 @@
 """Models and datasets of the Hugging Face hub, fetched once into its cache before anything is started."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The node's copy of its model in shared memory, which lives as long as the node."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Checks a Hugging Face model folder before any process is started for it."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

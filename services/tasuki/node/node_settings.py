@@ -1,7 +1,5 @@
 """Compares a configuration with the running node, whose own settings are fixed at its start."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """State of a node's three services at one moment."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,7 +58,7 @@ class NodeReader:
         self._rollout = RolloutServiceStub(self._channels["rollout"])
         self._memory = {name: MemoryServiceStub(self._channels[name]) for name in ("trainer", "rollout")}
 
-    def __enter__(self) -> NodeReader:
+    def __enter__(self) -> "NodeReader":
         return self
 
     def __exit__(self, *_: object) -> None:

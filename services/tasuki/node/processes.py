@@ -1,7 +1,5 @@
 """Ends a node's processes, and removes the files that a killed process leaves."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

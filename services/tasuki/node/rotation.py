@@ -1,7 +1,5 @@
 """Rotates files that an earlier run left under a name in use, and logs that grow."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The services of a node: their commands and environments."""
 
-from __future__ import annotations
-
 import re
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Starts a whole node and waits until it serves, from a process that may be interrupted at any moment."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Stops a node, and removes what it left if its supervisor was killed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

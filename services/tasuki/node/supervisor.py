@@ -3,8 +3,6 @@
 The guard adopts orphans; the supervisor is its child and ends it by a parent death signal.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

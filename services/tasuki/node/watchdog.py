@@ -1,7 +1,5 @@
 """Finds processes of a node that hang, by their heartbeat rather than a time limit, and those that are gone."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """Which settings to change if a plan does not fit. Every answer comes from planning again with the change, never from a rule of thumb."""
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Chooses what a node's configuration leaves open: tokens, checkpointing, a shared base, and what stays."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Bytes that autograd saves of a layer for backward."""
 
-from __future__ import annotations
-
 from tasuki.models.shape import Latent, ModelShape, QkNorm
 
 _FLOAT32 = 4

@@ -1,7 +1,5 @@
 """Tokens in a replica's KV cache: what a step's samples need, as many as fit, or a number."""
 
-from __future__ import annotations
-
 from tasuki.config.engine_arguments import MAX_TOKENS, draft_tokens
 from tasuki.config.schema import NodeConfig
 

@@ -1,7 +1,5 @@
 """A node as the planner sees it: configuration, models and machine, and what is chosen for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -177,7 +175,7 @@ class Node:
     def has_engine(self, gpu: int) -> bool:
         return gpu in self.gpus.rollout
 
-    def keeping(self, staying: frozenset[Part]) -> Node:
+    def keeping(self, staying: frozenset[Part]) -> "Node":
         """The node with the same parts staying on all GPUs."""
         return replace(self, staying=(staying,) * self.num_gpus)
 
@@ -198,14 +196,14 @@ class Node:
         """What the engine reads, which stays or leaves as one."""
         return frozenset({Part.EXPORT, Part.TRAINER_WEIGHTS} if self.config.exports_parameters else {Part.EXPORT})
 
-    def of_critic(self) -> Node | None:
+    def of_critic(self) -> "Node | None":
         """The critic as a policy of its shape that publishes nothing; None without a critic."""
         if self.critic is None:
             return None
         model = replace(self.critic, is_critic=True, is_tied=False)
         return replace(self, model=model, lora=self.trainer.critic_lora, shares_base=False, critic=None)
 
-    def networks(self) -> list[Node]:
+    def networks(self) -> "list[Node]":
         """The trained networks: the policy and, if there is one, the critic."""
         critic = self.of_critic()
         return [self] if critic is None else [self, critic]

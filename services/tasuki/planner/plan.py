@@ -4,8 +4,6 @@
 planner/advice.py suggests changes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Published node layouts as starting points, with the shapes of their models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

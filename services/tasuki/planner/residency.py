@@ -3,8 +3,6 @@
 Rates were measured on H200s (docs/benchmarks.md). No rate decides whether something fits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import combinations

@@ -1,7 +1,5 @@
 """Bytes of one engine rank: weights sharded by TP, and the KV cache from SGLang's memory fraction."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass, replace

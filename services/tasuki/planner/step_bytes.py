@@ -1,7 +1,5 @@
 """Peak bytes of one FSDP2 rank during a step, in addition to its tags. See trainer/backends/fsdp/."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Bytes of one FSDP2 rank that stay through a step: weights, gradients, optimizer state, and what is published."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Spawned engine ranks import this file again, so `main` does the heavy imports.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,7 +1,5 @@
 """Converts the node's configuration to SGLang's arguments."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

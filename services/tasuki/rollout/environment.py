@@ -1,7 +1,5 @@
 """Environment variables that SGLang reads when imported. Before that, `__main__` sets ours and removes others."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Generation requests: their validation, and the samples of one call."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from array import array
@@ -235,7 +233,7 @@ def sampling_of(given: Mapping[str, object], model: ModelFacts, *, num_prompt_to
 
 
 async def generate(
-    engine: RolloutEngine, request: GenerateRequest, *, call_id: str, policy_version: int, seed: int | str | None
+    engine: "RolloutEngine", request: GenerateRequest, *, call_id: str, policy_version: int, seed: int | str | None
 ) -> AsyncIterator[list[types_pb2.Sample]]:
     """Yields samples in order of completion; those that ended together come together. Raises PolicyDiverged.
 

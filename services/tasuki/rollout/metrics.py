@@ -1,7 +1,5 @@
 """Rollout's Prometheus metrics: samples and tokens as they end, requests and KV cache when scraped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

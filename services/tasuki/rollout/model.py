@@ -1,7 +1,5 @@
 """Facts about a model needed before the engine loads it, read from config.json before heavy imports."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

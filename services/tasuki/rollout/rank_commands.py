@@ -4,8 +4,6 @@ SGLang calls `run_command` as a custom weight loader, between two batches and in
 also connects the rank's line to the front, on which most commands come directly to `EngineRank.run_at_once`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
@@ -105,7 +103,7 @@ class RankMemory:
         allocator: NativeAllocator,
         model: EngineModel,
         *,
-        scheduler: RankScheduler | None = None,
+        scheduler: "RankScheduler | None" = None,
         staying: frozenset[MemoryTag] = frozenset(),
         base: SharedBase | None = None,
     ) -> None:
@@ -195,8 +193,8 @@ class EngineRank:
         allocator: NativeAllocator,
         *,
         rank: int,
-        scheduler: RankScheduler | None = None,
-        lock: EngineLock | None = None,
+        scheduler: "RankScheduler | None" = None,
+        lock: "EngineLock | None" = None,
         adapter: EngineModel | None = None,
         staying: frozenset[MemoryTag] = frozenset(),
         base: SharedBase | None = None,

@@ -4,8 +4,6 @@ Importing SGLang takes many seconds. On a CPU the front imports it once and fork
 the import may load one, so on GPUs ranks are spawned and import it in parallel with the front.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os
@@ -66,7 +64,7 @@ class RankProcesses:
             except OSError as error:
                 raise self._lost(rank) from error
 
-    def wait_for_reports(self) -> list[RankReport]:
+    def wait_for_reports(self) -> "list[RankReport]":
         """Returns when every rank is ready. Raises the error of a rank that fails to start; InternalError if it reported none.
 
         Ranks fail together when one of them does: its TasukiError says more than what the others say of it.
@@ -101,7 +99,7 @@ class RankProcesses:
         for process in processes:
             process.join()
 
-    def _read_report(self, rank: int) -> RankReport:
+    def _read_report(self, rank: int) -> "RankReport":
         try:
             report: RankReport = self._pipes[rank].recv()
         except (EOFError, OSError) as error:
@@ -118,7 +116,7 @@ class RankProcesses:
         )
 
 
-def _failed(rank: int, report: RankReport) -> TasukiError:
+def _failed(rank: int, report: "RankReport") -> TasukiError:
     problem = f"engine rank {rank} could not start: {report['problem']}"
     return from_reason(report.get("reason", InternalError.reason), problem, {"rank": str(rank)})
 

@@ -3,8 +3,6 @@
 What depends on the engine and the published layout, but on no trainer, is recorded ahead of the first sync.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -144,7 +142,7 @@ class WeightReceiver:
     _imported: ImportedWeights | None = None
     _recorded: RecordedPlan | None = None
     """From `record_ahead` or the last sync that recorded; outlives a trainer."""
-    _prepared: _PreparedPlan | None = None
+    _prepared: "_PreparedPlan | None" = None
     _timings: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -209,7 +207,7 @@ class WeightReceiver:
         self._imported.hold(weights, timeout_s=timeout_s)
         return self._imported
 
-    def _replay(self, imported: ImportedWeights) -> _PreparedPlan | None:
+    def _replay(self, imported: ImportedWeights) -> "_PreparedPlan | None":
         """Copies the weights.
 
         Returns None if parameters have moved: the copies went to their old place, and a new plan is needed.
@@ -226,7 +224,7 @@ class WeightReceiver:
         self._prepared = None
         return None
 
-    def _prepare(self, imported: ImportedWeights) -> _PreparedPlan:
+    def _prepare(self, imported: ImportedWeights) -> "_PreparedPlan":
         if self._prepared is None or not self._prepared.fingerprint.is_memory_held():
             _refuse_packed(self.model)
             recorded, layout = self._recorded, imported.layout()

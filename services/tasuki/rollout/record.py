@@ -5,8 +5,6 @@ The loader is called with tensors that have a name and a shape but no memory. A 
 tensor a fallback, which each sync gathers and passes to the real `load_weights`.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,18 +151,18 @@ class RecordingTensor(torch.Tensor):
 
     index_space: torch.Tensor
     origin: frozenset[str]
-    recorder: _Recorder
-    rows: tuple[RecordingTensor, ...]
+    recorder: "_Recorder"
+    rows: "tuple[RecordingTensor, ...]"
     """What it was concatenated from along its first dimension; empty for a part of one published tensor."""
 
     @staticmethod
     def __new__(
-        cls: type[RecordingTensor],
+        cls: "type[RecordingTensor]",
         index_space: torch.Tensor,
         origin: frozenset[str],
-        recorder: _Recorder,
-        rows: tuple[RecordingTensor, ...] = (),
-    ) -> RecordingTensor:
+        recorder: "_Recorder",
+        rows: "tuple[RecordingTensor, ...]" = (),
+    ) -> "RecordingTensor":
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             index_space.shape,

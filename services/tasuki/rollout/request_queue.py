@@ -1,7 +1,5 @@
 """Submits calls to the engine in parts and in turns, so that none blocks the event loop, the engine's queue or another call."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

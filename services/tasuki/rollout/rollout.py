@@ -1,7 +1,5 @@
 """State of the rollout service, and each stage's effect on its engine ranks and their memory."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -54,7 +52,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
     next one waits for its end.
     """
 
-    def __init__(self, engine: RolloutEngine, *, socket_dir: Path, staying: frozenset[MemoryTag] = frozenset()) -> None:
+    def __init__(self, engine: "RolloutEngine", *, socket_dir: Path, staying: frozenset[MemoryTag] = frozenset()) -> None:
         """staying: tags that the ranks do not release."""
         self._engine, self._staying = engine, staying
         self._awake = {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
@@ -182,7 +180,7 @@ class Rollout:
 
     def __init__(
         self,
-        engine: RolloutEngine,
+        engine: "RolloutEngine",
         sync: WeightSync,
         ranks: RankCalls,
         *,

@@ -1,7 +1,5 @@
 """Saves non-weight buffers across a pause."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Seeds of samples: which calls repeat each other's samples and which never do."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

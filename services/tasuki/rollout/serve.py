@@ -1,7 +1,5 @@
 """Assembles the rollout service and runs it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """tasuki.v1.RolloutService and rollout's MemoryService: decode, call, encode."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Where a session's requests go: to the replica, or the node of a fleet, that has its prefix in the KV cache."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 

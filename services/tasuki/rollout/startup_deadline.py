@@ -1,7 +1,5 @@
 """Limits the time from the process's start until its engine runs, and handles signals until then."""
 
-from __future__ import annotations
-
 import os
 import signal
 import traceback

@@ -1,7 +1,5 @@
 """The front's side of a sync: makes every engine rank receive, and compares the result with what was published."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time
@@ -33,7 +31,7 @@ class WeightSync:
     everything.
     """
 
-    def __init__(self, calls: RankCalls, *, socket_dir: Path, num_replicas: int = 1) -> None:
+    def __init__(self, calls: "RankCalls", *, socket_dir: Path, num_replicas: int = 1) -> None:
         self._calls = calls
         self._num_replicas = num_replicas
         self._socket_dir = socket_dir

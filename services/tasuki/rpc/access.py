@@ -1,7 +1,5 @@
 """Authentication and authorization of callers at a port: certificates, tokens, roles, folders."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import re
@@ -42,7 +40,7 @@ _EPOCH_ROLE, _EPOCH_FIELDS = CallerRole.PEER, {"epoch", "fleet"}
 class Access:
     """Decides whether a call at a port is allowed."""
 
-    def __init__(self, callers: Callers, paths: ClientPaths | None) -> None:
+    def __init__(self, callers: Callers, paths: "ClientPaths | None") -> None:
         """paths: None for any."""
         self._callers, self._paths = callers, paths
 
@@ -195,7 +193,7 @@ class ClientPaths:
         }
 
     @classmethod
-    def of(cls, config: NodeConfig) -> ClientPaths:
+    def of(cls, config: NodeConfig) -> "ClientPaths":
         write = config.paths.write
         if write is None:
             runs = [table.output_dir for table in (config.train, config.sft) if table is not None]

@@ -1,7 +1,5 @@
 """Parts of a call: messages that fit a stream, and the time left."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Reads the commands in a service's log. The gate writes one line for each that was executed or refused; the audit reads them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Fencing, order and exactly-once answers of mutating commands: one gate per service."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import logging

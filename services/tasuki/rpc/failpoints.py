@@ -1,7 +1,5 @@
 """Faults injected by recovery tests, such as "rollout@SYNC:4=kill" (docs/design/recovery.md); active where TASUKI_FAILPOINTS is set."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -143,7 +141,7 @@ class Failpoints:
         self._made: Counter[str] = Counter()
 
     @classmethod
-    def of(cls, config: NodeConfig, process: str) -> Failpoints:
+    def of(cls, config: NodeConfig, process: str) -> "Failpoints":
         specs = failpoint_specs()
         return NO_FAILPOINTS if specs is None else cls(process, specs, folder=socket_dir(config.state_dir))
 

@@ -1,7 +1,5 @@
 """Ensures that only its fleet commands a node: every service checks each call that changes state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from google.protobuf.message import DecodeError

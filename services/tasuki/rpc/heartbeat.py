@@ -4,8 +4,6 @@
 progress), and the same for background transfers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import mmap
 import os

@@ -1,7 +1,5 @@
 """An HTTP server beside a node: beyond loopback the TLS and the callers of [security]."""
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import socket

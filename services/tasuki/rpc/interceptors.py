@@ -4,8 +4,6 @@ From the outside in: metrics see every call, the log line every outcome, the err
 checked next, before any message is read. This is the only place with `except Exception`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging
@@ -60,14 +58,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]]",
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
         handler, path = await continuation(handler_call_details), handler_call_details.method
         method = self._methods.get(path) or (unknown_method(path) if self._refuses_unknown else None)
         return handler if handler is None or method is None else self._wrapped(handler, method)
 
-    def _wrapped(self, handler: Any, method: Method) -> grpc.RpcMethodHandler[Any, Any]:
+    def _wrapped(self, handler: Any, method: Method) -> "grpc.RpcMethodHandler[Any, Any]":
         """Wraps the handler as a streaming one, which the server calls before a message arrives."""
 
         async def answers(messages: AsyncIterator[bytes], context: _Context) -> AsyncIterator[Any]:

@@ -1,7 +1,5 @@
 """What a service tells of itself: log lines, one each, key=value, on stderr; and spans, by the variables of its environment."""
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import sys

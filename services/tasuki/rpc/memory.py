@@ -1,7 +1,5 @@
 """What both memory services share: the tags that a stage names and those that stay, and the usage of their ranks."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Properties of every method: kind and mutation, from its descriptor, and the least role that may call it at a port."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum

@@ -3,8 +3,6 @@
 The labels `service`, and of `grpc_server_*` those of go-grpc-middleware, are added where all services meet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

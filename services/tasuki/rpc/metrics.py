@@ -1,7 +1,5 @@
 """A service's metrics: those of gRPC calls have the names of go-grpc-middleware, so that public dashboards work."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Port of a service: address, certificate and access; and what a caller of such a port shows or sees."""
 
-from __future__ import annotations
-
 import ssl
 import time
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The start of a service's process: seconds of each part, which it counts, logs and leaves in the run folder; imports and the collector."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,7 +1,5 @@
 """A service's front and its ranks: one command to each rank, one result from each, over a private unix socket."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

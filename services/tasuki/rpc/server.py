@@ -1,7 +1,5 @@
 """One service's gRPC servers, on its unix socket and its port: interceptors, health, reflection, metrics, graceful stop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Waits, in a service that starts beside the other one, until the other has left the GPU."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Collection

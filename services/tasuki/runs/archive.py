@@ -1,7 +1,5 @@
 """The run archive: copies of the node's logs and journal for an audit, since the node's folder may serve another run next."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sqlite3

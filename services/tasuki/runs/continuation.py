@@ -1,7 +1,5 @@
 """Where an interrupted run resumes, and with whose weights. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

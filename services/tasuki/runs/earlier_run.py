@@ -1,7 +1,5 @@
 """State that an earlier life of a run left in its output folder."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

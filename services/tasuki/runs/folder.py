@@ -1,7 +1,5 @@
 """Files of a training run's output folder: metrics as they arrive, then the summary and the curve."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence
@@ -145,7 +143,7 @@ def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:
     save_figure(output_dir, figure)
 
 
-def save_figure(output_dir: Path, figure: Figure) -> None:
+def save_figure(output_dir: Path, figure: "Figure") -> None:
     """Writes curve.png, readable by its owner alone."""
     aside = output_dir / ".curve.partial"
     aside.unlink(missing_ok=True)
@@ -158,7 +156,7 @@ def _line(step: Step) -> str:
     return json.dumps(asdict(step)) + "\n"
 
 
-def draw_points(axes: Axes, points: Sequence[tuple[int, float | None]], *, label: str, color: str, marker: str = "") -> None:
+def draw_points(axes: "Axes", points: Sequence[tuple[int, float | None]], *, label: str, color: str, marker: str = "") -> None:
     """Draws a line through the known points."""
     known = [(number, value) for number, value in points if value is not None]
     if known:

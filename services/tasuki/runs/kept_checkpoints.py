@@ -1,7 +1,5 @@
 """Which checkpoints of a run are kept: the newest, the best by evaluation, and the one that the trainer's log builds on."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Sequence

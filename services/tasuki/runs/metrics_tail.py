@@ -1,7 +1,5 @@
 """Follows the lines of a run's metrics.jsonl, even across a resume, which replaces the file."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

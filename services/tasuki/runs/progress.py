@@ -1,7 +1,5 @@
 """A run's progress outside its process: `progress.json` of the output folder, and the line that shows it."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Settings that determine a run's results, by key. A run resumes only with the settings it began with."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

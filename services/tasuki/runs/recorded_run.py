@@ -1,7 +1,5 @@
 """A run as its output folder records it: configuration, evaluations and checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

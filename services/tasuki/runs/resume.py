@@ -1,7 +1,5 @@
 """Resumes a run on a node: restores its weights and lines, and moves later results out of the way."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import uuid

@@ -1,7 +1,5 @@
 """Settings common to RL and supervised runs, and their names in errors: the client knows fields, a user the configuration's keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The supervised run of an [sft] table: its training, summary and curve."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Prompts, completions and chats of rows as token ids of the model folder's tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path

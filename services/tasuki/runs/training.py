@@ -1,7 +1,5 @@
 """A training run for `tasuki train`, whether [train] uses rewards or [sft] examples, and the request to save and end it."""
 
-from __future__ import annotations
-
 import signal
 from types import FrameType
 

@@ -1,7 +1,5 @@
 """TensorBoard, wandb, MLflow and trackio, each through its own library, imported when the tracker is opened."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

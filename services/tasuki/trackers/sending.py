@@ -3,8 +3,6 @@
 `tasuki train` starts it with a pipe, in a process of its own, which the run neither waits for nor listens to.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -48,7 +46,7 @@ class _Progress:
     _saved_at: float = 0.0
 
     @classmethod
-    def of(cls, output_dir: Path, name: TrackerName) -> _Progress:
+    def of(cls, output_dir: Path, name: TrackerName) -> "_Progress":
         path = output_dir / TRACK / f"{name}.json"
         try:
             step = int(json.loads(read_regular(path, max_bytes=_MAX_BYTES))["last_step"])

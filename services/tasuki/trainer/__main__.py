@@ -5,8 +5,6 @@ python -m tasuki.trainer.launch --num-ranks N -- -m tasuki.trainer --config node
 A spawned rank reports errors in its configuration before it imports anything heavy.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -3,8 +3,6 @@
 All ranks make the same calls in the same order. A backend handles models, meshes and shards; roles, losses and versions are the learner's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Environment variables of the trainer's ranks, set before the imports that read them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +21,7 @@ def foreign_variables(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.startswith(_COMPILER) and not name.endswith(_KEPT_ENDS))
 
 
-def socket_variables(fleet: FleetConfig | None) -> dict[str, str]:
+def socket_variables(fleet: "FleetConfig | None") -> dict[str, str]:
     """Network interfaces of collectives. NCCL has one for all groups of a process, by default its own choice or the user's variable; gloo
     uses another between nodes (replicas.py)."""
     if fleet is None or fleet.num_nodes == 1:
@@ -32,7 +30,7 @@ def socket_variables(fleet: FleetConfig | None) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": LOOPBACK["GLOO_SOCKET_IFNAME"], **between_nodes}
 
 
-def nccl_log_variables(fleet: FleetConfig | None, *, path: Path) -> dict[str, str]:
+def nccl_log_variables(fleet: "FleetConfig | None", *, path: Path) -> dict[str, str]:
     """Makes NCCL log which transport it chooses between nodes. It logs while it connects, not during collectives."""
     if fleet is None or fleet.num_nodes == 1:
         return {}

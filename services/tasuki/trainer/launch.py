@@ -6,8 +6,6 @@ torchrun's ranks meet through a TCP store, which accepts keys from every user of
 meet in a file that only their user can open.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
@@ -133,11 +131,11 @@ def _spawn(command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, *flags, *command], env=environment, pass_fds=(launch.launcher_fd,))
 
 
-def _fork(command: Sequence[str], launch: Launch) -> ForkedRank:
+def _fork(command: Sequence[str], launch: Launch) -> "ForkedRank":
     return ForkedRank(command[1:], environment=launch.environment(), taken=_STOP_SIGNALS)
 
 
-def run_ranks(start: Callable[[Launch], subprocess.Popen[bytes] | ForkedRank], *, num_ranks: int, store_path: Path) -> int:
+def run_ranks(start: "Callable[[Launch], subprocess.Popen[bytes] | ForkedRank]", *, num_ranks: int, store_path: Path) -> int:
     """Starts each rank and waits until all have ended. Returns 0, or the exit code of the first that failed.
 
     After a rank has failed or this process is told to stop, all get SIGTERM, and after a grace period SIGKILL.
@@ -160,7 +158,7 @@ def run_ranks(start: Callable[[Launch], subprocess.Popen[bytes] | ForkedRank], *
         os.close(launcher_fd)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes] | ForkedRank], orders: Sequence[int]) -> int:
+def _wait(ranks: "Sequence[subprocess.Popen[bytes] | ForkedRank]", orders: Sequence[int]) -> int:
     """orders: stop signals received, appended from outside."""
     exit_code, stop_at, kill_at = 0, math.inf, math.inf
     while running := [rank for rank in ranks if rank.poll() is None]:
@@ -178,7 +176,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes] | ForkedRank], orders: Sequenc
     return exit_code or _failure(ranks)
 
 
-def _failure(ranks: Sequence[subprocess.Popen[bytes] | ForkedRank]) -> int:
+def _failure(ranks: "Sequence[subprocess.Popen[bytes] | ForkedRank]") -> int:
     """Exit code of a failed rank; 0 if none has failed."""
     code = next((code for rank in ranks if (code := rank.poll())), 0)
     return 128 - code if code < 0 else code

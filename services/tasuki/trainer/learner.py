@@ -1,7 +1,5 @@
 """Training state of one rank: roles, their versions and schedules, and the losses of their networks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Notices when another node's trainer restarts, after which all trainers must meet again."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

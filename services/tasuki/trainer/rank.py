@@ -1,7 +1,5 @@
 """One rank of the trainer: joins the others, loads its networks, and carries out commands."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import ExitStack
 

@@ -3,8 +3,6 @@
 Torch's own TCP store accepts keys from anyone who reaches its port. This one requires the node's certificate and the role peer.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -44,7 +42,7 @@ class FleetStore(Store):
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
 
-    def clone(self) -> FleetStore:
+    def clone(self) -> "FleetStore":
         return FleetStore(self._stub, self._name, metadata=self._metadata, timeout=self._timeout)
 
     def set(self, key: str, value: str | bytes) -> None:

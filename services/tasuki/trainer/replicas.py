@@ -4,8 +4,6 @@ With FSDP2 over a node's ranks this is HSDP (arXiv:2304.11277 sec. 3.2.2). FSDP2
 need equally many micro-batches, and a lost node would break any call. Here all other collectives stay within a node.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 import threading
@@ -50,7 +48,7 @@ class NodeReplicas:
         self._group, self._fleet, self._device, self._log = group, fleet, device, log
 
     @classmethod
-    def connect(cls, store: FleetStore, *, config: NodeConfig, launch: Launch, device: torch.device) -> NodeReplicas:
+    def connect(cls, store: FleetStore, *, config: NodeConfig, launch: Launch, device: torch.device) -> "NodeReplicas":
         """Waits until the same rank of every node has connected. Raises PeerUnavailable if one does not."""
         fleet = config.fleet
         assert fleet is not None

@@ -1,7 +1,5 @@
 """Roles of the trainer's networks."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

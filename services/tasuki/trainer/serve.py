@@ -1,7 +1,5 @@
 """Assembles the trainer's service and runs it, in the process of rank 0."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal

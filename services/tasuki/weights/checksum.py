@@ -1,7 +1,5 @@
 """An additive checksum of weights: the sums of a tensor's disjoint parts add up, modulo 2^64, to that of the tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Published weights in chunks of the native library, on a host or a GPU: shared as descriptors, mapped read-only by peers."""
 
-from __future__ import annotations
-
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

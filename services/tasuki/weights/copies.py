@@ -1,7 +1,5 @@
 """Copies and checksums of many tensors, prepared once and run at every sync: by torch on a CPU, by one kernel each on a GPU."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -61,7 +59,7 @@ class ViewChecksum:
     dtype: torch.dtype
 
 
-def prepare_copies(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int = 0) -> HostCopies | DeviceCopies:
+def prepare_copies(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int = 0) -> "HostCopies | DeviceCopies":
     """first_owner: whose memory is read first; ranks that read concurrently pass different ones."""
     return DeviceCopies(copies, device=device, first_owner=first_owner) if device.type == "cuda" else HostCopies(copies)
 
@@ -73,7 +71,7 @@ def prepare_summed_copies(
     device: torch.device,
     first_owner: int = 0,
     counts_destinations: bool = False,
-) -> HostSummedCopies | DeviceSummedCopies:
+) -> "HostSummedCopies | DeviceSummedCopies":
     """Checksums cover the bit patterns of the sources' dtype or, with counts_destinations, the destinations'."""
     if device.type == "cpu":
         return HostSummedCopies(copies, num_sums=num_sums, counts_destinations=counts_destinations)
@@ -82,7 +80,7 @@ def prepare_summed_copies(
     )
 
 
-def prepare_checksums(views: Sequence[ViewChecksum], *, device: torch.device) -> HostChecksums | DeviceChecksums:
+def prepare_checksums(views: Sequence[ViewChecksum], *, device: torch.device) -> "HostChecksums | DeviceChecksums":
     return DeviceChecksums(views, device=device) if device.type == "cuda" else HostChecksums(views)
 
 

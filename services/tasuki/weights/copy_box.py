@@ -1,7 +1,5 @@
 """Boxes of a tensor's elements, such as rows or columns: their overlaps and gaps. Pure arithmetic."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,18 +21,18 @@ class Box:
     def ends(self) -> tuple[int, ...]:
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
-    def intersection(self, other: Box) -> Box | None:
+    def intersection(self, other: "Box") -> "Box | None":
         """The common elements; None if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(end - start for start, end in zip(starts, map(min, self.ends, other.ends), strict=True))
         return Box(starts, sizes) if min(sizes) > 0 else None
 
-    def halves(self, dim: int, at: int) -> tuple[Box, Box]:
+    def halves(self, dim: int, at: int) -> "tuple[Box, Box]":
         """The elements before index `at` of `dim`, and the rest."""
         first = at - self.offsets[dim]
         return self._with(dim, self.offsets[dim], first), self._with(dim, at, self.sizes[dim] - first)
 
-    def _with(self, dim: int, offset: int, size: int) -> Box:
+    def _with(self, dim: int, offset: int, size: int) -> "Box":
         offsets = (*self.offsets[:dim], offset, *self.offsets[dim + 1 :])
         return Box(offsets, (*self.sizes[:dim], size, *self.sizes[dim + 1 :]))
 

@@ -1,7 +1,5 @@
 """The trainer's side of the weight exchange: one arena per rank, updated at every publish."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -76,7 +74,7 @@ class _Described(NamedTuple):
     digest: str
 
     @classmethod
-    def of(cls, manifest: Manifest) -> _Described:
+    def of(cls, manifest: Manifest) -> "_Described":
         message = to_proto(manifest).SerializeToString()
         return cls(manifest, message, digest_of(message))
 

@@ -1,7 +1,5 @@
 """Sends a message and file descriptors to peers of the same user, over a 0600 unix socket (SCM_RIGHTS)."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

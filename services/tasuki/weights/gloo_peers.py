@@ -6,8 +6,6 @@ other end of a loopback connection, which is checked before first use. A group t
 then drops them, since gloo would keep each one until the process has no descriptors left, and abort.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -1,7 +1,5 @@
 """The receiver's side of the weight exchange: arenas of all trainer ranks, mapped once per start of the trainer."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The fallback where descriptors do not work. Readers can write, can access the re
 namespace and /dev/shm.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Contents of one trainer rank's arena: names, dtypes, slices and offsets. Pure data and its checks."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """A copy plan: maps slices of checkpoint tensors to slices of engine parameters. Pure data and arithmetic."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -31,17 +29,17 @@ class Slice:
             return self.offset
         return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
 
-    def narrowed(self, dim: int, start: int, length: int) -> Slice:
+    def narrowed(self, dim: int, start: int, length: int) -> "Slice":
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         return Slice(self.offset + start * self.strides[dim], shape, self.strides)
 
-    def unflattened(self, dim: int, size: int) -> Slice:
+    def unflattened(self, dim: int, size: int) -> "Slice":
         """Splits `dim` into two dimensions, the inner one of `size`."""
         stride = self.strides[dim]
         shape = (*self.shape[:dim], self.shape[dim] // size, size, *self.shape[dim + 1 :])
         return Slice(self.offset, shape, (*self.strides[:dim], stride * size, stride, *self.strides[dim + 1 :]))
 
-    def selected(self, dim: int, index: int) -> Slice:
+    def selected(self, dim: int, index: int) -> "Slice":
         """Selects `index` of `dim` and drops that dimension."""
         offset = self.offset + index * self.strides[dim]
         return Slice(offset, self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :])

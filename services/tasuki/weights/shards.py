@@ -1,7 +1,5 @@
 """A trainer rank's slice of a checkpoint tensor, and the names of module parameters in a checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -3,8 +3,6 @@
 Nobody owns it: whoever has mapped it hands its descriptors on, so it lives for as long as one of the two does.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Splits the pieces of a copy plan at the boundaries of trainer ranks' slices. Pure arithmetic."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

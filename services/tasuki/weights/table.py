@@ -1,7 +1,5 @@
 """Copies and checksums lowered to a table for a GPU kernel: blocks of rows and columns, split into tiles. Pure arithmetic."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import defaultdict
@@ -34,17 +32,17 @@ class Side:
     item_bytes: int
     alignment: int
 
-    def shifted(self, dim: int, index: int) -> Side:
+    def shifted(self, dim: int, index: int) -> "Side":
         return Side(self.start + index * self.strides[dim] * self.item_bytes, self.strides, self.item_bytes, self.alignment)
 
-    def without(self, dim: int) -> Side:
+    def without(self, dim: int) -> "Side":
         return self.stepping(self.strides[:dim] + self.strides[dim + 1 :])
 
-    def starting(self, start: int) -> Side:
+    def starting(self, start: int) -> "Side":
         """The same strides from another start."""
         return Side(start, self.strides, self.item_bytes, self.alignment)
 
-    def stepping(self, strides: tuple[int, ...]) -> Side:
+    def stepping(self, strides: tuple[int, ...]) -> "Side":
         """The same start with other strides."""
         return Side(self.start, strides, self.item_bytes, self.alignment)
 
@@ -68,7 +66,7 @@ class Transfer:
     def sides(self) -> tuple[Side, ...]:
         return (self.first, self.second) if self.indices is None else (self.first, self.second, self.indices)
 
-    def part(self, shape: tuple[int, ...], sides: Iterable[Side]) -> Transfer:
+    def part(self, shape: tuple[int, ...], sides: Iterable[Side]) -> "Transfer":
         """A part of this transfer, with another shape or other dimensions."""
         first, second, *indices = sides
         return Transfer(shape, first, second, self.slot, self.lane, indices[0] if indices else None)

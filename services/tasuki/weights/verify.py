@@ -1,7 +1,5 @@
 """Verifies that the engine ranks together received exactly what the trainer ranks published. Compares checksums; holds no weights."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

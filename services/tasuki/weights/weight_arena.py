@@ -3,8 +3,6 @@
 Its header has state, version and checksums, in a sealed memfd, written by its owner and read by all others.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

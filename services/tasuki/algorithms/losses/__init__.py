@@ -1,7 +1,5 @@
 """Every loss by name. A module of this folder is one loss: settings, ranges and formula in the class that it names `LOSS`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from pkgutil import iter_modules

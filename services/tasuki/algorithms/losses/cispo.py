@@ -1,7 +1,5 @@
 """CISPO: a clipped importance weight."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tasuki.algorithms.loss import RatioInputs, RatioLoss, TokenLoss, clip_metrics

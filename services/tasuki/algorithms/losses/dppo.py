@@ -1,7 +1,5 @@
 """DPPO: a trust region in probabilities rather than in their ratio."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -49,7 +47,7 @@ class DppoLoss(RatioLoss):
         metrics = {**clip_metrics(ratio_N, low_N=low_N, high_N=high_N), "divergence": divergence_N}
         return TokenLoss(loss_N.masked_fill(low_N | high_N, 0.0), metrics)
 
-    def _divergence(self, old_log_probs_N: Tensor, log_probs_N: Tensor) -> Tensor:
+    def _divergence(self, old_log_probs_N: "Tensor", log_probs_N: "Tensor") -> "Tensor":
         """[N]: TV or KL(old policy || policy) of the Bernoulli variable whether the token is sampled."""
         old_N = old_log_probs_N.exp()
         if self.divergence == "tv":

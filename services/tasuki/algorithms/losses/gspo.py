@@ -1,7 +1,5 @@
 """GSPO: one clipped ratio a sequence. Shape suffixes: N tokens, S samples."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tasuki.algorithms.loss import MAX_LOG_RATIO, RatioInputs, RatioLoss, TokenLoss, clipped

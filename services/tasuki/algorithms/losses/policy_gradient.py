@@ -1,7 +1,5 @@
 """REINFORCE."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -19,7 +17,7 @@ class PolicyGradientLoss(PolicyLoss):
 
     has_advantages: ClassVar[bool] = True
 
-    def token_loss(self, log_probs_N: Tensor, batch: LossBatch) -> TokenLoss:
+    def token_loss(self, log_probs_N: "Tensor", batch: "LossBatch") -> TokenLoss:
         """The loss whose gradient is the policy gradient.
 
         Source: Williams (1992), "Simple statistical gradient-following algorithms", eq. 11.

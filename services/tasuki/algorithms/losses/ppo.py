@@ -1,7 +1,5 @@
 """PPO's clipped surrogate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tasuki.algorithms.loss import RatioInputs, RatioLoss, TokenLoss, clipped

@@ -1,7 +1,5 @@
 """SAPO: a soft gate around ratio 1."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tasuki.algorithms.loss import RatioInputs, RatioLoss, TokenLoss, clip_metrics

@@ -1,7 +1,5 @@
 """Supervised fine-tuning."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 class SftLoss(PolicyLoss):
     """Supervised fine-tuning: the negative log-probability of each counted token."""
 
-    def token_loss(self, log_probs_N: Tensor, batch: LossBatch) -> TokenLoss:
+    def token_loss(self, log_probs_N: "Tensor", batch: "LossBatch") -> TokenLoss:
         return TokenLoss(-log_probs_N)
 
 

@@ -1,7 +1,5 @@
 """The critic's squared error."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,7 +27,7 @@ class ValueLoss(CriticLoss):
     def needs_old_values(self) -> bool:
         return self.clip is not None
 
-    def token_loss(self, values_N: Tensor, batch: LossBatch) -> TokenLoss:
+    def token_loss(self, values_N: "Tensor", batch: "LossBatch") -> TokenLoss:
         """Half the squared error of each token's value, the larger of the clipped and unclipped error.
 
         Source: PPO's code as described in "Implementation matters" (arXiv:2005.12729) sec. 3, item 1.

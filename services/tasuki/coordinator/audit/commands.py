@@ -1,7 +1,5 @@
 """Compares the services' logs with the commands in the journal. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 import grpc

@@ -3,8 +3,6 @@
 It is read without writing to it: of a running node, of one that ended, or of a copy.
 """
 
-from __future__ import annotations
-
 import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The journal holds the coordinator's commands and their answers. After a lost ans
 stages (`services.py`); an entry that fits none of them is a breach.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 

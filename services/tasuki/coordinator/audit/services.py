@@ -1,7 +1,5 @@
 """What a journal tells of the services: the stages that each may have completed last, and the versions that they hold. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 With the times of stages in the journal, it gives the memory of each device at every moment of the node's life.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

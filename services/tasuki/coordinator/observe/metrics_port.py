@@ -1,7 +1,5 @@
 """Serves GET /metrics at the node's address: plain on loopback, elsewhere with TLS and the callers of [security]."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -3,8 +3,6 @@
 Those of the run are read from the end of its metrics.jsonl.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

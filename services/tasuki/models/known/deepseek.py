@@ -1,7 +1,5 @@
 """DeepSeek V2 and V3, and models of their form: latent attention, and experts beside an MLP that every token passes."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

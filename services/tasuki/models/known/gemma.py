@@ -1,7 +1,5 @@
 """Gemma 2 and 3."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tasuki.models import rope

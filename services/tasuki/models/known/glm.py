@@ -1,7 +1,5 @@
 """GLM 4, dense and with experts."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from tasuki.models import rope

@@ -1,7 +1,5 @@
 """Llama and its near relatives: SmolLM, Mistral, Mixtral, Phi and OLMo."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """gpt-oss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tasuki.models.config_json import Config, elements, flag, size, unsupported

@@ -1,7 +1,5 @@
 """Qwen 2 and 3, dense and with experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tasuki.models.config_json import Config, size

@@ -1,7 +1,5 @@
 """Qwen 3.5, dense and with experts, whose layers are gated delta nets but for full attention in every few."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tasuki.models import rope

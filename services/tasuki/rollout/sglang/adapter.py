@@ -5,8 +5,6 @@ that SGLang fuses, in qkv_proj and gate_up_proj; in and out are sizes of the ran
 intermediate sizes that do not divide evenly: a slice may then be smaller than its buffer, or empty, and the rest is zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -33,7 +31,7 @@ _COUNTS = {"q_proj": _HEADS, "k_proj": _KV_HEADS, "v_proj": _KV_HEADS, "o_proj":
 _MLP_COUNTS = ("intermediate_size", "original_intermediate_size")
 
 
-def serve_adapter(manager: LoRAManager, config: LoraConfig, *, tp_rank: int) -> AdapterBuffers:
+def serve_adapter(manager: LoRAManager, config: LoraConfig, *, tp_rank: int) -> "AdapterBuffers":
     """Loads the adapter into its permanent slot. It has no effect until received. Raises UnsupportedModel, see AdapterBuffers."""
     settings = {
         "peft_type": "LORA",
@@ -66,7 +64,7 @@ class AdapterBuffers:
             _check_fit(name, split, a, b, rank=config.rank, tp_size=module.base_layer.tp_size)
             self._note_places(name, split, a, b)
 
-    def _note_places(self, name: str, split: _Split, a: torch.Tensor, b: torch.Tensor) -> None:
+    def _note_places(self, name: str, split: "_Split", a: torch.Tensor, b: torch.Tensor) -> None:
         rank, prefix = self._config.rank, name.rpartition(".")[0]
         for index, (part, output) in enumerate(split.outputs.items()):
             to_a, to_b = a[index * rank : (index + 1) * rank], b.narrow(0, output.row, output.size)

@@ -4,8 +4,6 @@ SGLang's kernels look up each token's adapter among several. With a single one, 
 to the layer's output in place. Nothing depends on the batch, so CUDA graphs need no data of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise

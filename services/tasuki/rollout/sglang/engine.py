@@ -1,7 +1,5 @@
 """The embedded SGLang Engine, started and stopped with the service and driven from its event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import signal
@@ -113,7 +111,7 @@ class RolloutEngine:
 
     def __init__(
         self,
-        engine: _EmbeddedEngine,
+        engine: "_EmbeddedEngine",
         reports: Sequence[RankReport],
         model: ModelFacts,
         *,

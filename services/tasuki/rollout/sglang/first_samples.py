@@ -3,8 +3,6 @@
 SGLang computes all prompts of one batch side by side, equal ones as well, and caches a prompt once its batch has ended.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 

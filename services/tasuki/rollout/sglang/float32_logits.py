@@ -4,8 +4,6 @@ SGLang rounds logits to bfloat16, whose steps at 20 are 0.125. Its enable_fp32_l
 A GPU's matrix product accumulates in float32 anyway, so it suffices to skip the rounding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Completions that follow a JSON Schema, by SGLang's xgrammar backend. Loaded for the first schema, which takes seconds."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cached_property

@@ -4,8 +4,6 @@ SGLang copies `kv_b_proj` to `w_kc` and `w_vc` when weights are loaded, which la
 parameter: they take no memory, and every sync reaches them (models/deepseek_common/deepseek_weight_loader.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tasuki.rollout.sglang.cpu.attention import install_cpu_latent_attention

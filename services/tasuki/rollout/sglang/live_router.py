@@ -4,8 +4,6 @@ SGLang's `Glm4MoeGate` and `Glm4MoeLiteGate` keep a float32 copy of their first 
 invalidated" in their sources, models/glm4_moe.py). Delete this file when they keep none.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

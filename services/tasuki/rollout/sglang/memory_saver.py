@@ -1,7 +1,5 @@
 """Our arenas in place of SGLang's memory saver: SGLang tags its allocations, and only our commands move pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, cast

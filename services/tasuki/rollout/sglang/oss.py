@@ -3,8 +3,6 @@
 SGLang holds sinks in bfloat16 whatever the engine's dtype (models/gpt_oss.py). Delete that part when it does not.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

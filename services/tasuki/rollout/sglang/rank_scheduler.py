@@ -1,7 +1,5 @@
 """SGLang's scheduler, as a rank's commands see it."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 

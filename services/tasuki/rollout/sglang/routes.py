@@ -3,8 +3,6 @@
 SGLang's buffers are indexed by a token's slot in the KV cache, so that cached prefixes have theirs; a pause of the cache forgets both.
 """
 
-from __future__ import annotations
-
 import torch
 
 from tasuki.models.routes import RouteShape

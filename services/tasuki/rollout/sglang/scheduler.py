@@ -1,7 +1,5 @@
 """Runs in every engine rank's process, around SGLang's scheduler: reports what it holds, or why it could not start."""
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Sequence
@@ -92,7 +90,7 @@ class EngineTokenizer:
     """Of the model."""
 
     @classmethod
-    def of(cls, config: Any) -> EngineTokenizer:
+    def of(cls, config: Any) -> "EngineTokenizer":
         """config: SGLang's ModelConfig."""
         first, *others = sorted(config.hf_eos_token_id) if config.hf_eos_token_id else [None]
         return cls(Path(config.model_path), first, {one for one in others if one is not None}, config.vocab_size)

@@ -4,8 +4,6 @@ Every parameter of SGLang's model lies in it as SGLang has it: q, k and v one be
 checkpoint tensor are a run of its parameter's rows then, which the trainer's shard is a view of.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast

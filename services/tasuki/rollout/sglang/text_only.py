@@ -1,7 +1,5 @@
 """Engines of a vision model's text: no tower is built, since none is trained and nobody sends images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """SmolLM3 in SGLang, which has no model of it: a Llama, some of whose layers rotate nothing."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

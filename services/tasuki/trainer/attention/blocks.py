@@ -3,8 +3,6 @@
 Shape suffixes: B blocks of one size, H query heads, K key heads, L queries, M keys, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,7 +40,7 @@ class OwnBlocks:
     padded: PaddedSequences
 
     @classmethod
-    def of(cls, cu_seqlens_S: Tensor, max_seqlen: int) -> OwnBlocks:
+    def of(cls, cu_seqlens_S: Tensor, max_seqlen: int) -> "OwnBlocks":
         """cu_seqlens_S, max_seqlen: of a TokenBatch."""
         return cls(PaddedSequences.of(cu_seqlens_S, max_seqlen))
 

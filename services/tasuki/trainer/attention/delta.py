@@ -4,8 +4,6 @@ Shape suffixes: S sequences, T their tokens, C channels, W tokens that a convolu
 Source: Gated Delta Networks (arXiv:2412.06464).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby, pairwise

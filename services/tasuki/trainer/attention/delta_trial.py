@@ -1,7 +1,5 @@
 """Trial of the gated delta rule's kernels on the target device."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import time

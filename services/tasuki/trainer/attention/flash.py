@@ -3,8 +3,6 @@
 Shape suffixes: S sequences, T their tokens, H query heads, K key heads, D head size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

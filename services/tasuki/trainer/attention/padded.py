@@ -4,8 +4,6 @@ Shape suffixes: T tokens, P padded positions of all groups, H query heads, K key
 D head size; B sequences of a group, L its padded length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -38,7 +36,7 @@ class PaddedSequences:
     """int64: the position of each token."""
 
     @classmethod
-    def of(cls, cu_seqlens_S: Tensor, max_seqlen: int) -> PaddedSequences:
+    def of(cls, cu_seqlens_S: Tensor, max_seqlen: int) -> "PaddedSequences":
         """cu_seqlens_S, max_seqlen: of a TokenBatch."""
         # One copy to the host per micro-batch, if these are on a GPU.
         starts_S = cu_seqlens_S.cpu().long()

@@ -7,8 +7,6 @@ R ranks that share, N completion tokens, n this rank's.
 Source: DeepSpeed Ulysses (arXiv:2309.14509).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -29,7 +27,7 @@ class SequenceGroup:
         self.part = SequencePart(group.rank(), group.size())
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, *, size: int, timeout_s: float) -> SequenceGroup | None:
+    def of(cls, mesh: DeviceMesh, *, size: int, timeout_s: float) -> "SequenceGroup | None":
         """This rank's group of `size` ranks, which must divide the mesh; None for 1. Collective.
 
         A collective that waits longer than `timeout_s` for a peer fails.

@@ -9,8 +9,6 @@ Shape suffixes: T tokens, X of continuations, H query heads, K key heads, D head
 Source: the merge is that of blockwise attention, arXiv:2310.01889.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 

@@ -1,7 +1,5 @@
 """Trials of attention kernels on the target device: which one computes a network, and whether it can share prompts."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import time

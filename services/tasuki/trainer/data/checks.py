@@ -1,7 +1,5 @@
 """Checks of a call's samples, as pure functions. Each raises InvalidArgument naming the first invalid sample and field."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

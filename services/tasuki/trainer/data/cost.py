@@ -1,7 +1,5 @@
 """The cost of training on a sample, by its length."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Shape suffixes: S sequences, T their input tokens, N their completion tokens, G shared prompts, X tokens that continue them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,11 +128,11 @@ def token_batch(samples: Samples, *, device: torch.device, part: SequencePart = 
     )
 
 
-def _routes(routes_TR: Routes, packed: Packing, num_dummies: int) -> NDArray[np.int16]:
+def _routes(routes_TR: Routes, packed: "Packing", num_dummies: int) -> NDArray[np.int16]:
     return np.pad(routes_TR[packed.rows_T].astype(np.int16), ((0, num_dummies), (0, 0)), constant_values=-1)
 
 
-def _shared_prompts(packed: Packing, *, device: torch.device) -> SharedPrompts | None:
+def _shared_prompts(packed: "Packing", *, device: torch.device) -> SharedPrompts | None:
     if not len(packed.num_prefix_G):
         return None
     first_suffix = packed.num_alone + int(packed.num_prefix_G.sum())

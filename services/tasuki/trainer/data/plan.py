@@ -1,7 +1,5 @@
 """Assigns samples to micro-batches, ranks and a fleet's nodes: one pure plan over all ranks of a call. No torch."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush

@@ -3,8 +3,6 @@
 Shape suffixes: S samples, T their tokens, N their completion tokens, concatenated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,7 +48,7 @@ class Samples:
         kinds = np.tile(np.array([False, True]), len(self))
         return np.repeat(kinds, np.stack((self.num_prompt_S, self.num_completion_S), axis=1).reshape(-1))
 
-    def select(self, indices: Sequence[int]) -> Samples:
+    def select(self, indices: Sequence[int]) -> "Samples":
         """The samples at `indices`, in that order."""
         chosen = np.asarray(indices, dtype=np.int64)
         rows_T = ranges(starts(self.num_tokens_S)[chosen], self.num_tokens_S[chosen])

@@ -1,7 +1,5 @@
 """Plans micro-batches for single samples or for groups that share the computation of their prompt."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ class Sharing(Enum):
     ALWAYS = auto()
 
     @classmethod
-    def of(cls, config: NodeConfig, *, is_possible: bool) -> Sharing:
+    def of(cls, config: NodeConfig, *, is_possible: bool) -> "Sharing":
         """is_possible: whether the ranks' attention can share prompts."""
         if not is_possible:
             return cls.NEVER
@@ -72,7 +70,7 @@ class _Flops:
     """Group of each sample, or NO_PREFIX."""
 
     @classmethod
-    def of(cls, samples: Samples, groups: Sequence[Sequence[int]], cost: SampleCost) -> _Flops:
+    def of(cls, samples: Samples, groups: Sequence[Sequence[int]], cost: SampleCost) -> "_Flops":
         group = [NO_PREFIX] * len(samples)
         for number, positions in enumerate(groups):
             for position in positions:

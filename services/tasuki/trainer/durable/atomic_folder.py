@@ -1,7 +1,5 @@
 """Atomic folders: written aside, fsynced, renamed. Collective calls of all ranks; the first rank does the work."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Callable

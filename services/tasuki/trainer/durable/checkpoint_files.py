@@ -4,8 +4,6 @@ A pickle can run arbitrary code in the process that reads it; tensors are read w
 Torch does not detect damage: checkpoint.json has its own checksum and the index's, and the index that of every part of a tensor.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import zlib
@@ -70,7 +68,7 @@ class StoredTensor(BaseModel):
     parts: list[_Part]
 
     @model_validator(mode="after")
-    def _parts_are_the_whole(self) -> StoredTensor:
+    def _parts_are_the_whole(self) -> "StoredTensor":
         """Torch would silently leave anything that no part covers uninitialized."""
         if any(len(part.offsets) != len(self.size) or len(part.sizes) != len(self.size) for part in self.parts):
             raise ValueError("its parts have other dimensions")

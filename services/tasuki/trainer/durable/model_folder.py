@@ -1,7 +1,5 @@
 """Hugging Face model folders: reads slices of their tensors, and writes whole tensors under the same names."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

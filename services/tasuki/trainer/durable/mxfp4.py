@@ -3,8 +3,6 @@
 Source: OCP Microscaling Formats v1.0, sec. 5.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

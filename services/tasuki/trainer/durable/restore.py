@@ -1,7 +1,5 @@
 """Restores a restarted trainer: loads the last checkpoint and replays the commands since."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """Checkpoints that a fleet's nodes save together: each writes its own aside; all are published once all are written."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ refused before it changes anything. It is marked as done in place before the com
 belongs to a command that was never acknowledged, and is dropped. Any other unreadable part is damage, and is reported.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -4,8 +4,6 @@ Attention stays outside, with its lengths and exchanges, and so do experts, whos
 layer run uncompiled around it: FSDP2's, which gather and free parameters, and those that wait for weights after a resume.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

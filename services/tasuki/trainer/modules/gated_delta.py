@@ -3,8 +3,6 @@
 Shape suffixes: T tokens, C channels, H value heads, G key heads, K and V sizes of keys and values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

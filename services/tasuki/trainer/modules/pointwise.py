@@ -3,8 +3,6 @@
 Each operation of such a chain reads and writes whole activations. On a GPU a chain takes about as long as the matrix products.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 

@@ -6,8 +6,6 @@ them back to token order. On an H200 this takes a tenth of a step. Keys and valu
 Shape suffixes: T tokens, H heads, K key heads, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

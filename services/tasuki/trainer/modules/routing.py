@@ -1,7 +1,5 @@
 """Routers of a mixture of experts: recomputation replays their choice, and each expert's tokens are counted."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

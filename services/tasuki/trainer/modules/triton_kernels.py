@@ -2,8 +2,6 @@
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # Triton compiles these functions; annotations mark constants.
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

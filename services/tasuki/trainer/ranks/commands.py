@@ -1,7 +1,5 @@
 """A trainer rank at work: takes commands until the front or the launcher leaves, decodes each, calls the learner, encodes its answer."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """Front of the trainer's ranks."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

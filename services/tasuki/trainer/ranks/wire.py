@@ -1,7 +1,5 @@
 """Encodes roles, samples and scores between the front and its ranks; samples as columns of little-endian numbers. No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

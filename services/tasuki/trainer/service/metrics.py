@@ -1,7 +1,5 @@
 """The trainer's Prometheus metrics: tokens, steps, GPU time, and how far samples and rollout lag behind its weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

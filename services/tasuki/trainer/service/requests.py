@@ -1,7 +1,5 @@
 """Decodes and checks requests: samples, roles, loss settings, paths."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Sequence
 from itertools import chain
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SaveCheckpoint: at once on a single node, in parts in a fleet."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from dataclasses import dataclass

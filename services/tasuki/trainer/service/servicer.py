@@ -1,7 +1,5 @@
 """tasuki.v1.TrainerService: decodes, calls the ranks, encodes."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -1,7 +1,5 @@
 """State of the trainer's front, shared by its two servicers."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """Effects of the trainer's commands on its ranks and state. All are called with the turn held and the trainer loaded."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

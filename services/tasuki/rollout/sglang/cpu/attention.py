@@ -4,8 +4,6 @@ Attention batches many sequences into one torch call; SGLang's `torch_native` ma
 request; SGLang's own is a Triton kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

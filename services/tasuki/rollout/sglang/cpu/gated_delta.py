@@ -6,8 +6,6 @@ compute here.
 Shape suffixes: T new tokens of all requests, B requests with one token each, G key heads, H value heads, K and V their sizes, C channels.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from itertools import pairwise

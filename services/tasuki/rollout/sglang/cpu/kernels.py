@@ -4,8 +4,6 @@ SGLang imports functions of that package's build for CPUs with AMX. The build fo
 imported. This module takes its place: a function that an engine of ours calls has a body in torch, and any other raises once it is called.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import NoReturn

@@ -1,7 +1,5 @@
 """Activation checkpointing: what layers keep for backward. Everything, attention and inputs, inputs, or the former in host memory."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial

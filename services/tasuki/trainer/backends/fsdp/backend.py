@@ -1,7 +1,5 @@
 """The FSDP2 backend of the learner: one rank's networks, memory, optimizers and files."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 A checkpoint is a folder of torch's files with model, optimizer and random state, their index, and checkpoint.json. It contains no code.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

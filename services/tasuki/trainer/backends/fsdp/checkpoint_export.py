@@ -1,7 +1,5 @@
 """Exports a checkpoint as a Hugging Face folder, on the CPU and without a node."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

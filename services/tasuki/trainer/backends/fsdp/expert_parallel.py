@@ -8,8 +8,6 @@ S = T K rows that this rank sends, X rows that it receives.
 Source: GShard (arXiv:2006.16668), with as many rows as there are, as in MegaBlocks (arXiv:2211.15841).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple

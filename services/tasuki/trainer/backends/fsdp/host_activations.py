@@ -1,7 +1,5 @@
 """Keeps tensors of a network's layers in host memory from forward to backward, with copies overlapping the computation."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

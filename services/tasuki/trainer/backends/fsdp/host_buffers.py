@@ -1,7 +1,5 @@
 """Host memory for copies to and from a GPU that overlap its computation."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast

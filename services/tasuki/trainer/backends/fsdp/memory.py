@@ -1,7 +1,5 @@
 """One trainer rank's memory: parameters, gradients and optimizer state, each in its tag's arena."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import threading

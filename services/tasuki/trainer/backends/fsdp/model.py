@@ -1,7 +1,5 @@
 """Networks: a Hugging Face causal language model under FSDP2 that scores given tokens, as policy or critic."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy

@@ -3,8 +3,6 @@
 It returns after LOAD_TRAINER: each FSDP group's forward pass waits, on the GPU, for its own shards.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ class ExportChoice:
     handles: Literal["vmm", "ipc"] = "vmm"
 
     @classmethod
-    def of(cls, config: NodeConfig, choices: Choices, *, rank: int, handles: Literal["vmm", "ipc"] = "vmm") -> ExportChoice:
+    def of(cls, config: NodeConfig, choices: Choices, *, rank: int, handles: Literal["vmm", "ipc"] = "vmm") -> "ExportChoice":
         """The planner's choice. Memory that passes by legacy handles is a copy, and cannot leave."""
         is_ipc = handles == "ipc"
         return cls(config.exports_parameters and not is_ipc, is_ipc or "export" in choices.of_trainer(rank), handles)
@@ -65,7 +63,7 @@ class ResidentTags:
     cache: bool = False
 
     @classmethod
-    def of(cls, choices: Choices, *, rank: int) -> ResidentTags:
+    def of(cls, choices: Choices, *, rank: int) -> "ResidentTags":
         """The planner's choice for one rank."""
         names = choices.of_trainer(rank)
         return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names)

@@ -1,7 +1,5 @@
 """Local shards of DTensors under their names in the Hugging Face checkpoint, for loading, publishing and exporting."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import cast

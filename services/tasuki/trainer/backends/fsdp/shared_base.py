@@ -3,8 +3,6 @@
 Ranks shard by columns what the engine's ranks hold by columns. What every engine rank holds whole contains each shard.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import cast

@@ -4,8 +4,6 @@ PEFT renames parameters: `q_proj.weight` becomes `q_proj.base_layer.weight`, nex
 `q_proj.lora_B.default.weight` [out, rank]. Only this module knows these names.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -61,7 +59,7 @@ def _from_file(name: str, stored: Tensor, shape: Sequence[int]) -> Tensor:
     return stored.view(*shape)
 
 
-def _peft_config(config: LoraConfig) -> PeftConfig:
+def _peft_config(config: LoraConfig) -> "PeftConfig":
     # Takes two seconds to import, so only when needed.
     from peft import LoraConfig as PeftConfig
 

@@ -2,8 +2,6 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 # Triton compiles these functions; annotations mark constants.
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

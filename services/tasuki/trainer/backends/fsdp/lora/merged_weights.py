@@ -1,7 +1,5 @@
 """Weights with their adapters merged, W + scaling B A, each rank's slice by itself, for publishing and exporting."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -141,14 +139,14 @@ class MergedWeights:
                     merge(places[weight.name].held, base=weight.base.to_local(), factors=factors, scaling=weight.scaling)
         return _sums(places)
 
-    def _prepared(self, places: Mapping[str, Place]) -> list[MergeTable | None] | None:
+    def _prepared(self, places: Mapping[str, Place]) -> "list[MergeTable | None] | None":
         """A table per group, without slices that only other ranks have; None if one kernel a group cannot write them."""
         addresses = [place.held.data_ptr() for place in places.values()]
         if addresses != self._tables_for:
             self._tables, self._tables_for = self._make_tables(places), addresses
         return self._tables
 
-    def _make_tables(self, places: Mapping[str, Place]) -> list[MergeTable | None] | None:
+    def _make_tables(self, places: Mapping[str, Place]) -> "list[MergeTable | None] | None":
         if not self._is_by_rows or not any(place.held.is_cuda for place in places.values()):
             return None
         from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable

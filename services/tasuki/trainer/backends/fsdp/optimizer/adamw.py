@@ -1,7 +1,5 @@
 """AdamW over this rank's shards: state, clipping and steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """AdamW with moments in host memory, streamed through the device block by block in each step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
