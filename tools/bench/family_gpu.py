@@ -120,9 +120,16 @@ def trained(
             rollout_log_probs=sample.rollout_log_probs,
             advantages=float(random.normal()),
             policy_version=version,
+            routed_experts=sample.routed_experts,
         )
         for sample in samples
     ]
+
+
+def _gap(client: Client, batch: list[TrainingSample]) -> dict[str, float]:
+    scored = client.compute_log_probs(batch)
+    gaps = np.concatenate([np.abs(each.rollout_log_probs - mine) for each, mine in zip(batch, scored, strict=True)])
+    return {"mean": float(gaps.mean()), "p99": float(np.quantile(gaps, 0.99)), "max": float(gaps.max())}
 
 
 def walk(client: Client, load: Load, result: dict[str, Any], *, changeovers: int) -> None:
@@ -134,9 +141,9 @@ def walk(client: Client, load: Load, result: dict[str, Any], *, changeovers: int
     result["generated_tokens_per_s"] = round(sum(len(each.token_ids) for each in samples) / (time.perf_counter() - started))
     client.acquire(Phase.TRAIN)
     batch = trained(samples, prompts, random, version=client.trainer_state().policy_version)
-    scored = client.compute_log_probs(batch)
-    gaps = np.concatenate([np.abs(each.rollout_log_probs - mine) for each, mine in zip(samples, scored, strict=True)])
-    result["gap"] = {"mean": float(gaps.mean()), "p99": float(np.quantile(gaps, 0.99)), "max": float(gaps.max())}
+    result["gap"] = _gap(client, batch)
+    if len(samples[0].routed_experts):
+        result["gap_without_replay"] = _gap(client, [replace(each, routed_experts=()) for each in batch])
     tokens = sum(len(each.prompt_token_ids) + len(each.completion_token_ids) for each in batch)
     rates = list[float]()
     for _ in range(STEPS):
