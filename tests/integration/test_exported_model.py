@@ -70,6 +70,7 @@ def test_mxfp4_is_exported_in_bfloat16(mesh: DeviceMesh, tmp_path: Path) -> None
     assert "quantization_config" not in json.loads((tmp_path / "model" / "config.json").read_text())
 
 
+PATTERNS = {"exclude_modules": ["0.self_attn.o_proj"], "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"o_proj": 9.0}}
 LORA = {"rank": 3, "alpha": 5, "target_modules": ["o_proj"]}
 EXPORTED = [
     (kind, lora)
@@ -78,7 +79,7 @@ EXPORTED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "lora"), [*EXPORTED, ("qwen3_moe", LORA | {"experts": True})])
+@pytest.mark.parametrize(("kind", "lora"), [*EXPORTED, ("qwen3_moe", LORA | {"experts": True}), ("llama", LORA | PATTERNS)])
 def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
     mesh: DeviceMesh, tmp_path: Path, kind: str, lora: dict[str, object] | None
 ) -> None:

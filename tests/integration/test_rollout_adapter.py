@@ -30,6 +30,11 @@ from tests.models import make_model, save_checkpoint
 # k_proj and up_proj without an adapter: their parts of SGLang's buffers must be zeros.
 TARGETS = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 RANK, ALPHA = 3, 12
+PATTERNS = {
+    "rank_pattern": {r"1\..*_proj": 2, "gate_proj": 5},
+    "alpha_pattern": {"v_proj": 30},
+    "exclude_modules": ["0.mlp.down_proj"],
+}
 WEIGHTS = types_pb2.MEMORY_TAG_WEIGHTS
 
 
@@ -50,6 +55,9 @@ def rollout(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         f"trainer.lora.rank={RANK}",
         f"trainer.lora.alpha={ALPHA}",
         f"trainer.lora.target_modules={TARGETS}".replace("'", '"'),
+        "trainer.lora.rank_pattern={'1\\..*_proj' = 2, gate_proj = 5}",
+        "trainer.lora.alpha_pattern={v_proj = 30}",
+        'trainer.lora.exclude_modules=["0.mlp.down_proj"]',
     )
     wait_until_serving(process)
     yield process
@@ -75,7 +83,7 @@ class Adapter:
 @pytest.fixture
 def adapter(folder: Path, rollout: RolloutProcess) -> Iterator[Adapter]:
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS))
+    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS, **PATTERNS))
     shards = [
         Shard(
             name.removeprefix("base_model.model.").replace(".default.", "."),

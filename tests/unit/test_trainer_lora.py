@@ -3,9 +3,13 @@
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig as PeftConfig
+from peft import inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
 from tasuki.config.checks import check_lora_targets, check_model
@@ -71,6 +75,49 @@ def test_adapters_of_experts_are_trained_in_float32_and_planned(kind: str) -> No
     assert sorted(planned) == sorted(tuple(param.shape) for param in trained.values())
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"exclude_modules": ["k_proj"]}, "exclude_modules: k_proj is no layer of target_modules"),
+        ({"exclude_modules": ["proj"]}, "exclude_modules: proj is no layer of target_modules"),
+        ({"exclude_modules": ["q_proj", "o_proj"]}, "exclude_modules: leaves no layer"),
+        ({"rank_pattern": {"proj": 2}}, "rank_pattern: proj matches no layer with an adapter"),
+        ({"alpha_pattern": {"1.o_proj": 2.0}}, "alpha_pattern: 1.o_proj matches no layer"),
+        ({"exclude_modules": ["q_proj"], "alpha_pattern": {"q_proj": 2.0}}, "alpha_pattern: q_proj matches no layer"),
+        ({"rank_pattern": {"(q": 2}}, "is no regular expression"),
+        ({"init": "gaussian", "path": "x"}, "init"),
+    ],
+)
+def test_names_and_patterns_without_effect_are_refused_by_key(changes: dict[str, object], words: str) -> None:
+    with pytest.raises((InvalidArgument, ValueError), match=words):
+        config = config_of(trainer={"lora": {"target_modules": ["q_proj", "o_proj"], **changes}})
+        check_model(config, shape_of(on_meta("llama")))
+
+
+def test_layers_ranks_and_scalings_of_patterns_are_pefts_and_planned() -> None:
+    given: dict[str, Any] = {
+        "exclude_modules": ("1.mlp.up_proj", "k_proj", "model.layers.0.self_attn.v_proj"),
+        "rank_pattern": {"model.layers.0.mlp.(up|gate)_proj": 6, "self_attn.[qo]_proj": 3, "q_proj": 9},
+        "alpha_pattern": {r"layers\.1\..*_proj": 10.0, "down_proj": 3.5},
+    }
+    model, lora = on_meta("llama"), LoraConfig(rank=4, alpha=8, use_rslora=True, **given)
+    shape, peft = (
+        shape_of(model),
+        PeftConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=list(lora.target_modules), **given),
+    )
+    theirs = inject_adapter_in_model(peft, on_meta("llama"))
+    expected = {
+        name: (module.r["default"], module.scaling["default"])
+        for name, module in theirs.named_modules()
+        if isinstance(module, LoraLayer)
+    }
+    assert {name: (lora.rank_of(name), lora.scaling_of(name)) for name in lora.layers(shape)} == expected
+    assert len(expected) == 2 * 7 - 4
+    add_adapters(model, lora)
+    planned = trained_shards(node_of(config_of(trainer={"lora": lora.model_dump()}), shape, gpu_bytes=GB, host_bytes=GB))
+    assert sorted(planned) == sorted(tuple(param.shape) for _, param in trained_parameters(model))
+
+
 REFUSED = {
     "rollout.lora": ("qwen3_moe", {"rollout": {"lora": "adapter"}}, 8),
     "trainer.lora.experts": ("llama", {}, 8),
@@ -119,11 +166,11 @@ def test_a_linear_layer_that_a_family_lacks_is_refused_by_name(kind: str, missin
     assert refused.value.metadata["field"] == "trainer.lora.target_modules"
 
 
-def facts(*, policy: int | None = None, critic: int | None = -1, alpha: float | None = None) -> CheckpointFacts:
+def facts(*, policy: int | None = None, critic: int | None = -1, alpha: float | None = None, **more: object) -> CheckpointFacts:
     """Facts of networks with adapters of these ranks, or without adapters. critic: -1 for no critic."""
     ranks = {Role.POLICY: policy} | ({} if critic == -1 else {Role.CRITIC: critic})
     roles = {
-        role: RoleFacts(3, schedule_start=0, architecture="LlamaForCausalLM", lora_rank=rank, lora_alpha=alpha)
+        role: RoleFacts(3, schedule_start=0, architecture="LlamaForCausalLM", lora_rank=rank, lora_alpha=alpha, lora_more=more)
         for role, rank in ranks.items()
     }
     return CheckpointFacts(num_ranks=1, roles=roles)
@@ -139,6 +186,11 @@ def facts(*, policy: int | None = None, critic: int | None = -1, alpha: float | 
             facts(policy=8, alpha=16),
             facts(policy=8, alpha=32.5),
             "adapters of alpha 16 as policy, but the trainer has 32.5; load",
+        ),
+        (
+            facts(policy=8, alpha_pattern={"q_proj": 2.0}),
+            facts(policy=8),
+            "with alpha_pattern {'q_proj': 2.0} as policy, but the trainer has None",
         ),
         (facts(critic=None), facts(critic=8), "a whole model as critic"),
         (facts(), facts(critic=None), "holds policy, but the trainer trains critic, policy"),

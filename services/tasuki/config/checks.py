@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.table import MAX_GPUS, UNIX, UUID
-from tasuki.models.adapter_folder import check_adapter
+from tasuki.models.adapter_folder import check_adapter, is_end, is_match
+from tasuki.models.shape import EXPERTS
 from tasuki.wire.address import is_beyond_loopback, is_same_port
 from tasuki.wire.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from tasuki.config.gpus import Gpus
     from tasuki.config.schema import NodeConfig
+    from tasuki.config.trainer_schema import LoraConfig
     from tasuki.models.shape import ModelShape
 
 UNSERVED_LINEAR = (
@@ -142,9 +144,10 @@ def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShap
         check_critic_model(config, model, critic)
     if trainer.lora is not None:
         check_lora_targets(model, trainer.lora.target_modules)
+        _check_lora_layers(trainer.lora, model)
         _check_lora_experts(config, [model] if critic is None else [model, critic])
         if trainer.lora.path is not None:
-            check_adapter(trainer.lora.path, model, **trainer.lora.model_dump(exclude={"path"}))
+            check_adapter(trainer.lora.path, model, trainer.lora)
     if config.served_adapter is not None and model.latent is not None:
         problem = f'= "adapter" is not for latent attention, which {model.architecture} has; leave it at "merged"'
         raise InvalidArgument("rollout.lora", problem)
@@ -237,6 +240,27 @@ def check_lora_targets(model: "ModelShape", targets: Sequence[str]) -> None:
     if missing:
         has = f"it has {', '.join(there)}; those of experts are trainer.lora.experts"
         raise InvalidArgument("trainer.lora.target_modules", f"{model.architecture} has no linear {', '.join(missing)}; {has}")
+
+
+def _check_lora_layers(lora: "LoraConfig", model: "ModelShape") -> None:
+    """Raises InvalidArgument for a name or a pattern without effect."""
+    adapted, targeted = lora.layers(model), lora.model_copy(update={"exclude_modules": ()}).layers(model)
+    for name in lora.exclude_modules:
+        if not any(is_end(name, layer) for layer in targeted):
+            problem = f"{name} is no layer of target_modules, nor the end of one such as {next(iter(targeted))}"
+            raise InvalidArgument("trainer.lora.exclude_modules", problem)
+    if not adapted:
+        raise InvalidArgument("trainer.lora.exclude_modules", "leaves no layer with an adapter; name fewer")
+    experts = [name for name in model.parameters() if lora.experts and name.endswith(EXPERTS)]
+    for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for pattern in patterns:
+            if any(is_match(pattern, name) for name in experts):
+                raise InvalidArgument(f"trainer.lora.{key}", f"{pattern} matches experts, which all have rank and alpha")
+            if not any(is_match(pattern, layer) for layer in adapted):
+                problem = (
+                    f"{pattern} matches no layer with an adapter, such as {next(iter(adapted))}; it must match the end of one"
+                )
+                raise InvalidArgument(f"trainer.lora.{key}", problem)
 
 
 def _check_lora_experts(config: "NodeConfig", models: "Sequence[ModelShape]") -> None:

@@ -1,13 +1,18 @@
 """The trainer's tables: optimizers, adapters, critic."""
 
 import math
+import re
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from tasuki.config.checks import UNSERVED_LINEAR
 from tasuki.config.table import Bool, Devices, Distinct, Float, Int, PositiveFloat, PositiveInt, Schema
+from tasuki.models.adapter_folder import is_end, is_match
+
+if TYPE_CHECKING:
+    from tasuki.models.shape import ModelShape
 
 Beta = Annotated[Float, Field(ge=0, lt=1)]
 LinearName = Literal[
@@ -15,6 +20,17 @@ LinearName = Literal[
     "gate_proj", "up_proj", "gate_up_proj", "down_proj",
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj",
 ]  # fmt: skip
+
+
+def _check_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
 
 
 class LoraConfig(Schema):
@@ -28,6 +44,8 @@ class LoraConfig(Schema):
     """Scale by `alpha / sqrt(rank)` instead: rsLoRA, for high ranks (arXiv:2312.03732)."""
     path: Path | None = None
     """Adapter to start from, a folder of PEFT's with the same rank, alpha, scaling and layers. Without it the policy is the model."""
+    init: Literal["default", "gaussian"] = "default"
+    """First values of A without a `path`, as PEFT's of these names: uniform, or normal with a standard deviation of `1 / rank`. B is 0."""
     target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1), Distinct] = tuple(
         name for name in get_args(LinearName) if name not in UNSERVED_LINEAR
     )
@@ -37,11 +55,45 @@ class LoraConfig(Schema):
     out."""
     experts: Bool = False
     """Whether the experts of a mixture get adapters, too, each its own: PEFT's `target_parameters`. Merged only."""
+    exclude_modules: Annotated[tuple[str, ...], Distinct] = ()
+    """Linear layers of `target_modules` without an adapter: whole names, or ends such as "0.self_attn.q_proj"."""
+    rank_pattern: dict[Pattern, PositiveInt] = Field(default={})
+    """Ranks of other layers than `rank` says, by a regular expression for the end of their name, as in `{"layers.1.*.q_proj" = 8}`."""
+    alpha_pattern: dict[Pattern, PositiveFloat] = Field(default={})
+    """Their `alpha`, likewise."""
+
+    @model_validator(mode="after")
+    def _starts_once(self) -> "LoraConfig":
+        if self.path is not None and self.init != "default":
+            raise ValueError(f'init = "{self.init}" has no effect with path, which has A and B; remove one of them')
+        return self
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    def adapts(self, layer: str) -> bool:
+        """Whether a linear layer of this name, such as `model.layers.0.self_attn.q_proj`, gets an adapter."""
+        return layer.rpartition(".")[2] in self.target_modules and not any(is_end(name, layer) for name in self.exclude_modules)
+
+    def layers(self, model: "ModelShape") -> dict[str, tuple[int, ...]]:
+        """Linear layers that get an adapter, in the model's order, with the shapes [out, in] of their weights."""
+        weights = {name.removesuffix(".weight"): shape for name, shape in model.parameters().items()}
+        return {layer: shape for layer, shape in weights.items() if len(shape) == 2 and self.adapts(layer)}
+
+    def rank_of(self, layer: str) -> int:
+        """Rank of a layer's adapter."""
+        return next((rank for pattern, rank in self.rank_pattern.items() if is_match(pattern, layer)), self.rank)
 
     @property
-    def scaling(self) -> float:
-        """Factor of the adapters' output."""
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+    def max_rank(self) -> int:
+        """The highest that a layer may have."""
+        return max(self.rank, *self.rank_pattern.values(), 1)
+
+    def scaling_of(self, layer: str) -> float:
+        """Factor of its output."""
+        rank = self.rank_of(layer)
+        alpha = next((alpha for pattern, alpha in self.alpha_pattern.items() if is_match(pattern, layer)), self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 MAX_LEARNING_RATE = 1.0
@@ -78,8 +130,8 @@ class CriticConfig(Schema):
     path: Path | None = None
     """Model folder of its initial weights; by default the policy's. A `value_head.weight` there initializes its head, else zeros do."""
     lora_rank: PositiveInt | None = None
-    """Rank of adapters, which are trained with the head on a frozen model; `alpha` and `target_modules` are those of `[trainer.lora]`. By
-    default all parameters are trained."""
+    """Rank of adapters, which are trained with the head on a frozen model; `alpha` and layers are those of `[trainer.lora]`. By default
+    all parameters are trained."""
 
 
 DEFAULT_MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 16_384}
@@ -168,7 +220,9 @@ class TrainerConfig(OptimizerConfig):
         """The critic's adapters, if it has any."""
         if self.critic is None or self.critic.lora_rank is None:
             return None
-        return (self.lora or LoraConfig()).model_copy(update={"rank": self.critic.lora_rank, "path": None})
+        return (self.lora or LoraConfig()).model_copy(
+            update={"rank": self.critic.lora_rank, "path": None, "rank_pattern": {}, "alpha_pattern": {}}
+        )
 
     @model_validator(mode="after")
     def _adapters_need_no_reference(self) -> "TrainerConfig":

@@ -1,20 +1,27 @@
 """An adapter in PEFT's format to start from, read from adapter_config.json and headers. Needs no torch."""
 
-from collections.abc import Sequence
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tasuki.models.config_json import read_json_object
 from tasuki.models.shape import EXPERTS, ModelShape
 from tasuki.models.stored_tensors import READ_DTYPES, read_file
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
+if TYPE_CHECKING:
+    from tasuki.config.trainer_schema import LoraConfig
+
 KEY = "trainer.lora.path"
 ADAPTER_FILE = "adapter_model.safetensors"
 _CONFIG_FILE = "adapter_config.json"
 _NEUTRAL = {"bias": "none", "megatron_core": "megatron.core", "qalora_group_size": 16}
 """Values without effect that PEFT writes; others are null, false or empty."""
+_COMPARED = {"rank": "r", "alpha": "lora_alpha", **{key: key for key in ("use_rslora", "rank_pattern", "alpha_pattern")}}
+"""PEFT's names of keys in [trainer.lora] that must agree."""
 _NO_MATTER = {
-    *("r", "lora_alpha", "use_rslora", "init_lora_weights", "target_modules", "peft_type", "peft_version", "lora_dropout"),
+    *("init_lora_weights", "target_modules", "exclude_modules", "peft_type", "peft_version", "lora_dropout"),
+    *_COMPARED.values(),
     *("base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "loftq_config", "eva_config"),
 }
 """Keys that are compared, or that change only how an adapter is made."""
@@ -22,16 +29,17 @@ _KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights whose adapter belongs to the unchanged model."""
 
 
-def check_adapter(
-    folder: Path,
-    model: ModelShape,
-    *,
-    rank: int,
-    alpha: float,
-    use_rslora: bool,
-    target_modules: Sequence[str],
-    experts: bool = False,
-) -> None:
+def is_end(name: str, layer: str) -> bool:
+    """Whether PEFT takes `name` for this layer: all of its name, or the last parts."""
+    return f".{layer}".endswith(f".{name}")
+
+
+def is_match(pattern: str, layer: str) -> bool:
+    """Whether PEFT takes `pattern` for this layer; the first that matches counts."""
+    return re.match(rf"(.*\.)?({pattern})$", layer) is not None
+
+
+def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
     """Raises PathNotFound, or InvalidArgument for an adapter that this run cannot continue."""
     for name in (_CONFIG_FILE, ADAPTER_FILE):
         if not (folder / name).is_file():
@@ -41,7 +49,7 @@ def check_adapter(
     if config.get("peft_type") != "LORA":
         raise InvalidArgument(KEY, f"{file} has peft_type {config.get('peft_type')!r}; only LORA can be trained")
     for name, value in config.items():
-        if name == "target_parameters" and experts and set(value or ()) == set(EXPERTS):
+        if name == "target_parameters" and lora.experts and set(value or ()) == set(EXPERTS):
             continue
         if name not in _NO_MATTER and value and value != _NEUTRAL.get(name):
             problem = f"has {name} {value!r}, which is not supported; merge the adapter into its model with PEFT"
@@ -50,30 +58,29 @@ def check_adapter(
     if made not in _KEEP_THE_BASE:
         problem = f"init_lora_weights {made!r} belongs to a changed model; save it with PEFT's path_initial_model_for_weight_conversion"
         raise InvalidArgument(KEY, f"{file}: {problem}")
-    for key, ours, name in (("rank", rank, "r"), ("alpha", alpha, "lora_alpha"), ("use_rslora", use_rslora, "use_rslora")):
-        if config.get(name, False) != ours:
-            raise InvalidArgument(
-                f"trainer.lora.{key}", f"is {ours}, but {file} has {name} {config.get(name, False)}; set the same"
-            )
+    for key, name in _COMPARED.items():
+        ours, theirs = getattr(lora, key), config.get(name) or type(getattr(lora, key))()
+        # Of patterns the first that matches counts.
+        if theirs != ours or (isinstance(ours, dict) and list(theirs) != list(ours)):
+            raise InvalidArgument(f"trainer.lora.{key}", f"is {ours}, but {file} has {name} {theirs}; set the same")
     wanted: dict[str, tuple[int, ...]] = {}
+    for layer, (num_rows, num_columns) in lora.layers(model).items():
+        a, b = (f"base_model.model.{layer}.lora_{part}.weight" for part in "AB")
+        wanted |= {a: (lora.rank_of(layer), num_columns), b: (num_rows, lora.rank_of(layer))}
     for name, shape in model.parameters().items():
-        layer = name.removesuffix(".weight")
-        if layer.rpartition(".")[2] in target_modules and len(shape) == 2:
-            a, b = (f"base_model.model.{layer}.lora_{part}.weight" for part in "AB")
-            wanted |= {a: (rank, shape[1]), b: (shape[0], rank)}
-        if experts and name.endswith(EXPERTS):
+        if lora.experts and name.endswith(EXPERTS):
             # See trainer/backends/fsdp/lora/adapters.py.
             wrapped = f"base_model.model.{name.rpartition('.')[0]}{'.base_layer' if name.endswith(EXPERTS[0]) else ''}"
-            stacked = shape[0] * rank
+            stacked = shape[0] * lora.rank
             wanted |= {f"{wrapped}.lora_A.weight": (stacked, shape[-1]), f"{wrapped}.lora_B.weight": (shape[1], stacked)}
     stored = read_file(folder / ADAPTER_FILE, key=KEY)
+    excluded = f" and exclude_modules = {list(lora.exclude_modules)}" if lora.exclude_modules else ""
+    layers = f"trainer.lora.target_modules = {list(lora.target_modules)}{excluded}"
     for name in sorted(wanted.keys() ^ stored.keys()):
         if name in stored:
-            problem = (
-                f"holds {name}, which the {model.architecture} of trainer.lora.target_modules = {list(target_modules)} lacks"
-            )
+            problem = f"holds {name}, which the {model.architecture} of {layers} lacks"
         else:
-            problem = f"lacks {name}, which trainer.lora.target_modules = {list(target_modules)} needs"
+            problem = f"lacks {name}, which {layers} needs"
         raise InvalidArgument(KEY, f"{folder / ADAPTER_FILE} {problem}")
     for name, shape in wanted.items():
         tensor = stored[name]

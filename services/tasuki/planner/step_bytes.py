@@ -241,7 +241,7 @@ def _layer_activations(node: Node, index: int) -> int:
         index,
         num_keys=min(node.longest_sequence, node.micro_batch_tokens),
         compute_bytes=compute,
-        lora_rank=None if node.lora is None else node.lora.rank,
+        lora_rank=None if node.lora is None else node.lora.max_rank,
         has_expert_adapters=node.lora is not None and node.lora.experts,
         is_fused=node.device == "cuda",
         keeps_product=_keeps_product(node),

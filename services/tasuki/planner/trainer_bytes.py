@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.memory.granularity import ALIGNMENT, CPU_MIN_TENSOR, arena_bytes, export_bytes, rounded_up
 from tasuki.models.shape import EXPERTS, ModelShape
 from tasuki.planner.node import Node, Part
@@ -132,18 +133,14 @@ def trained_shards(node: Node) -> _Shapes:
     """Shards with gradients: all of them, or those of adapters."""
     if node.lora is None:
         return shards(node)
-    lora = node.lora
-    linear = _adapter_shards(node.model, node.num_ranks, lora.rank, tuple(lora.target_modules))
-    return linear + (_expert_adapter_shards(node.model, node.num_ranks, lora.rank) if lora.experts else ())
+    linear = _adapter_shards(node.model, node.num_ranks, node.lora)
+    return linear + (_expert_adapter_shards(node.model, node.num_ranks, node.lora.rank) if node.lora.experts else ())
 
 
 @lru_cache
-def _adapter_shards(model: ModelShape, num_ranks: int, rank: int, targets: tuple[str, ...]) -> _Shapes:
-    adapted = tuple(f".{target}.weight" for target in targets)
-    shapes = (
-        shape for layer in map(model.layer, range(model.num_layers)) for name, shape in layer.items() if name.endswith(adapted)
-    )
-    pairs = (((-(-rank // num_ranks), columns), (-(-rows // num_ranks), rank)) for rows, columns in shapes)
+def _adapter_shards(model: ModelShape, num_ranks: int, lora: LoraConfig) -> _Shapes:
+    ranks = ((lora.rank_of(layer), shape) for layer, shape in lora.layers(model).items())
+    pairs = (((-(-rank // num_ranks), columns), (-(-rows // num_ranks), rank)) for rank, (rows, columns) in ranks)
     return tuple(chain.from_iterable(pairs))
 
 

@@ -108,7 +108,7 @@ def _further(engine: Mapping[str, Any], *, ours: Mapping[str, Any]) -> Mapping[s
 def _adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
     return {
         "enable_lora": True,
-        "max_lora_rank": adapter.rank,
+        "max_lora_rank": adapter.max_rank,
         "lora_target_modules": list(adapter.target_modules),
         "lora_backend": LORA_BACKEND,
         # Two slots, the adapter's and the one of requests without an adapter, so that neither evicts the other.

@@ -12,13 +12,15 @@ from tasuki.rollout.arguments import LORA_BACKEND
 from tasuki.rollout.sglang.dense_lora import SLOT, DenseLora, install_dense_lora
 
 RANK, ALPHA, TOKENS, WIDTH = 4, 12.0, 5, 16
+SCALES = (ALPHA / RANK, 2.0, ALPHA / 3)
 
 
 @pytest.fixture(scope="module")
 def backend() -> DenseLora:
-    install_dense_lora(LoraConfig(rank=RANK, alpha=ALPHA))
+    """The kernels of a module whose second part has another alpha, and whose third has another rank."""
+    install_dense_lora(LoraConfig(rank=RANK, alpha=ALPHA, alpha_pattern={"1.b": 8.0}, rank_pattern={"c": 3}))
     create: Any = get_backend_from_name(LORA_BACKEND)
-    return create(max_loras_per_batch=2, device=torch.device("cpu"), server_args=None)
+    return create(max_loras_per_batch=2, device=torch.device("cpu"), server_args=None).of_parts(["1.a", "1.b", "1.c"])
 
 
 def buffer(rows: int, columns: int) -> Tensor:
@@ -50,7 +52,7 @@ def test_each_part_has_its_columns_of_a_fused_layers_output(backend: DenseLora, 
     expected = base.clone()
     for index in range(num_parts):
         part, rows = a[SLOT, index * RANK : (index + 1) * RANK], slice(ends[index], ends[index + 1])
-        expected[:, rows] += ALPHA / RANK * x @ part.T @ b[SLOT, rows].T
+        expected[:, rows] += SCALES[index] * x @ part.T @ b[SLOT, rows].T
     offsets = torch.tensor(ends, dtype=torch.int32)
     if num_parts == 3:
         found = backend.run_qkv_lora(

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.rollout.arguments import ADAPTER_ID
 from tasuki.rollout.record import Layout
-from tasuki.rollout.sglang.dense_lora import SLOT
+from tasuki.rollout.sglang.dense_lora import SLOT, DenseLora
 from tasuki.wire.errors import BadHandle, InternalError, UnsupportedModel
 
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -35,7 +35,7 @@ def serve_adapter(manager: LoRAManager, config: LoraConfig, *, tp_rank: int) -> 
     """Loads the adapter into its permanent slot. It has no effect until received. Raises UnsupportedModel, see AdapterBuffers."""
     settings = {
         "peft_type": "LORA",
-        "r": config.rank,
+        "r": config.max_rank,
         "lora_alpha": config.alpha,
         "target_modules": list(config.target_modules),
     }
@@ -61,19 +61,20 @@ class AdapterBuffers:
         self._unused: list[torch.Tensor] = []
         for name, module, a, b in self._modules:
             split = _split_of(name, module, manager.base_hf_config, tp_rank=tp_rank)
-            _check_fit(name, split, a, b, rank=config.rank, tp_size=module.base_layer.tp_size)
+            _check_fit(name, split, a, b, rank=config.max_rank, tp_size=module.base_layer.tp_size)
             self._note_places(name, split, a, b)
 
     def _note_places(self, name: str, split: "_Split", a: torch.Tensor, b: torch.Tensor) -> None:
-        rank, prefix = self._config.rank, name.rpartition(".")[0]
+        most = self._config.max_rank
         for index, (part, output) in enumerate(split.outputs.items()):
-            to_a, to_b = a[index * rank : (index + 1) * rank], b.narrow(0, output.row, output.size)
-            if part not in self._config.target_modules:
-                self._unused += [to_a, to_b]
-                continue
-            layer = f"{prefix}.{part}"
-            self._places.append(_Place(f"{layer}.lora_A.weight", to_a, 1, split.input.start, (rank, split.input.whole)))
-            self._places.append(_Place(f"{layer}.lora_B.weight", to_b, 0, output.start, (output.whole, rank)))
+            layer = f"{name.rpartition('.')[0]}.{part}"
+            rank = self._config.rank_of(layer) if self._config.adapts(layer) else 0
+            to_a, to_b = a[index * most : (index + 1) * most], b.narrow(0, output.row, output.size)
+            self._unused += [unused for unused in (to_a[rank:], to_b[:, rank:]) if unused.numel()]
+            if rank:
+                of_a, of_b = (rank, split.input.whole), (output.whole, rank)
+                self._places.append(_Place(f"{layer}.lora_A.weight", to_a[:rank], 1, split.input.start, of_a))
+                self._places.append(_Place(f"{layer}.lora_B.weight", to_b[:, :rank], 0, output.start, of_b))
 
     def layout(self, dtype: torch.dtype) -> Layout:
         """Every A and B, as they are published in `dtype`."""
@@ -190,8 +191,23 @@ def _modules(manager: LoRAManager) -> Iterator[tuple[str, Any, torch.Tensor, tor
             yield name, module, pool.A_buffer[kind][layer][slot], pool.B_buffer[kind][layer][slot]
 
 
-class UnpinnedLora(LoRAManager):
-    """SGLang's manager on a CPU, without pinned memory, which torch refuses without a GPU."""
+def parts_of(module: str) -> tuple[str, ...]:
+    """The checkpoint's layers that SGLang computes in this module."""
+    prefix, _, kind = module.rpartition(".")
+    return tuple(f"{prefix}.{part}" for part in _PARTS.get(kind, (kind,)))
+
+
+class ScaledLora(LoRAManager):
+    """SGLang's manager, with the scaling of each layer."""
+
+    def set_lora_module(self, module_name: str, module: torch.nn.Module) -> Any:
+        made: Any = super().set_lora_module(module_name, module)
+        made.lora_backend = cast(DenseLora, self.lora_backend).of_parts(parts_of(module_name))
+        return made
+
+
+class UnpinnedLora(ScaledLora):
+    """The same on a CPU, without pinned memory, which torch refuses without a GPU."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         with _Unpinned():

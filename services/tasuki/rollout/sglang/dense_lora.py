@@ -5,6 +5,7 @@ to the layer's output in place. Nothing depends on the batch, so CUDA graphs nee
 """
 
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ SLOT = 1
 
 def install_dense_lora(config: LoraConfig) -> None:
     """Lets SGLang find these kernels by the name LORA_BACKEND."""
-    register_lora_backend(LORA_BACKEND)(lambda: partial(DenseLora, scale=config.scaling))
+    register_lora_backend(LORA_BACKEND)(lambda: partial(DenseLora, config=config))
 
 
 class DenseLora(BaseLoRABackend):
@@ -32,11 +33,17 @@ class DenseLora(BaseLoRABackend):
 
     name = LORA_BACKEND
 
-    def __init__(self, max_loras_per_batch: int, device: torch.device, *, scale: float, **_: object) -> None:
+    def __init__(self, max_loras_per_batch: int, device: torch.device, *, config: LoraConfig, **_: object) -> None:
         super().__init__(max_loras_per_batch, device)
-        self._scale = scale
+        self._config, self._scales = config, tuple[float, ...]()
         self.batch_info: Any = SimpleNamespace()
         """SGLang sets attributes of it."""
+
+    def of_parts(self, layers: Sequence[str]) -> "DenseLora":
+        """The kernels of a module that computes these layers of the checkpoint."""
+        made = copy(self)
+        made._scales = tuple(map(self._config.scaling_of, layers))
+        return made
 
     def prepare_lora_batch(self, *_: object, **__: object) -> None:
         """Does nothing: there is nothing to prepare."""
@@ -47,7 +54,7 @@ class DenseLora(BaseLoRABackend):
 
     def run_lora_b_sgemm(self, x: Tensor, weights: Tensor, *_: object, base_output: Tensor, **__: object) -> Tensor:
         """Adds B [out, r] times [T, r] to [T, out]."""
-        return base_output.addmm_(x, weights[SLOT].T, alpha=self._scale)
+        return base_output.addmm_(x, weights[SLOT].T, alpha=self._scales[0])
 
     def run_qkv_lora(
         self, x: Tensor, qkv_lora_a: Tensor, qkv_lora_b: Tensor, *, output_offset_cpu: Tensor, base_output: Tensor, **_: object
@@ -71,5 +78,5 @@ class DenseLora(BaseLoRABackend):
         inner, rank, whole = self.run_lora_a_sgemm(x, a), b.shape[-1], b[SLOT]
         for index, (start, end) in enumerate(pairwise(ends)):
             part = inner[:, index * rank : (index + 1) * rank]
-            base_output[:, start:end].addmm_(part, whole[start:end].T, alpha=self._scale)
+            base_output[:, start:end].addmm_(part, whole[start:end].T, alpha=self._scales[index])
         return base_output

@@ -33,7 +33,7 @@ from tasuki.rollout.rank_commands import EngineLock, EngineRank, rank_allocator,
 from tasuki.rollout.ranks import RankReport, reporting
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.record import EngineModel, published_layout
-from tasuki.rollout.sglang.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
+from tasuki.rollout.sglang.adapter import AdapterBuffers, ScaledLora, UnpinnedLora, serve_adapter
 from tasuki.rollout.sglang.cpu.attention import BatchedAttention, multinomial_with_seed
 from tasuki.rollout.sglang.cpu.gated_delta import install_delta_nets
 from tasuki.rollout.sglang.dense_lora import install_dense_lora
@@ -334,9 +334,9 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         install_delta_nets()
     if setup.config is not None and setup.config.served_adapter is not None:
         install_dense_lora(setup.config.served_adapter)
+        model_runner.LoRAManager = UnpinnedLora if device == "cpu" else ScaledLora
     if device == "cpu":
         attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
-        model_runner.LoRAManager = UnpinnedLora
     # It would write a file for a data-parallel balancer to /dev/shm that nobody removes.
     sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
 

@@ -49,6 +49,7 @@ from tasuki.wire.regular_file import read_regular
 from tasuki.wire.sealed_json import is_intact, sealed
 
 _FORMAT = 4
+_MORE = {"exclude_modules", "rank_pattern", "alpha_pattern"}
 _INDEX_SUM = "tensors_crc32"
 _RANDOM_STATE = "random_state."
 _Version = Annotated[int, Field(ge=0, le=2**53)]
@@ -70,6 +71,8 @@ class RoleFacts:
     """Scale of their output, times the rank; None for a whole network, and in checkpoints that do not say."""
     lora_use_rslora: bool = False
     """Whether their output is scaled by alpha / sqrt(rank)."""
+    lora_more: dict[str, Any] = field(default_factory=dict)
+    """Other keys of [trainer.lora] on which results depend, if they are set."""
     model: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json on which results depend, with their values; empty in checkpoints that do not say."""
 
@@ -213,6 +216,11 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
                 f"holds adapters with use_rslora {saved.lora_use_rslora} as {role}, but the trainer has {mine.lora_use_rslora}"
             )
             raise InvalidArgument("path", f"{path} {problem}; load it with the value it was saved with")
+        for key in sorted(saved.lora_more.keys() | mine.lora_more.keys()):
+            was, is_ = (each.lora_more.get(key) for each in (saved, mine))
+            if was != is_:
+                problem = f"holds adapters with {key} {was} as {role}, but the trainer has {is_}"
+                raise InvalidArgument("path", f"{path} {problem}; load it with trainer.lora.{key} as it was saved")
         for key in sorted(saved.model.keys() & mine.model.keys()):
             if saved.model[key] != mine.model[key]:
                 problem = (
@@ -310,6 +318,7 @@ def checkpoint_facts(
             lora_rank=rank,
             lora_alpha=alpha,
             lora_use_rslora=lora is not None and lora.use_rslora,
+            lora_more={} if lora is None else lora.model_dump(mode="json", include=_MORE, exclude_defaults=True),
             model=computing_settings(model),
         )
     return CheckpointFacts(num_ranks, roles, config.optimizer_8bit)

@@ -45,11 +45,9 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
     policy = facts.roles[Role.POLICY]
     _check_model(checkpoint, policy, source=source)
     reader = TensorReader(checkpoint, index_crc32=index_crc32, progressed=lambda: None)
-    lora = LoraConfig(
-        rank=policy.lora_rank or 1,
-        alpha=LoraConfig().alpha if policy.lora_alpha is None else policy.lora_alpha,
-        use_rslora=policy.lora_use_rslora,
-    )
+    alpha = LoraConfig().alpha if policy.lora_alpha is None else policy.lora_alpha
+    given = {"rank": policy.lora_rank or 1, "alpha": alpha, "use_rslora": policy.lora_use_rslora, **policy.lora_more}
+    lora = LoraConfig.model_validate(given)
     sizes = {name.removeprefix(_POLICY): size for name, size in reader.sizes().items() if name.startswith(_POLICY)}
     model = read_model_shape(source)
     names = find_family(model.architecture).checkpoint
@@ -76,11 +74,12 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
             if a_name in sizes:
                 a, b = read(a_name), read(b_name)
                 adapter |= dict([in_file(a_name, a), in_file(b_name, b)])
+                scaling = lora.scaling_of(name.removesuffix(".weight"))
                 if len(shape) == 3:
-                    tensor = merged_experts(tensor, a, b, scaling=lora.scaling).to(dtype)
+                    tensor = merged_experts(tensor, a, b, scaling=scaling).to(dtype)
                 else:
                     base, tensor = tensor, torch.empty(shape, dtype=dtype)
-                    merge(tensor, base=base, factors=(b, a), scaling=lora.scaling)
+                    merge(tensor, base=base, factors=(b, a), scaling=scaling)
             shards = checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=names)
             writer.add({shard.name: shard.local for shard in shards})
         constants = [
@@ -94,7 +93,7 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
         if adapter:
             layers = {name.rpartition(".lora_")[0].removesuffix(".base_layer").rpartition(".")[2] for name in adapter}
             targets = {"target_modules": sorted(layers - {"experts"}), "experts": "experts" in layers}
-            named = LoraConfig.model_validate(lora.model_dump() | targets)
+            named = LoraConfig.model_validate(given | targets)
             write_adapter(aside / "adapter", adapter, config=named, source=source)
     except OSError as error:
         delete_aside(aside, path=output)

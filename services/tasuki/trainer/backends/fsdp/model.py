@@ -275,9 +275,10 @@ def _materialize(network: Policy | Critic, source: NetworkSource, *, region: Abs
         # FSDP2 also pads the shards here, so that they stay where they are from now on.
         network._apply(make)
     set_buffers(network.causal_lm, source.model, device=device)
-    initialize_adapters(network.causal_lm, seed=source.seed)
-    if source.lora is not None and source.lora.path is not None:
-        load_adapters(network.causal_lm, source.lora.path)
+    if source.lora is not None:
+        initialize_adapters(network.causal_lm, init=source.lora.init, seed=source.seed)
+        if source.lora.path is not None:
+            load_adapters(network.causal_lm, source.lora.path)
     if source.compiles:
         compile_blocks(network.causal_lm)
 

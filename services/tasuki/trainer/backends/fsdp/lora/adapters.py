@@ -71,6 +71,10 @@ def _peft_config(config: LoraConfig) -> "PeftConfig":
         use_rslora=config.use_rslora,
         target_modules=targets,
         target_parameters=experts,
+        exclude_modules=list(config.exclude_modules) or None,
+        rank_pattern=config.rank_pattern,
+        alpha_pattern=config.alpha_pattern,
+        init_lora_weights="gaussian" if config.init == "gaussian" else True,
     )
 
 
@@ -90,7 +94,7 @@ def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
 
 
 def _adapt(experts: GroupedExperts, config: LoraConfig) -> None:
-    experts.scaling = config.scaling
+    experts.scaling = config.scaling_of("")
     for name, param in list(experts.named_parameters()):
         num_rows, num_columns = param.shape[1:]
         for end, shape in ((_EXPERT_A, (config.rank, num_columns)), (_EXPERT_B, (num_rows, config.rank))):
@@ -98,14 +102,17 @@ def _adapt(experts: GroupedExperts, config: LoraConfig) -> None:
 
 
 @torch.no_grad()
-def initialize_adapters(causal_lm: nn.Module, *, seed: int) -> None:
-    """Initializes A uniformly as in PEFT and B to zero, so that the policy equals the base model. Independent of the number of ranks."""
+def initialize_adapters(causal_lm: nn.Module, *, init: str, seed: int) -> None:
+    """Initializes A as LoraConfig.init says and B to zero, so that the policy equals the base model. Independent of the number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     for name, param in causal_lm.named_parameters():
         if name.endswith((_A, _EXPERT_A)):
-            bound = 1 / math.sqrt(param.shape[-1])
-            whole = torch.empty(param.shape).uniform_(-bound, bound, generator=generator).to(param.device)
-            sharded = cast(DTensor, param)
+            whole, bound = torch.empty(param.shape), 1 / math.sqrt(param.shape[-1])
+            if init == "gaussian":
+                whole.normal_(std=1 / param.shape[-2], generator=generator)
+            else:
+                whole.uniform_(-bound, bound, generator=generator)
+            sharded, whole = cast(DTensor, param), whole.to(param.device)
             # Every rank generates the whole tensor: nothing is sent.
             param.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None))
         elif name.endswith((_B, _EXPERT_B)):
