@@ -294,3 +294,30 @@ def test_a_weight_that_the_templates_marks_do_not_follow_is_refused(tmp_path: Pa
     assert any(found.encode_chat(chat).assistant_mask)
     with pytest.raises(InvalidArgument, match="marks 1 texts of 2 answers"):
         found.encode_chat([{**chat[0], "weight": 1}, *chat[1:]])
+
+
+def test_a_message_is_judged_by_the_rows_own_options_in_any_order(tmp_path: Path) -> None:
+    terse = "{% for m in messages %}{% if mode != 'terse' or m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    found = ModelTokenizer(
+        write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"]), tokenizer_config={"chat_template": terse})
+    )
+    chat = [{"role": "system", "content": "how"}, {"role": "user", "content": "hi"}]
+    for _ in range(2):
+        assert found.encode_prompt(chat, {"chat_template_kwargs": {"mode": "full"}}) == found.encode_text("howhi")
+        with pytest.raises(InvalidArgument, match="drops message 0, of role system"):
+            found.encode_prompt(chat, {"chat_template_kwargs": {"mode": "terse"}})
+
+
+def test_each_message_has_its_parts_or_its_text_as_the_template_reads_it(tmp_path: Path) -> None:
+    mixed = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% for part in m.content %}[{{ part.text }}]{% endfor %}"
+        "{% else %}{{ m.role + ':' + m.content }}{% endif %}{% endfor %}"
+    )
+    found = ModelTokenizer(
+        write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"]), tokenizer_config={"chat_template": mixed})
+    )
+    one, two = ([{"type": "text", "text": text} for text in texts] for texts in (["how"], ["many", "apples"]))
+    chat = [{"role": "system", "content": one}, {"role": "user", "content": two}, {"role": "user", "content": one}]
+    assert found.encode_prompt(chat) == found.encode_text("system:how[many][apples][how]")
+    with pytest.raises(InvalidArgument, match="message 0 has 2 text parts"):
+        found.encode_prompt([{"role": "system", "content": two}, chat[1]])

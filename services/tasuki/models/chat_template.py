@@ -66,22 +66,19 @@ class ChatTemplate:
         """Raises InvalidArgument for a key or content of a message that the template would drop. messages: settled.
 
         A key is read if the template takes it from the message among all, or as the last; `tools` and `documents` are if they change the
-        text. Chats that are alike are rendered once.
+        text. Of chats that differ in their texts alone one is judged.
         drawn: the chat up to an answer of the policy, which are in `messages`, too, but not judged.
         """
         given = [{name for name, value in message.items() if value is not None and value != []} for message in messages]
         whole = [*drawn, *messages[len(drawn) :]]
         for index, names in enumerate(given):
             names.difference_update(_OWN_KEYS, _told_by_place(whole, index))
-        has_text = [bool(message["content"]) for message in messages]
-        roles = [message["role"] for message in messages]
-        variants = sorted(name for name, value in variables.items() if value)
-        alike = (*zip(roles, has_text, map(frozenset, given), strict=True), len(drawn), *variants)
+        probes = [_probe(message, index) for index, message in enumerate(messages)]
+        alike = json.dumps([probes, list(map(sorted, given)), len(drawn), variables], default=lambda clock: "")
         if alike in self._checked:
             return
         try:
-            taken = self._taken(messages, variables)
-            probes = [_probe(message, index) for index, message in enumerate(messages)]
+            taken = self._taken(messages, variables) if any(given) else [set[str]()] * len(messages)
             text = self.render(probes, variables)
         except InvalidArgument:
             return  # raised again, by its cause, where the messages themselves are rendered
@@ -100,30 +97,42 @@ class ChatTemplate:
             if lost := sorted(names - taken[index]):
                 problem = f"message {index} has `{lost[0]}`, which the model's chat template does not read; remove it"
                 raise InvalidArgument(field, f"{problem}, or use a template that reads it")
-            if has_text[index] and f"{_SENTINEL}{index}{_SENTINEL}" not in text:
+            if not all(probe in text for probe in _texts(probes[index]["content"])):
                 beside = "the text beside `tool_calls` in " if messages[index].get("tool_calls") else ""
-                problem = f"the model's chat template drops {beside}message {index}, of role {roles[index]}; remove it"
-                raise InvalidArgument(field, f"{problem}, or use a template that writes it")
-        self._checked.add(alike)
+                problem = f"the model's chat template drops {beside}message {index}, of role {messages[index]['role']}"
+                raise InvalidArgument(field, f"{problem}; remove it, or use a template that writes it")
+        if not any(given):  # else what is taken may depend on the texts
+            self._checked.add(alike)
 
     def settle(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[Message]:
         """Returns the messages with contents in the form that the template reads: lists of text parts, or else their text.
 
         Raises InvalidArgument for a content of several parts if the template reads only text, or as it refuses them itself.
         """
-        if not any(isinstance(message["content"], list) for message in messages):
+        if not any(isinstance(message["content"], list) for message in messages) or self._reads_parts(messages, variables):
             return list(messages)
+        joined = [{**message, "content": "".join(_texts(message["content"]))} for message in messages]
+        settled = list(messages)
+        for index, message in enumerate(messages):
+            content = message["content"]
+            if isinstance(content, list) and not self._reads_parts([*joined[:index], message, *joined[index + 1 :]], variables):
+                if len(content) > 1:
+                    problem = f"message {index} has {len(content)} text parts, but the model's chat template reads only text"
+                    raise InvalidArgument("messages", f"{problem}; join them into one")
+                settled[index] = joined[index]
+        return settled
+
+    def _reads_parts(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> bool:
+        """Whether the template takes every text part. Raises InvalidArgument if it refuses a content of several as such."""
         guarded = [_guarded(message) for message in messages]
-        parts = [part for message in guarded if isinstance(message["content"], list) for part in message["content"]]
+        contents = [message["content"] for message in guarded if isinstance(message["content"], list)]
         try:
             self._rendered(guarded, variables)
         except InvalidArgument as error:
-            if isinstance(error.__cause__, _Refusal) and len(parts) > sum(isinstance(one["content"], list) for one in messages):
+            if isinstance(error.__cause__, _Refusal) and any(len(content) > 1 for content in contents):
                 raise
-            parts = []
-        if parts and all("text" in part._taken for part in parts):
-            return list(messages)
-        return [{**message, "content": _text(message["content"], index)} for index, message in enumerate(messages)]
+            return False
+        return all("text" in part._taken for content in contents for part in content)
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         """Raises InvalidArgument for messages that the template refuses or would print as Python's objects."""
@@ -307,11 +316,19 @@ def _told_by_place(messages: Sequence[Message], index: int) -> set[str]:
 
 
 def _probe(message: Message, index: int) -> Message:
-    """The message with a text that no other has in place of its own."""
-    content, text = message["content"], f"{_SENTINEL}{index}{_SENTINEL}"
+    """The message with texts that no other has in place of its own."""
+    content = message["content"]
     if isinstance(content, list):
-        return {**message, "content": [{**part, "text": text} for part in content]}
-    return {**message, "content": text} if content else message
+        parts = [
+            {**part, "text": part["text"] and f"{_SENTINEL}{index}.{number}{_SENTINEL}"} for number, part in enumerate(content)
+        ]
+        return {**message, "content": parts}
+    return {**message, "content": f"{_SENTINEL}{index}{_SENTINEL}"} if content else message
+
+
+def _texts(content: str | list[Any] | None) -> list[str]:
+    """The texts of a content's parts."""
+    return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
 
 
 def _guarded(value: Any) -> Any:
@@ -320,17 +337,6 @@ def _guarded(value: Any) -> Any:
     if isinstance(value, list):
         return _Array(map(_guarded, value))
     return _Null() if value is None else value
-
-
-def _text(content: Any, index: int) -> Any:
-    if not isinstance(content, list):
-        return content
-    if len(content) > 1:
-        problem = (
-            f"message {index} has {len(content)} text parts, but the model's chat template reads only text; join them into one"
-        )
-        raise InvalidArgument("messages", problem)
-    return content[0]["text"]
 
 
 def _to_json(
