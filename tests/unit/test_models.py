@@ -1,5 +1,7 @@
 """A family's description of a model against the module in transformers, and refusals by name."""
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,24 @@ def test_parameters_and_buffers_are_those_of_the_module(kind: str) -> None:
     assert model.shape.parameters() == {name: tuple(param.shape) for name, param in module.named_parameters()}
     assert model.buffers() == {name for name, _ in module.named_buffers()}
     check_module(module, model)
+
+
+_WRONG = (None, False, 0, 1, 7, 0.5, 1.5, "x", [], {}, ["full_attention"], {"0": 1}, {"full_attention": 1})
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_transformers_refuses_of_a_configuration_is_refused_without_it(kind: str) -> None:
+    """Every key with values of every type."""
+    config = CONFIGS[kind]()
+    table = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(module_of(kind)).__name__]}
+    read_model(table)
+    for key, own in table.items():
+        inner = [own | {name: value} for name in own for value in _WRONG] if isinstance(own, dict) else []
+        for value in (*_WRONG, *inner, *([own[1:]] if isinstance(own, list) else [])):
+            changed = table | {key: value}
+            with suppress(InvalidArgument, UnsupportedModel):
+                read_model(changed)
+                type(config).from_dict(changed)  # raises nothing either
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

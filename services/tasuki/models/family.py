@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasuki.models import rope
-from tasuki.models.config_json import Config, elements, flag, is_number, number, unsupported
+from tasuki.models.config_json import Config, elements, flag, is_number, number, size, unsupported
 from tasuki.models.shape import ModelShape
 from tasuki.wire.errors import InvalidArgument
 
@@ -164,7 +164,8 @@ _KINDS_OF_NOTES: Mapping[str, tuple[type, ...]] = {
     "use_cache": (bool,), "return_dict": _FLAG, "output_hidden_states": _FLAG, "output_router_logits": (bool,), "pretraining_tp": _IDS,
     "rms_norm_eps": (float,), "attn_logit_softcapping": _CAP, "final_logit_softcapping": _CAP,
     "initializer_range": (float,), "router_aux_loss_coef": (float,), "id2label": (dict, type(None)), "label2id": (dict, type(None)),
-    "auto_map": (dict, type(None)),
+    "auto_map": (dict, type(None)), "chunk_size_feed_forward": (int,), "is_encoder_decoder": (bool,),
+    "routed_scaling_factor": (float,), "router_jitter_noise": (float,),
 }  # fmt: skip
 # By key, the model types whose class in transformers takes no null.
 _NEVER_NULL: Mapping[str, tuple[str, ...]] = {
@@ -172,15 +173,21 @@ _NEVER_NULL: Mapping[str, tuple[str, ...]] = {
     "max_window_layers": ("qwen2", "qwen3"),
     "num_key_value_heads": ("qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "mistral", "gemma2", "gemma3_text", "glm4", "glm4_moe",
         "mixtral", "gpt_oss"),
-    "decoder_sparse_step": ("qwen3_moe",), "routed_scaling_factor": ("glm4_moe",), "n_shared_experts": ("glm4_moe",),
+    "decoder_sparse_step": ("qwen3_moe",), "n_shared_experts": ("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
+    "pretraining_tp": ("glm4_moe_lite",), "no_rope_layer_interval": ("smollm3",),
+    **dict.fromkeys(("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_value_heads", "num_experts",
+        "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"), ("qwen3_5_text", "qwen3_5_moe_text")),
     "query_pre_attn_scalar": ("gemma2", "gemma3_text"), "original_max_position_embeddings": ("phi3",),
 }  # fmt: skip
+_WHOLE_HEADS = ("llama", "gemma2", "gemma3_text", "deepseek_v2")
+"""Model types whose hidden size transformers asks to be a multiple of the number of heads."""
+_PROBLEM_TYPES = (None, "regression", "single_label_classification", "multi_label_classification")
 _DTYPES = (None, "float32", "bfloat16", "float16", "float64")
 
 # transformers or the engine read these with a default that is not null, false, 0 or empty, so such a value has an effect.
 _TRUE_BY_DEFAULT = frozenset({"is_causal", "rope_is_neox_style"})
 _NEVER_FALSY = frozenset({"default_theta"})
-_PROBABILITIES = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+_PROBABILITIES = ("initializer_range", "attention_dropout", "resid_pdrop", "embd_pdrop")
 _WHOLE_NUMBERS = ("sliding_window", "max_window_layers", "original_max_position_embeddings", "num_experts", "num_local_experts")
 
 
@@ -263,17 +270,30 @@ def _check_notes(config: Config) -> None:
         raise InvalidArgument(
             "pad_token_id", f"must be below vocab_size, {vocab_size}, in the model's config.json, not {padding}"
         )
-    for key in ("dtype", "torch_dtype"):
-        if config.get(key) not in _DTYPES:
-            raise InvalidArgument(key, f"must be one of {_DTYPES[1:]} in the model's config.json, not {config[key]!r}")
+    for key, values in (("dtype", _DTYPES), ("torch_dtype", _DTYPES), ("problem_type", _PROBLEM_TYPES)):
+        if config.get(key) not in values:
+            raise InvalidArgument(key, f"must be one of {values[1:]} in the model's config.json, not {config[key]!r}")
+    labels, ids = config.get("id2label") or {}, (config.get("label2id") or {}).values()
+    if not all(str(key).isdecimal() and isinstance(label, str) for key, label in labels.items()):
+        raise InvalidArgument("id2label", f"must have a text for each number in the model's config.json, not {labels}")
+    if {type(one) for one in ids} not in ({int}, {str}, set()):
+        raise InvalidArgument("label2id", f"must have a whole number for each text in the model's config.json, not {[*ids]}")
+    for key in ("layer_types", "mlp_layer_types"):
+        listed, num_layers = elements(config, key, of=str), config.get("num_hidden_layers")
+        if listed is not None and len(listed) != num_layers:
+            raise InvalidArgument(key, f"has {len(listed)} entries in the model's config.json, for {num_layers} layers")
 
 
 def _check_numbers(config: Config) -> None:
     """Checks keys that a family may not read, but that transformers always checks."""
     number(config, "rms_norm_eps", default=1e-6)
+    hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
+    if hidden % heads and config["model_type"] in _WHOLE_HEADS:
+        raise InvalidArgument("hidden_size", f"must be a multiple of num_attention_heads, {heads}, not {hidden}")
     for key in _PROBABILITIES:
         value = config.get(key, 0.0)
-        if not is_number(value) or not 0 <= value <= 1:
+        is_float = type(value) is float or config["model_type"] != "deepseek_v2"
+        if not is_number(value) or not 0 <= value <= 1 or not is_float:
             raise InvalidArgument(key, f"must be from 0 to 1 in the model's config.json, not {value!r}")
     for key in _WHOLE_NUMBERS:
         value = config.get(key)

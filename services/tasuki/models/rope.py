@@ -21,6 +21,7 @@ SCALED = frozenset(_PARAMETERS)
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 _TABLES = ("rope_scaling", "rope_parameters")
 _BASES = ("rope_theta", "rope_local_base_freq")
+_LAYERS = frozenset({"full_attention", "sliding_attention"})
 _NAMES = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -71,7 +72,7 @@ def bases(config: Config) -> Iterator[float]:
 def _check_part(config: Config, key: str, table: Config, *, is_partial: bool) -> None:
     """Checks the rotated part of each head. table: config.json itself, or a table within it."""
     part = table.get("partial_rotary_factor")
-    if part is None:
+    if part is None and (table is config or "partial_rotary_factor" not in table):
         return
     name = "" if table is config else "partial_rotary_factor: "
     if not is_number(part) or not 0 < part <= 1:
@@ -93,5 +94,7 @@ def _each(config: Config, key: str) -> Iterator[Config]:
         return
     if not isinstance(value, dict):
         raise InvalidArgument(key, f"must be a table or null in the model's config.json, not {value!r}")
-    nested = [table for table in value.values() if isinstance(table, dict)]
-    yield from nested or [value]
+    tables = list(value.values()) if value.keys() & _LAYERS else [value]
+    if not all(isinstance(table, dict) for table in tables):
+        raise InvalidArgument(key, f"must have a table for each kind of layer in the model's config.json, not {value!r}")
+    yield from tables
