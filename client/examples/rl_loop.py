@@ -145,12 +145,16 @@ class RlLoop:
         groups = self.sample_groups(step, shown)
         step.position = self.dataset.position()
         pending = PendingStep(step, schedule_steps=self.settings.num_steps, carried=self.carry.records())
-        if groups:
-            self.estimate(pending, groups, shown)
-            self.update(pending, shown)
+        try:
+            if groups:
+                self.estimate(pending, groups, shown)
+                self.update(pending, shown)
+        finally:  # a run that resumes within the updates no longer has the texts
+            if self.dump is not None:
+                self.dump.write(shown)
         if pending.carried and not pending.samples:
             write_pending(self.settings.output_dir, pending)  # nothing was learned, but the next step continues these
-        self.finish(pending, shown)
+        self.finish(pending)
 
     def completed(self, pending: PendingStep) -> Step:
         """Finishes a step whose updates an interrupted run had begun. None of them is made twice."""
@@ -160,19 +164,16 @@ class RlLoop:
         self.state, self.carry = EstimatorState.of(step.estimator), Carry.of(pending.carried)
         step.acquire(self.client, Phase.TRAIN)
         self.update(pending, shown)
-        self.finish(pending, shown)
+        self.finish(pending)
         return step
 
-    def finish(self, pending: PendingStep, shown: ShownSamples) -> None:
-        """Ends a step after its updates: its samples on disk, and a checkpoint if one is due."""
+    def finish(self, pending: PendingStep) -> None:
+        """Ends a step after its updates, with a checkpoint if one is due."""
         step = pending.step
         is_saved = self.save_now() or is_save_due(step, self.settings.save_every)
         if not is_saved and self.needs_rollout(step.step + 1):
             # Runs while the step's figures and samples are written.
             step.begin_acquire(self.client, Phase.ROLLOUT)
-        if self.dump is not None:
-            with self.progress.timed(step, "write_samples"):
-                self.dump.write(shown)
         step.estimator = self.state.numbers()
         if is_saved:
             self.progress.begin(step.step, "save")

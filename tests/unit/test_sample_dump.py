@@ -159,3 +159,14 @@ def wait_until(is_so: Any) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_step_interrupted_in_its_updates_has_its_file(settings: TrainConfig):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    folder = settings.output_dir / "samples"
+    settings.output_dir.mkdir(exist_ok=True)
+    with pytest.raises(KeyboardInterrupt):
+        run(settings, LoopClient(before_update=interrupted))
+    assert [line["completion"] for line in lines(folder / "step-000000.jsonl")][:2] == ["4 0 0", "4 0 1"]

@@ -79,7 +79,7 @@ export function facts(pairs) {
 
 const WORDS = {
   start: "starting the node", evaluate: "answering held-out prompts", generate: "generating", reward: "scoring rewards", ref_log_probs: "log-probs of the reference", old_log_probs: "log-probs before the step", values: "values of the critic",
-  forward_backward: "computing gradients", critic: "training the critic", optim_step: "updating weights", to_train: "handing over to the trainer", to_rollout: "handing over to the engine", save: "saving a checkpoint", write_samples: "writing samples", export: "exporting the model", stop: "stopping",
+  forward_backward: "computing gradients", critic: "training the critic", optim_step: "updating weights", to_train: "handing over to the trainer", to_rollout: "handing over to the engine", save: "saving a checkpoint", export: "exporting the model", stop: "stopping",
   LOAD_WEIGHTS: "publish weights", RESUME_WEIGHTS: "map weights", SYNC: "copy weights", OFFLOAD: "trainer leaves", RESUME_KV: "map KV cache", DRAIN: "finish requests", PAUSE_KV: "release KV cache", PAUSE_WEIGHTS: "release weights", LOAD_TRAINER: "trainer returns",
   TRAIN: "training", ROLLOUT: "generating", UNSPECIFIED: "handing over",
 };
