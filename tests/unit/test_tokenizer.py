@@ -142,6 +142,10 @@ def test_ids_and_texts_are_those_of_tokenizer_json(
             whole = own.encode(text)
             appended = sum(part is None for part in whole.sequence_ids[whole.sequence_ids.index(0) :]) if plain else len(whole)
             assert ids == whole.ids[: len(whole) - appended]
+        if eos in own.encode(completion, add_special_tokens=False).ids[:-1]:
+            with pytest.raises(InvalidArgument, match="completion: has '<eos>' in its text"):
+                found.encode_example(text, completion)
+            return
         example = found.encode_example(text, completion)
         start, joined = example.assistant_mask.index(1), found.encode_prompt(text + completion)
         assert example.token_ids == joined + [eos] * (joined[start:][-1:] != [eos])

@@ -11,8 +11,11 @@ from tasuki.client.dataset import Row, other_columns, prompt_problem, read_objec
 from tasuki.client.types import TrainingSample
 from tasuki.wire.errors import InvalidArgument
 
-# What other programs call a row's loss mask.
-_MASKS = ("weight", "weights", "loss", "loss_mask", "mask", "train")
+# What other programs call a row's loss mask, and its tokens.
+_MASKS = (
+    "weight", "weights", "loss", "loss_mask", "loss_weight", "loss_weights", "sample_weight", "mask", "train", "labels", "attention_mask",
+    "completion_mask", "assistant_mask", "assistant_masks", "input_ids", "token_ids", "tokens", "position_ids",
+)  # fmt: skip
 
 
 class SftTokenizer(Protocol):
@@ -57,7 +60,7 @@ def read_sft_jsonl(
 def sft_sample(row: Row, tokenizer: SftTokenizer) -> TrainingSample:
     """Builds the sample of one row, with a loss mask of 1 for trained tokens. Raises InvalidArgument naming the field."""
     if masks := [name for name in _MASKS if row.get(name) is not None]:
-        raise InvalidArgument(masks[0], "is not read from a row; give answers that are not learned `weight` 0")
+        raise InvalidArgument(masks[0], "is not read from a row; give texts, and answers that are not learned `weight` 0")
     if "messages" in row:
         if "prompt" in row or "completion" in row:
             raise InvalidArgument("messages", "comes with `prompt` or `completion`; give one or the other")

@@ -97,7 +97,7 @@ class ChatTemplate:
             if lost := sorted(names - taken[index]):
                 problem = f"message {index} has `{lost[0]}`, which the model's chat template does not read; remove it"
                 raise InvalidArgument(field, f"{problem}, or use a template that reads it")
-            if not all(probe in text for probe in _texts(probes[index]["content"])):
+            if not all(probe in text for probe in texts_of(probes[index]["content"])):
                 beside = "the text beside `tool_calls` in " if messages[index].get("tool_calls") else ""
                 problem = f"the model's chat template drops {beside}message {index}, of role {messages[index]['role']}"
                 raise InvalidArgument(field, f"{problem}; remove it, or use a template that writes it")
@@ -111,7 +111,7 @@ class ChatTemplate:
         """
         if not any(isinstance(message["content"], list) for message in messages) or self._reads_parts(messages, variables):
             return list(messages)
-        joined = [{**message, "content": "".join(_texts(message["content"]))} for message in messages]
+        joined = [{**message, "content": "".join(texts_of(message["content"]))} for message in messages]
         settled = list(messages)
         for index, message in enumerate(messages):
             content = message["content"]
@@ -326,7 +326,7 @@ def _probe(message: Message, index: int) -> Message:
     return {**message, "content": f"{_SENTINEL}{index}{_SENTINEL}"} if content else message
 
 
-def _texts(content: str | list[Any] | None) -> list[str]:
+def texts_of(content: str | list[Any] | None) -> list[str]:
     """The texts of a content's parts."""
     return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tasuki.client.chat import ASSISTANT, ChatTokens, Message, chat_tokens, is_learned
 from tasuki.client.dataset import Row, prompt_problem
-from tasuki.models.chat_template import ChatTemplate
+from tasuki.models.chat_template import ChatTemplate, texts_of
 from tasuki.models.tokenizer import read_stop_token_ids, read_tokenizer
 from tasuki.models.tool_calls import Call, ToolCallForm, form_of
 from tasuki.runs.settings import field_as_key
@@ -76,6 +76,7 @@ class ModelTokenizer:
             start = len(token_ids) - len(encoding.ids) + sum(end <= len(prompt) for _, end in encoding.offsets)
         if token_ids[start:][-1:] != [eos_token_id]:
             token_ids = [*token_ids, eos_token_id]
+        self._refuse_stops(token_ids[start:-1], "completion")
         return ChatTokens(token_ids, [0] * start + [1] * (len(token_ids) - start))
 
     def encode_chat(self, messages: Sequence[Message], fields: Row | None = None) -> ChatTokens:
@@ -89,6 +90,9 @@ class ModelTokenizer:
             raise InvalidArgument(name, "is not read by the model's chat template; remove it")
         messages = template.settle(messages, variables)
         template.check(messages, variables, field="messages")
+        for index, message in enumerate(messages):
+            for text in texts_of(message["content"]) if is_learned(message) else ():
+                self._refuse_stops(self.encode_text(text), "messages", place=f"message {index} ")
         if template.has_marks:
             return self._marked(template, messages, variables)
 
@@ -159,6 +163,12 @@ class ModelTokenizer:
         encoding = self._tokenizer.encode(text)
         mask = [int(any(start < end and first < stop for first, end in spans)) for start, stop in encoding.offsets]
         return ChatTokens(encoding.ids, mask)
+
+    def _refuse_stops(self, token_ids: Sequence[int], field: str, *, place: str = "") -> None:
+        """Raises InvalidArgument for a stop token in the text of an answer, since no rollout goes on after it."""
+        if inside := [token_id for token_id in token_ids if token_id in self._stop_token_ids]:
+            stop = self._tokenizer.decode(inside[:1], has_special=True)
+            raise InvalidArgument(field, f"{place}has {stop!r} in its text, with which an answer ends; remove it")
 
     def _template(self, field: str, fields: Row | None) -> tuple[ChatTemplate, dict[str, Any]]:
         """The template of a row, and what it is rendered with."""
