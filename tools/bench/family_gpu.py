@@ -3,8 +3,9 @@
 A model with random weights, of a published shape, where needed with fewer layers. First transformers' own module, in bfloat16 and with
 recomputation, makes the forward and backward passes of a step's samples. Then a node of the same model generates a batch (64 x 2,
 256 + 512 tokens), trains three steps on it, and walks through changeovers, each with a short batch and a small training step. Prints the
-gap of rollout's log-probs to the trainer's, tokens a second of both training steps and of generation, the driver's bytes on the GPU by
-phase with their drift, and the planner's. Writes family_gpu.json after each family. --tiny: the tests' small models, on a CPU.
+gap of rollout's log-probs to the trainer's, the errors of both, and of transformers, against float32, tokens a second of both training
+steps and of generation, the driver's bytes on the GPU by phase with their drift, and the planner's. Writes family_gpu.json after each
+family. --tiny: the tests' small models, on a CPU.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
 from tasuki.client import Client, Phase
 from tasuki.client.types import Sample, TrainingSample
@@ -74,8 +76,6 @@ def _prepare(family: str, folder: Path, load: Load) -> float:
     if load.device == "cpu":
         save_checkpoint(model := make_tiny(family, seed=0), folder)
         return plain_rate(model, load)
-    import transformers
-
     name, settings = SHAPES[family]
     config = getattr(transformers, name)(**settings)
     auto = transformers.AutoModelForImageTextToText if "text_config" in settings else transformers.AutoModelForCausalLM
@@ -126,13 +126,38 @@ def trained(
     ]
 
 
+def errors(folder: Path, batch: list[TrainingSample], trainers: list[Any], load: Load) -> dict[str, float]:
+    """Mean errors of log-probs of rollout, trainer and transformers' own module in the model's dtype, against it in float32."""
+    auto = transformers.AutoModelForImageTextToText if "vision_config" in _config(folder) else transformers.AutoModelForCausalLM
+    scored = dict[str, list[np.ndarray]](rollout=[each.rollout_log_probs for each in batch], trainer=trainers)
+    for name, dtype in (("transformers", "auto"), ("float32", torch.float32)):
+        model = auto.from_pretrained(folder, dtype=dtype).to(load.device).eval()
+        scored[name] = [_log_probs(model, each) for each in batch]
+        del model
+        torch.cuda.empty_cache()
+    exact = np.concatenate(scored.pop("float32"))
+    return {name: float(np.abs(np.concatenate(each) - exact).mean()) for name, each in scored.items()}
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+@torch.no_grad()
+def _log_probs(model: Any, sample: TrainingSample) -> np.ndarray:
+    ids = torch.tensor([[*sample.prompt_token_ids, *sample.completion_token_ids]], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(sample.prompt_token_ids) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, len(sample.prompt_token_ids) :, None])[:, 0].cpu().numpy()
+
+
 def _gap(client: Client, batch: list[TrainingSample]) -> dict[str, float]:
     scored = client.compute_log_probs(batch)
     gaps = np.concatenate([np.abs(each.rollout_log_probs - mine) for each, mine in zip(batch, scored, strict=True)])
     return {"mean": float(gaps.mean()), "p99": float(np.quantile(gaps, 0.99)), "max": float(gaps.max())}
 
 
-def walk(client: Client, load: Load, result: dict[str, Any], *, changeovers: int) -> None:
+def walk(client: Client, load: Load, result: dict[str, Any], *, changeovers: int) -> tuple[list[TrainingSample], list[Any]]:
+    """Returns a few samples of the first version and the trainer's log-probs of them."""
     random = np.random.default_rng(0)
     prompts = load.questions(random)
     client.acquire(Phase.ROLLOUT)
@@ -142,6 +167,7 @@ def walk(client: Client, load: Load, result: dict[str, Any], *, changeovers: int
     client.acquire(Phase.TRAIN)
     batch = trained(samples, prompts, random, version=client.trainer_state().policy_version)
     result["gap"] = _gap(client, batch)
+    few_of_first = batch[:8], client.compute_log_probs(batch[:8])
     if len(samples[0].routed_experts):
         result["gap_without_replay"] = _gap(client, [replace(each, routed_experts=()) for each in batch])
     tokens = sum(len(each.prompt_token_ids) + len(each.completion_token_ids) for each in batch)
@@ -171,6 +197,7 @@ def walk(client: Client, load: Load, result: dict[str, Any], *, changeovers: int
         steady = sizes[2:] or sizes
         result[f"{phase}_ms"] = round(1000 * statistics.median(seconds[phase]), 1)
         result[f"{phase}_gb"] = [round(steady[0] / GB, 2), round(steady[-1] / GB, 2), round(max(sizes) / GB, 2)]
+    return few_of_first
 
 
 def one(
@@ -196,11 +223,12 @@ def one(
         result |= {"started_s": round(time.monotonic() - started, 1), "told": told[-4:]}
         try:
             with Client(state_dir=config.state_dir, timeout_s=300) as client:
-                walk(client, load, result, changeovers=changeovers)
+                few = walk(client, load, result, changeovers=changeovers)
         finally:
             node.stop()
     finally:
         shutil.copytree(config.state_dir / "logs", out / f"logs-{family}", dirs_exist_ok=True)
+    result["errors"] = errors(folder / family, *few, load)
     audit = [sys.executable, "-m", "tasuki.cli", "audit", str(config.state_dir)]
     result["audit"] = subprocess.run(audit, capture_output=True, text=True, check=False).returncode
     if load.device == "cuda":
