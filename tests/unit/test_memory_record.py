@@ -10,7 +10,7 @@ from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.memory_record import MemoryRecord
-from tasuki.dashboard.journal import JournalTail, StageColumns
+from tasuki.dashboard.journal import JournalTail
 from tasuki.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.wire.stages import HOLDS, Phase, Service
 from tests.unit import fake_node
@@ -38,13 +38,6 @@ def make_node(journal: Journal, services: FakeServices, devices: Devices, record
     return fake_node.make_node(journal, services, admission=admission)
 
 
-def columns_of(journal: Path) -> StageColumns:
-    tail = JournalTail(journal)
-    while tail.advance():
-        pass
-    return tail.copied()
-
-
 async def test_a_line_is_written_for_what_is_new_and_the_journal_moves_the_tags(
     journal: Journal, services: FakeServices, devices: Devices, tmp_path: Path
 ) -> None:
@@ -63,7 +56,7 @@ async def test_a_line_is_written_for_what_is_new_and_the_journal_moves_the_tags(
         lines.write('{"time": 5\nnull\n{"time": 1e999, "tags": [{}], "device_bytes": {}}\n{"tags": ')
     timeline = MemoryTimeline(record)
     assert timeline.advance()
-    window = timeline.window(columns_of(tmp_path / "journal.sqlite"), changeovers=3, plan=None)
+    window = timeline.window(JournalTail(tmp_path / "journal.sqlite").finished_stages(changeovers=3), plan=None)
     (device,) = window["devices"]
     assert (device["device"], device["total_bytes"]) == ("cuda:0", 12 * GB)
     assert device["process_bytes"] == sum(reported) > 0
@@ -93,7 +86,7 @@ def test_a_recorded_run_has_memory_beside_its_plan() -> None:
     timeline = MemoryTimeline(RECORDED / "memory.jsonl")
     assert timeline.advance()
     plan = read_plan(RECORDED / "logs" / "node.toml", timeline.device_bytes())
-    window = timeline.window(columns_of(RECORDED / "journal.sqlite"), changeovers=4, plan=plan)
+    window = timeline.window(JournalTail(RECORDED / "journal.sqlite").finished_stages(changeovers=4), plan=plan)
     (device,) = window["devices"]
     planned = window["plan"]["cpu"]
     assert len(window["times"]) == len(planned["tags"]) == 18

@@ -1,6 +1,5 @@
 """Figures of a run and of GPU time, as exported to Prometheus."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from tasuki.config.paths import training_output_path
-from tasuki.coordinator.observe import node_metrics
+from tasuki.coordinator.observe import metrics_tail
 from tasuki.coordinator.observe.node_metrics import RunFigures, _whole_text
 from tasuki.rpc import metrics
 from tasuki.rpc.metrics import GpuSeconds
@@ -37,8 +36,8 @@ def test_a_torn_line_counts_once_it_is_whole(tmp_path: Path):
 
 
 def test_each_line_is_parsed_once_and_a_new_file_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    parsed: list[bytes] = []
-    monkeypatch.setattr(node_metrics, "_step", lambda line: parsed.append(line) or json.loads(line))
+    parsed, figures_of = list[bytes](), metrics_tail._figures
+    monkeypatch.setattr(metrics_tail, "_figures", lambda line: parsed.append(line) or figures_of(line))
     figures = run_of(tmp_path, '{"step": 1, "eval_score": 0.5}\n', '{"step": 2}\n')
     assert told(figures) == told(figures) == {("tasuki_run_step",): 2, ("tasuki_run_eval_score",): 0.5}
     assert len(parsed) == 2

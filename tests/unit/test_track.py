@@ -16,9 +16,9 @@ import pytest
 
 from tasuki.client.step import Step
 from tasuki.config.schema import TrackConfig
+from tasuki.coordinator.observe.metrics_tail import MetricsTail
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile
-from tasuki.runs.metrics_tail import MetricsTail
 from tasuki.trackers.sending import tracked
 from tests.conftest import ENVIRONMENT, called
 from tests.limits import limit_s

@@ -19,6 +19,7 @@ from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder
 from tasuki.config.paths import RUN_CONFIG, client_target, training_log_path
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.observe.metrics_tail import METRICS
 from tasuki.node.exit_report import explained
 from tasuki.node.fleet_place import check_run
 from tasuki.node.node_settings import adopt_node
@@ -30,7 +31,6 @@ from tasuki.runs.continuation import MakeLoop
 from tasuki.runs.earlier_run import EarlierRun, begun_at, reward_folders, run_has_ended
 from tasuki.runs.folder import MetricsFile, changeovers_of, check_output, name_run, write_summary
 from tasuki.runs.kept_checkpoints import best_checkpoint, remove_checkpoints
-from tasuki.runs.metrics_tail import METRICS
 from tasuki.runs.progress import duration
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining, open_rewards, read_rl

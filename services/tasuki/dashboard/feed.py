@@ -160,7 +160,7 @@ class Feed:
 
     def memory(self, *, changeovers: int) -> dict[str, Any]:
         with self._answering:
-            window = self._memory.window(self._journal.copied(), changeovers=changeovers, plan=self._plan)
+            window = self._memory.window(self._journal.finished_stages(changeovers=changeovers), plan=self._plan)
         return {**window, "plan_problem": self._plan_problem}
 
     def sample_steps(self) -> dict[str, list[int]]:
@@ -242,7 +242,7 @@ class Feed:
             self._problems = problems
             told.append("run")
         self._tell(*told)
-        return has_steps or has_stages
+        return has_steps
 
     def _is_changed(self, part: str, paths: Sequence[Path]) -> bool:
         """Whether one of a part's files has another time or size, or had at the last call: more may come within a tick of the clock."""

@@ -1,114 +1,68 @@
-"""A node's journal: followed in columns, one row per finished stage, and read in pages of changeovers. Opened briefly, read-only."""
+"""A node's journal: followed, and read in pages of changeovers. Opened briefly, read-only."""
 
 import json
 import sqlite3
-import threading
-from array import array
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tasuki.coordinator.journal_file import id_text, open_journal
 from tasuki.dashboard.followed import MALFORMED, Followed
 from tasuki.wire.errors import InvalidArgument
-from tasuki.wire.stages import RING, Stage, StageStatus
+from tasuki.wire.stages import StageStatus
 
-_ROWS = 20_000
 _BUSY_S = 0.2
 _MAX_NUMBER = 2**53
 _MAX_PAGE = 200
 QUERY_S = 10.0
 """Time limit for the queries of one look at a journal."""
-STAGES = [rule.stage for rule in RING]
-_STAGE_NUMBERS = {str(stage): number for number, stage in enumerate(STAGES)}
-
-
-@dataclass(slots=True)
-class StageColumns:
-    """One row per finished stage, in order. Times are Unix times in seconds."""
-
-    times: "array[float]" = field(default_factory=lambda: array("d"))
-    numbers: "array[int]" = field(default_factory=lambda: array("q"))
-    """Number of the changeover."""
-    stages: "array[int]" = field(default_factory=lambda: array("b"))
-    """Index in STAGES."""
-    seconds: "array[float]" = field(default_factory=lambda: array("d"))
-    is_done: "array[int]" = field(default_factory=lambda: array("b"))
-    is_undo: "array[int]" = field(default_factory=lambda: array("b"))
 
 
 class JournalTail(Followed):
-    """The journal's stages. Other threads may call everything but `advance`."""
+    """Notices new rows, and reads the last ones when asked: none of a journal that cannot be read, which `problem` tells."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._lock = threading.Lock()
-        self._file: tuple[int, int] | None = None
-        self.columns = StageColumns()
+        self._marks: tuple[int, ...] = ()
 
     def read_on(self) -> bool:
         status = self.path.stat()
-        if (file := (status.st_dev, status.st_ino)) != self._file:
-            with self._lock:
-                self.columns = StageColumns()
-            self._file, self._last_id, self._last_marks = file, 0, (0, -1)
         try:
             with open_journal(self.path, busy_s=_BUSY_S, within_s=QUERY_S) as db:
-                rows = db.execute(
-                    "SELECT id, number, stage, is_undo, status, results.time AS time, seconds"
-                    " FROM results JOIN stages USING (id) WHERE id > ? ORDER BY id LIMIT ?",
-                    (self._last_id, _ROWS),
-                ).fetchall()
-                epoch = db.execute("SELECT coalesce(max(epoch), 0) FROM epochs").fetchone()[0]
-                ended = db.execute("SELECT coalesce(max(number), 0) FROM outcomes").fetchone()[0]
+                marks = (status.st_dev, status.st_ino, *db.execute(_MARKS).fetchone())
         except sqlite3.OperationalError as error:
             if "locked" in str(error):
                 return False
             raise
-        stages = [
-            (
-                row["time"] + 0.0,
-                row["number"],
-                _STAGE_NUMBERS[row["stage"]],
-                row["seconds"] + 0.0,
-                row["status"],
-                row["is_undo"],
-            )
-            for row in rows
-            if row["stage"] in _STAGE_NUMBERS
-        ]
-        with self._lock:
-            for time, number, stage, seconds, status, is_undo in stages:
-                values = (time, number, stage, seconds, status == StageStatus.DONE, is_undo)
-                for column, value in zip(fields(self.columns), values, strict=True):
-                    getattr(self.columns, column.name).append(value)
-        before = self._last_id, self._last_marks
-        self._last_id, self._last_marks = rows[-1]["id"] if rows else self._last_id, (epoch, ended)
-        return (self._last_id, self._last_marks) != before
+        is_new, self._marks = marks != self._marks, marks
+        return is_new
 
-    def copied(self) -> StageColumns:
-        """A copy of the current columns."""
-        with self._lock:
-            return StageColumns(*(getattr(self.columns, column.name)[:] for column in fields(self.columns)))
+    def finished_stages(self, *, changeovers: int) -> list[sqlite3.Row]:
+        """Results of stages in the last changeovers, in order: stage, time, and whether the node has been at the stage since."""
+        return self._rows(_FINISHED, (StageStatus.DONE, changeovers))
 
     def last_seconds(self) -> dict[str, float]:
         """Seconds of each stage when it last succeeded."""
-        with self._lock:
-            columns = (reversed(column) for column in (self.columns.stages, self.columns.seconds, self.columns.is_done))
-            found: dict[str, float] = {}
-            for stage, seconds, is_done in zip(*columns, strict=True):
-                if is_done:
-                    found.setdefault(STAGES[stage], seconds)
-                if len(found) == len(STAGES):
-                    break
-        return found
+        return {row["stage"]: row["seconds"] for row in reversed(self._rows(_SUCCEEDED, (StageStatus.DONE,)))}
+
+    def _rows(self, query: str, values: Sequence[object]) -> list[sqlite3.Row]:
+        try:
+            with open_journal(self.path, within_s=QUERY_S) as db:
+                return db.execute(query, values).fetchall()
+        except (OSError, *MALFORMED):
+            return []
 
 
-def stage_number(stage: Stage) -> int:
-    return _STAGE_NUMBERS[stage]
-
-
+_MARKS = """
+SELECT (SELECT coalesce(max(id), 0) FROM results), (SELECT coalesce(max(epoch), 0) FROM epochs),
+    (SELECT coalesce(max(number), 0) FROM outcomes)
+"""
+_FINISHED = """
+SELECT stage, results.time AS time, status = ? AND NOT is_undo AS is_done FROM results JOIN stages USING (id)
+WHERE number > (SELECT coalesce(max(number), 0) FROM stages) - ? AND typeof(results.time) = 'real' ORDER BY id
+"""
+_SUCCEEDED = "SELECT stage, seconds FROM results JOIN stages USING (id) WHERE status = ? ORDER BY id DESC LIMIT 1000"
 _PAGE = """
 SELECT number, epoch, request_id, origin, target, start_time, outcomes.status AS status, policy_version, seconds,
     error_reason, error_message

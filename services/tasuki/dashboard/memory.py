@@ -2,7 +2,8 @@
 
 import json
 import math
-from bisect import bisect_left, bisect_right
+import sqlite3
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from tasuki.coordinator.observe.memory_record import after, read_usages
 from tasuki.coordinator.phases import phase_of
 from tasuki.coordinator.planning import PART_TAGS, plan_to_proto
 from tasuki.dashboard.followed import MALFORMED, Followed
-from tasuki.dashboard.journal import STAGES, StageColumns, stage_number
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import advise
 from tasuki.planner.choose import plan_node
@@ -30,6 +30,7 @@ _MAX_POINTS = 2_000
 _NO_GPU = 1
 """Unused on a CPU, but the planner requires a GPU size."""
 _CPU, _HOST = "cpu", "host"
+_STAGES = frozenset(Stage)
 
 Sizes = Mapping[tuple[str, str, str], int]
 """Mapped bytes by service, tag and device."""
@@ -37,10 +38,10 @@ Sizes = Mapping[tuple[str, str, str], int]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A report of the services, and the sizes that stages lead to from there. sizes: by place in STAGES."""
+    """A report of the services, and the sizes that stages lead to from there."""
 
     time: float
-    sizes: tuple[Sizes, ...]
+    sizes: Mapping[Stage, Sizes]
     device_bytes: Mapping[str, int]
     process_bytes: Mapping[str, int]
 
@@ -67,26 +68,23 @@ class MemoryTimeline(Followed):
         """Memory of each device reported by the services."""
         return {device: size for known in self._known for device, size in known.device_bytes.items()}
 
-    def window(self, columns: StageColumns, *, changeovers: int, plan: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The last `changeovers` of the journal, in at most 2,000 points; `columns` are the journal's stages."""
-        known = self._known
-        first = bisect_left(columns.numbers, (columns.numbers[-1] if columns.numbers else 0) - changeovers + 1)
-        size = max(1, math.ceil((len(columns.times) - first) / _MAX_POINTS))
-        points: list[tuple[float, int, Sizes]] = []
-        for index in range(first, len(columns.times), size):
-            now = bisect_right([one.time for one in known], columns.times[index]) - 1
-            if now < 0:
-                continue
-            at = columns.stages[index]
-            if not columns.is_done[index] or columns.is_undo[index]:  # then the node is where it was before the stage
-                at = stage_number(RULES[STAGES[at]].after)
-            points.append((columns.times[index], at, known[now].sizes[at]))
+    def window(self, stages: Sequence[sqlite3.Row], *, plan: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Memory after these stages of the journal, in at most 2,000 points."""
+        known, times = self._known, [one.time for one in self._known]
+        size = max(1, math.ceil(len(stages) / _MAX_POINTS))
+        points: list[tuple[float, Stage, Sizes]] = []
+        for row in stages[::size]:
+            now = bisect_right(times, row["time"]) - 1
+            if now >= 0 and row["stage"] in _STAGES:
+                # After a failure or an undo the node is where it was before the stage.
+                at = Stage(row["stage"]) if row["is_done"] else RULES[Stage(row["stage"])].after
+                points.append((row["time"], at, known[now].sizes[at]))
         names = {device for _, _, sizes in points for _, _, device in sizes}
         devices = sorted(names, key=lambda name: (len(name), name))
         return {
             "devices": [_device(name, points, known[-1]) for name in devices],
             "times": [time for time, _, _ in points],
-            "stages": [STAGES[at] for _, at, _ in points],
+            "stages": [at for _, at, _ in points],
             "bucket": size,
             "plan": None if plan is None else _planned(plan, [at for _, at, _ in points], is_cpu=devices == [_CPU]),
         }
@@ -120,13 +118,12 @@ def _known(line: bytes) -> _Known | None:
                 for tag in usage.tags:
                     mapped[str(service), str(MemoryTag.of(tag.tag)), tag.device] += tag.mapped_bytes
             sizes[rule.stage] = mapped
-        of_stages = tuple(sizes[stage] for stage in STAGES)
-        return _Known(float(fields["time"]), of_stages, fields["device_bytes"], fields.get("process_bytes", {}))
+        return _Known(float(fields["time"]), sizes, fields["device_bytes"], fields.get("process_bytes", {}))
     except MALFORMED:
         return None
 
 
-def _device(name: str, points: Sequence[tuple[float, int, Sizes]], newest: _Known) -> dict[str, Any]:
+def _device(name: str, points: Sequence[tuple[float, Stage, Sizes]], newest: _Known) -> dict[str, Any]:
     keys = list(dict.fromkeys(key for _, _, sizes in points for key in sizes if key[2] == name))
     return {
         "device": name,
@@ -139,12 +136,12 @@ def _device(name: str, points: Sequence[tuple[float, int, Sizes]], newest: _Know
     }
 
 
-def _planned(plan: Mapping[str, Any], places: Sequence[int], *, is_cpu: bool) -> dict[str, Any]:
+def _planned(plan: Mapping[str, Any], places: Sequence[Stage], *, is_cpu: bool) -> dict[str, Any]:
     """Planned bytes of tags and in total, by device and point. A phase counts at its peak. 64-bit numbers are strings."""
     stages = {stage["stage"]: stage for stage in plan.get("stages", ())}
-    by_place: dict[int, dict[str, tuple[int, int]]] = {}
+    by_place: dict[Stage, dict[str, tuple[int, int]]] = {}
     for place in set(places):
-        stage = stages.get(str(phase_of(STAGES[place]) or STAGES[place]), {})
+        stage = stages.get(str(phase_of(place) or place), {})
         by_place[place] = {
             _CPU if is_cpu and device["device"] == _HOST else device["device"]: (
                 sum(int(part["bytes"]) for part in device.get("parts", ()) if part["part"] in PART_TAGS),

@@ -23,7 +23,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.feed import Feed
 from tasuki.dashboard.followed import MALFORMED
 from tasuki.dashboard.places import RunPlace, place_of, place_of_node
-from tasuki.rpc.http_port import MISDIRECTED, HttpCaller, HttpHandler, HttpPort
+from tasuki.rpc.http_port import HttpCaller, HttpHandler, HttpPort
 from tasuki.rpc.methods import METHODS
 from tasuki.rpc.port import read_certificate
 from tasuki.wire.address import is_beyond_loopback, is_loopback, reachable, split_host_port
@@ -91,44 +91,30 @@ def _static_files() -> dict[str, tuple[str, bytes]]:
 
 
 class _Handler(HttpHandler):
-    def do_GET(self) -> None:
+    headers_of_all = _HEADERS
+
+    def reply(self) -> None:
         server = self.server
         assert isinstance(server, DashboardServer)
         try:
             url = urlsplit(self.path)
         except ValueError:  # an absolute target whose host is malformed, such as "http://["
             url = urlsplit("")
-        if not server.takes_host(self.headers.get("Host")):
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", MISDIRECTED)
-        elif url.path in server.files:
-            self._answer(HTTPStatus.OK, *server.files[url.path])
-        else:
-            self._answer_figures(server, url.path, {name: values[-1] for name, values in parse_qs(url.query).items()})
-
-    def _answer_figures(self, server: DashboardServer, path: str, query: Query) -> None:
-        status = HTTPStatus.OK
+        if url.path in server.files:
+            content_type, content = server.files[url.path]
+            self.answer(HTTPStatus.OK, content, content_type)
+            return
+        query, status = {name: values[-1] for name, values in parse_qs(url.query).items()}, HTTPStatus.OK
         try:
             server.check(self)
-            found = _figures(server.feed, path, query)
+            found = _figures(server.feed, url.path, query)
         except TasukiError as error:
             status = next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), HTTPStatus.INTERNAL_SERVER_ERROR)
             found = {"error": error.message, "reason": error.reason}
         except (OSError, *MALFORMED) as error:
             status = HTTPStatus.INTERNAL_SERVER_ERROR
             found = {"error": f"the run has a file that cannot be read: {type(error).__name__}: {error}", "reason": "INTERNAL"}
-        self._answer(status, "application/json; charset=utf-8", json_of(found))
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
-        """Discards the log line of each request."""
-
-    def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
-        self.send_response(status)
-        for name, value in _HEADERS.items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.write_body(body)
+        self.answer(status, json_of(found), "application/json; charset=utf-8")
 
 
 def json_of(value: object) -> bytes:

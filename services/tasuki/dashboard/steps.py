@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.coordinator.observe.metrics_tail import METRICS, MetricsTail
 from tasuki.dashboard.followed import Followed
-from tasuki.runs.metrics_tail import METRICS, MetricsTail
 
 _READ_BYTES = 2_000_000
 _MAX_STEP = 2**53

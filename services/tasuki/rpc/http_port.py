@@ -8,7 +8,9 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
 
 from tasuki.config.schema import NodeConfig, SecurityConfig
@@ -20,7 +22,6 @@ from tasuki.wire.reloaded import Reloaded
 _log = logging.getLogger("tasuki.rpc")
 IDLE_TIMEOUT_S = 10.0
 MAX_CONNECTIONS = 32
-MISDIRECTED = b"this server is for names of this machine\n"
 _MAX_ID_CHARS = 2048
 
 
@@ -85,20 +86,38 @@ class HttpPort(ThreadingHTTPServer):
 
 
 class HttpHandler(BaseHTTPRequestHandler, ABC):
-    """Answers the one request of a connection to an `HttpPort`."""
+    """Answers the one request of a connection to an `HttpPort`. headers_of_all: of every answer."""
 
     server_version, sys_version = "tasuki", ""
+    headers_of_all: Mapping[str, str] = MappingProxyType({})
+
+    def do_GET(self) -> None:
+        server = self.server
+        assert isinstance(server, HttpPort)
+        if server.takes_host(self.headers.get("Host")):
+            self.reply()
+        else:
+            self.answer(HTTPStatus.MISDIRECTED_REQUEST, b"this server is for names of this machine\n")
 
     def do_HEAD(self) -> None:
         """Answers as GET, without the body."""
         self.do_GET()
 
     @abstractmethod
-    def do_GET(self) -> None: ...
+    def reply(self) -> None:
+        """Answers a request for a name of this server."""
 
-    def write_body(self, body: bytes) -> None:
+    def answer(self, status: HTTPStatus, body: bytes, content_type: str = "text/plain; charset=utf-8") -> None:
+        self.send_response(status)
+        headers = {**self.headers_of_all, "Content-Type": content_type, "Content-Length": str(len(body))}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
+        """Logs nothing: requests would fill the log."""
 
 
 class HttpCaller:

@@ -16,48 +16,37 @@ from tasuki.v1 import coordinator_pb2, fleet_pb2, memory_pb2, metrics_pb2, rank_
 _COORDINATOR_MUTATIONS = {"Acquire", "RunStage"}
 # The least role that may call a method at a port. A method missing here is refused: tests/unit/test_methods.py walks the descriptors.
 _VIEWER, _TRAINER, _OPERATOR, _PEER = CallerRole
-_ROLES: dict[str, CallerRole] = {
-    "grpc.health.v1.Health/Check": _VIEWER,
-    "grpc.health.v1.Health/Watch": _VIEWER,
-    "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWER,
-    "tasuki.v1.CoordinatorService/Acquire": _TRAINER,
-    "tasuki.v1.CoordinatorService/GetState": _VIEWER,
-    "tasuki.v1.CoordinatorService/ListChangeovers": _VIEWER,
-    "tasuki.v1.CoordinatorService/Plan": _VIEWER,
-    "tasuki.v1.CoordinatorService/RunStage": _OPERATOR,
-    "tasuki.v1.CoordinatorService/WatchState": _VIEWER,
-    "tasuki.v1.FleetService/GetFleet": _VIEWER,
-    "tasuki.v1.FleetService/Heartbeat": _PEER,
-    "tasuki.v1.FleetService/Join": _PEER,
-    "tasuki.v1.MemoryService/GetUsage": _VIEWER,
-    "tasuki.v1.MemoryService/Pause": _PEER,
-    "tasuki.v1.MemoryService/Resume": _PEER,
-    "tasuki.v1.MemoryService/WatchUsage": _VIEWER,
-    "tasuki.v1.MetricsService/GetMetrics": _VIEWER,
-    "tasuki.v1.RankStoreService/AddToKey": _PEER,
-    "tasuki.v1.RankStoreService/CheckKeys": _PEER,
-    "tasuki.v1.RankStoreService/CompareAndSetKey": _PEER,
-    "tasuki.v1.RankStoreService/DeleteKey": _PEER,
-    "tasuki.v1.RankStoreService/JoinRanks": _PEER,
-    "tasuki.v1.RankStoreService/ReadKey": _PEER,
-    "tasuki.v1.RankStoreService/SetKey": _PEER,
-    "tasuki.v1.RankStoreService/WaitForKeys": _PEER,
-    "tasuki.v1.RolloutService/Drain": _PEER,
-    "tasuki.v1.RolloutService/Generate": _TRAINER,
-    "tasuki.v1.RolloutService/GetRolloutState": _VIEWER,
-    "tasuki.v1.RolloutService/ReceiveWeights": _PEER,
-    "tasuki.v1.TrainerService/BeginRun": _TRAINER,
-    "tasuki.v1.TrainerService/ComputeLogProbs": _TRAINER,
-    "tasuki.v1.TrainerService/ComputeValues": _TRAINER,
-    "tasuki.v1.TrainerService/DiscardGradients": _TRAINER,
-    "tasuki.v1.TrainerService/ExportModel": _TRAINER,
-    "tasuki.v1.TrainerService/ForwardBackward": _TRAINER,
-    "tasuki.v1.TrainerService/GetTrainerState": _VIEWER,
-    "tasuki.v1.TrainerService/LoadCheckpoint": _TRAINER,
-    "tasuki.v1.TrainerService/OptimStep": _TRAINER,
-    "tasuki.v1.TrainerService/PublishWeights": _PEER,
-    "tasuki.v1.TrainerService/SaveCheckpoint": _TRAINER,
-    "tasuki.v1.TrainerService/WithdrawWeights": _PEER,
+_METHODS_OF: dict[CallerRole, dict[str, str]] = {
+    _VIEWER: {
+        "grpc.health.v1.Health": "Check Watch",
+        "grpc.reflection.v1alpha.ServerReflection": "ServerReflectionInfo",
+        "tasuki.v1.CoordinatorService": "GetState ListChangeovers Plan WatchState",
+        "tasuki.v1.FleetService": "GetFleet",
+        "tasuki.v1.MemoryService": "GetUsage WatchUsage",
+        "tasuki.v1.MetricsService": "GetMetrics",
+        "tasuki.v1.RolloutService": "GetRolloutState",
+        "tasuki.v1.TrainerService": "GetTrainerState",
+    },
+    _TRAINER: {
+        "tasuki.v1.CoordinatorService": "Acquire",
+        "tasuki.v1.RolloutService": "Generate",
+        "tasuki.v1.TrainerService": "BeginRun ComputeLogProbs ComputeValues DiscardGradients ExportModel "
+        "ForwardBackward LoadCheckpoint OptimStep SaveCheckpoint",
+    },
+    _OPERATOR: {"tasuki.v1.CoordinatorService": "RunStage"},
+    _PEER: {
+        "tasuki.v1.FleetService": "Heartbeat Join",
+        "tasuki.v1.MemoryService": "Pause Resume",
+        "tasuki.v1.RankStoreService": "AddToKey CheckKeys CompareAndSetKey DeleteKey JoinRanks ReadKey SetKey WaitForKeys",
+        "tasuki.v1.RolloutService": "Drain ReceiveWeights",
+        "tasuki.v1.TrainerService": "PublishWeights WithdrawWeights",
+    },
+}
+_ROLES = {
+    f"{service}/{method}": role
+    for role, services in _METHODS_OF.items()
+    for service, methods in services.items()
+    for method in methods.split()
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tasuki.config.schema import NodeConfig
-from tasuki.rpc.http_port import MISDIRECTED, HttpCaller, HttpHandler, HttpPort
+from tasuki.rpc.http_port import HttpCaller, HttpHandler, HttpPort
 from tasuki.rpc.methods import METHODS
 from tasuki.wire.address import is_beyond_loopback
 from tasuki.wire.errors import PermissionDenied, TasukiError, Unauthenticated
@@ -65,31 +65,18 @@ class MetricsServer(HttpPort):
 
 
 class _Handler(HttpHandler):
-    def do_GET(self) -> None:
+    def reply(self) -> None:
         server = self.server
         assert isinstance(server, MetricsServer)
-        if not server.takes_host(self.headers.get("Host")):
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, MISDIRECTED)
-            return
         if self.path.partition("?")[0] != "/metrics":
-            self._answer(HTTPStatus.NOT_FOUND, b"see /metrics\n")
+            self.answer(HTTPStatus.NOT_FOUND, b"see /metrics\n")
             return
         try:
             if server.access is not None:
                 server.access.check(_METHOD, HttpCaller(self))
-            self._answer(HTTPStatus.OK, server.text(), content_type=CONTENT_TYPE_LATEST)
+            self.answer(HTTPStatus.OK, server.text(), CONTENT_TYPE_LATEST)
         except (Unauthenticated, PermissionDenied) as error:
             status = HTTPStatus.UNAUTHORIZED if isinstance(error, Unauthenticated) else HTTPStatus.FORBIDDEN
-            self._answer(status, f"{error.message}\n".encode())
+            self.answer(status, f"{error.message}\n".encode())
         except TimeoutError:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the coordinator is busy\n")
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
-        """Logs nothing: scrapes would fill the log."""
-
-    def _answer(self, status: HTTPStatus, body: bytes, *, content_type: str = "text/plain; charset=utf-8") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.write_body(body)
+            self.answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the coordinator is busy\n")

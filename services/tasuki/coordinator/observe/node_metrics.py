@@ -4,21 +4,18 @@ Those of the run are read from the end of its metrics.jsonl.
 """
 
 import asyncio
-import json
-import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import training_output_path
@@ -26,19 +23,21 @@ from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.changeover import Peers
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
+from tasuki.coordinator.observe.metrics_tail import MetricsTail, StepFigures
 from tasuki.coordinator.planning import Planning, planned_memory
 from tasuki.rpc import metric_names
 from tasuki.rpc.metrics import joined, of_service
 from tasuki.v1.coordinator_pb2 import PlanRequest, PlanResponse, StageEvent
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.wire.errors import TasukiError
-from tasuki.wire.regular_file import open_regular, read_path
+from tasuki.wire.regular_file import read_path
 from tasuki.wire.stages import MemoryTag, Phase, Service, Stage, StageStatus
 
 _STAGE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _READ_TIMEOUT_S = 2.0
 _FRESH_S = 1.0
 _CHANGEOVER = "CHANGEOVER"
+_REWARD, _SECONDS = "reward/", "seconds/"
 
 
 class NodeMetrics:
@@ -56,10 +55,8 @@ class NodeMetrics:
         gpus = gpus_of(config)
         self._num_gpus = len({*gpus.trainer, *gpus.rollout})
         self._stages: Histogram = metric_names.STAGE_SECONDS.histogram(registry, buckets=_STAGE_BUCKETS_S)
-        self._changeovers, self._gpu_seconds = (
-            metric_names.CHANGEOVERS.counter(registry),
-            metric_names.GPU_SECONDS.counter(registry),
-        )
+        self._changeovers = metric_names.CHANGEOVERS.counter(registry)
+        self._gpu_seconds = metric_names.GPU_SECONDS.counter(registry)
         self._run = RunFigures(config.state_dir)
         self._usages: dict[Service, GetUsageResponse] = {}
         self._turn = asyncio.Lock()
@@ -156,114 +153,60 @@ def _whole_text(registry: CollectorRegistry, answers: Mapping[Service, bytes], o
     families = of_service(registry.collect(), "coordinator")
     for service, text in answers.items():
         families += of_service(text_string_to_metric_families(text.decode()), service)
-    whole = CollectorRegistry(auto_describe=False)
-    whole.register(_Families(joined([*families, *own])))
+    whole: Any = SimpleNamespace(collect=lambda: joined([*families, *own]))
     return generate_latest(whole)
-
-
-class _Families(Collector):
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return self._families
-
-
-_TAIL_BYTES = 1 << 18
-_REWARD = "reward/"
-_MAX_NAME_CHARS = 250
-
-Step = Mapping[str, Any]
-"""A line of metrics.jsonl."""
 
 
 class RunFigures:
     """Newest figures of the node's last run. Each line of its file is read once."""
 
     def __init__(self, state_dir: Path) -> None:
-        self._state_dir = state_dir
-        self._reading = threading.Lock()
-        self._file: tuple[Path, int] | None = None
-        self._offset = 0
-        self._steps: dict[str, Step] = {}
+        self._state_dir, self._reading = state_dir, threading.Lock()
+        self._tail = MetricsTail(state_dir)
+        self._last = self._scored = self._learned = StepFigures(-1, {}, {})
+        """The last step, and the last with an evaluation and with an update."""
 
     def read(self) -> None:
-        """Reads new lines, at most the last 256 KiB. An incomplete line is left to the next call."""
+        """Reads new lines. An incomplete line is left to the next call."""
         if not self._reading.acquire(blocking=False):
             return  # the disk has not answered an earlier call
         try:
-            path = read_path(training_output_path(self._state_dir)) / "metrics.jsonl"
-            with open_regular(path) as file:
-                self._read(path, file)
+            folder = read_path(training_output_path(self._state_dir))
+            if folder != self._tail.output_dir:
+                self._forget(folder)
+            for step in self._tail.read():
+                if step.step <= self._last.step:  # the file was replaced
+                    self._last = self._scored = self._learned = step
+                self._last = step
+                self._scored = step if "eval_score" in step.values else self._scored
+                self._learned = step if step.metrics else self._learned
         except OSError:
-            self._file, self._steps = None, {}
+            self._forget(self._state_dir)
         finally:
             self._reading.release()
 
     def families(self) -> Iterable[GaugeMetricFamily]:
         """Gauges of the newest step that updated weights, and of the newest evaluation."""
-        step, reward, score, seconds, metric = (
-            name.gauges()
-            for name in (
-                metric_names.RUN_STEP,
-                metric_names.RUN_REWARD,
-                metric_names.RUN_EVAL_SCORE,
-                metric_names.RUN_STEP_SECONDS,
-                metric_names.RUN_METRIC,
-            )
-        )
-        steps = self._steps
-        if "last" in steps:
-            step.add_metric([], steps["last"]["step"])
-        if "scored" in steps:
-            score.add_metric([], steps["scored"]["eval_score"])
-        if "learned" in steps:
-            learned = steps["learned"]
-            for part, value in _numbers(learned.get("seconds")).items():
-                seconds.add_metric([part], value)
-            for name, value in _numbers(learned["metrics"]).items():
+        names = (metric_names.RUN_STEP, metric_names.RUN_REWARD, metric_names.RUN_EVAL_SCORE)
+        step, reward, score = (name.gauges() for name in names)
+        seconds, metric = metric_names.RUN_STEP_SECONDS.gauges(), metric_names.RUN_METRIC.gauges()
+        if self._last.step >= 0:
+            step.add_metric([], self._last.step)
+        if "eval_score" in self._scored.values:
+            score.add_metric([], self._scored.values["eval_score"])
+        if learned := self._learned.metrics:
+            values = self._learned.values
+            for name, value in values.items():
+                if name.startswith(_SECONDS):
+                    seconds.add_metric([name.removeprefix(_SECONDS)], value)
+            for name, value in learned.items():
                 metric.add_metric([name], value)
                 if name.startswith(_REWARD):
                     reward.add_metric([name.removeprefix(_REWARD)], value)
-            if _is_number(learned.get("mean_reward")):
-                reward.add_metric(["mean"], learned["mean_reward"])
+            if "mean_reward" in values:
+                reward.add_metric(["mean"], values["mean_reward"])
         return step, reward, score, seconds, metric
 
-    def _read(self, path: Path, file: BinaryIO) -> None:
-        status = os.fstat(file.fileno())
-        if (path, status.st_ino) != self._file or status.st_size < self._offset:
-            self._file, self._offset, self._steps = (path, status.st_ino), 0, {}
-        start = max(self._offset, status.st_size - _TAIL_BYTES)
-        file.seek(start)
-        data = file.read(_TAIL_BYTES)
-        whole = data[: data.rfind(b"\n") + 1]
-        lines = whole.splitlines()[start > self._offset :]
-        self._offset = start + len(whole)
-        found = dict(self._steps)
-        for step in filter(None, map(_step, lines)):
-            found["last"] = step
-            if _is_number(step.get("eval_score")):
-                found["scored"] = step
-            if step.get("metrics"):
-                found["learned"] = step
-        self._steps = found
-
-
-def _step(line: bytes) -> Step | None:
-    try:
-        step = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return step if isinstance(step, dict) and isinstance(step.get("step"), int) and _is_number(step["step"]) else None
-
-
-def _numbers(table: object) -> dict[str, float]:
-    if not isinstance(table, dict):
-        return {}
-    # As a label, a lone surrogate cannot be encoded.
-    named = {name: value for name, value in table.items() if len(name) <= _MAX_NAME_CHARS and name.isprintable()}
-    return {name: value for name, value in named.items() if _is_number(value)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    def _forget(self, folder: Path) -> None:
+        self._tail, self._last = MetricsTail(folder), StepFigures(-1, {}, {})
+        self._scored = self._learned = self._last

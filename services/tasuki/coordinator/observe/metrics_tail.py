@@ -27,11 +27,13 @@ class StepFigures:
     step: int
     values: Mapping[str, float]
     """Finite values: the step's own by name, those of its tables as `reward/exact`, `seconds/generate`, `stage_seconds/SYNC`."""
+    metrics: Mapping[str, float]
+    """Those of the table `metrics` alone, empty for a step that has learned nothing."""
 
 
 class MetricsTail:
     def __init__(self, output_dir: Path) -> None:
-        self._path = output_dir / METRICS
+        self.output_dir, self._path = output_dir, output_dir / METRICS
         self._inode, self._reader = 0, LineReader()
 
     def read(self, *, max_bytes: int | None = None) -> Iterator[StepFigures]:
@@ -63,14 +65,18 @@ def _figures(line: bytes) -> StepFigures | None:
         return None
     if not isinstance(step, dict) or type(number := step.get("step")) is not int or not 0 <= number <= _MAX_STEP:
         return None
-    values = {name: value for name, value in step.items() if name not in _NOT_FIGURES}
+    values, metrics = {name: value for name, value in step.items() if name not in _NOT_FIGURES}, step.get("metrics")
     for table, prefix in _TABLES.items():
         inner = values.pop(table, None)
         values |= {f"{prefix}{name}": value for name, value in inner.items()} if isinstance(inner, dict) else {}
-    named = {name: value for name, value in values.items() if len(name) <= _MAX_NAME_CHARS and name.isprintable()}
-    return StepFigures(number, {name: float(value) for name, value in named.items() if _is_finite(value)})
+    return StepFigures(number, _finite(values), _finite(metrics) if isinstance(metrics, dict) else {})
 
 
-def _is_finite(value: object) -> bool:
-    """Whether it is a number that a float can hold; an integer may be too large."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+def _finite(values: Mapping[str, object]) -> dict[str, float]:
+    """Numbers that a float can hold, which an integer may not be, under names that trackers take."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if len(name) <= _MAX_NAME_CHARS and name.isprintable() and isinstance(value, int | float)
+        if not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    }
