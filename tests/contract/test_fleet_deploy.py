@@ -10,7 +10,7 @@ import yaml
 
 from tasuki.cli.__main__ import USER_ERROR
 from tasuki.cli.arguments import make_parser
-from tasuki.fleet.environment import fleet_table
+from tasuki.cli.fleet import fleet_table
 from tasuki.node.services import EXIT_FLEET_ENDED
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -15,7 +15,7 @@ from cryptography.x509.oid import NameOID
 
 from tasuki.client import Credentials
 from tasuki.rpc.access import certified_callers
-from tasuki.rpc.http_port import _names_of
+from tasuki.rpc.port import _names_of
 from tasuki.wire.channel import open_channel
 from tests.integration.port_node import PortNode, make_certs, mtls, port_config, port_node
 from tests.integration.raw_calls import code_of

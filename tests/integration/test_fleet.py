@@ -22,7 +22,7 @@ from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.lead import make_server
 from tasuki.fleet.membership import this_member
 from tasuki.fleet.nodes import FleetNodes, NodePeer
-from tasuki.rpc.fleet_caller import fleet_metadata
+from tasuki.rpc.access import fleet_metadata
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import coordinator_pb2, fleet_pb2, rollout_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub, add_CoordinatorServiceServicer_to_server

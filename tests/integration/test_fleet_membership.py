@@ -10,7 +10,7 @@ from tasuki.config.schema import FleetConfig
 from tasuki.fleet.__main__ import _why_it_stops
 from tasuki.fleet.membership import Membership, this_member
 from tasuki.node.exit_report import write_exit_report
-from tasuki.node.fleet_place import check_place
+from tasuki.node.start import check_place
 from tasuki.v1 import fleet_pb2
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.wire.address import split_host_port

@@ -12,9 +12,8 @@ import pytest
 
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.observe.metrics_port import serve_metrics
-from tasuki.rpc.http_port import MAX_CONNECTIONS
-from tasuki.rpc.port import check_ports
+from tasuki.coordinator.observe.node_metrics import serve_metrics
+from tasuki.rpc.port import MAX_CONNECTIONS, check_ports
 from tasuki.wire.errors import InvalidArgument
 from tests.integration.port_node import admit_tokens, make_certs, make_tokens, mtls, port_config, tokens
 
@@ -146,7 +145,7 @@ async def test_a_key_that_every_user_can_read_is_refused_at_the_start_and_while_
 async def test_silent_connections_are_closed_and_make_room(
     tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasuki.rpc.http_port.IDLE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("tasuki.rpc.port.IDLE_TIMEOUT_S", 2.0)
     async with served(config_of(tmp_path, unused_tcp_port)) as port:
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CONNECTIONS + 8)]
         for one in silent:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tasuki.rpc.command_log import LoggedLife, read_command_log
+from tasuki.coordinator.audit.commands import LoggedLife, read_command_log
 from tasuki.wire.stages import Service
 from tests.unit.simulated_services import SimulatedService
 

@@ -9,7 +9,7 @@ import pytest
 from tasuki.config.schema import FleetConfig, NodeConfig
 from tasuki.fleet.member import callable_node, check_member, check_rank
 from tasuki.fleet.membership import config_digest, config_keys, this_member
-from tasuki.rpc.fleet_caller import FleetFence, fleet_metadata
+from tasuki.rpc.access import FleetFence, fleet_metadata
 from tasuki.rpc.methods import METHODS
 from tasuki.v1.fleet_pb2 import FleetCommand, FleetNode, JoinRequest
 from tasuki.wire.errors import FleetMismatch, InvalidArgument, PathNotFound, TasukiError

@@ -9,7 +9,7 @@ from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.paths import config_path
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.node.fleet_place import check_place, check_run
+from tasuki.node.start import check_place, check_run
 from tasuki.wire.errors import InvalidArgument
 
 RUN = '[train]\ndataset = "rows.jsonl"\noutput_dir = "run"\n[train.reward]\nfunction = "a:b"\n'

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tasuki.fleet.environment import DEFAULT_PORT, first_host, fleet_table
+from tasuki.cli.fleet import DEFAULT_PORT, first_host, fleet_table
 from tasuki.fleet.rollout_front import deal_families, deal_prompts, prompt_families
 from tasuki.fleet.rules import merged_trainer_state
 from tasuki.v1.trainer_pb2 import GetTrainerStateResponse

@@ -10,7 +10,7 @@ import pytest
 from tasuki.client.loop_state import LoopState, complete_checkpoints, write_loop_state
 from tasuki.client.step import Step
 from tasuki.rpc.failpoints import NO_FAILPOINTS
-from tasuki.runs.kept_checkpoints import best_checkpoint, remove_checkpoints
+from tasuki.runs.folder import best_checkpoint, remove_checkpoints
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.v1.ranks_pb2 import TrainingRecord
 from tasuki.v1.trainer_pb2 import LoadCheckpointRequest

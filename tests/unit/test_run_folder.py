@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.progress import ProgressDisplay
-from tasuki.cli.train import StepLines, step_line
+from tasuki.cli.train import SaveRequest, StepLines, step_line
 from tasuki.client.loop_state import newest_checkpoint
 from tasuki.client.progress import Progress
 from tasuki.client.step import Step
 from tasuki.runs.folder import MetricsFile, changeovers_of, read_steps, summarize, write_summary
 from tasuki.runs.sft_training import draw_sft_curve, summarize_sft
-from tasuki.runs.training import SaveRequest
 from tasuki.wire.errors import DiskFull, InvalidArgument
 from tests.tiny_disk import limited_files
 from tests.unit.loop_node import LoopClient, loop_of, train_config

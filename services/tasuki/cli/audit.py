@@ -10,11 +10,10 @@ from typing import Any
 
 from tasuki.config.load import load_config
 from tasuki.config.paths import fleet_journal_path, journal_path, log_path, training_log_path
-from tasuki.coordinator.audit.commands import audit_commands
+from tasuki.coordinator.audit.commands import LoggedLife, audit_commands, read_command_log
 from tasuki.coordinator.audit.history import Invariant, Violation, read_history
 from tasuki.coordinator.audit.replay import audit
 from tasuki.fleet.audit import audit_fleet_journal
-from tasuki.rpc.command_log import LoggedLife, read_command_log
 from tasuki.runs.archive import archive_folder
 from tasuki.trainer.durable.training_log import first_repetition, read_training_log
 from tasuki.v1.ranks_pb2 import TrainingRecord

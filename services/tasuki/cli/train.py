@@ -2,12 +2,14 @@
 
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 
 from tasuki.cli.config import warn_of_tokenizer
 from tasuki.cli.progress import ProgressDisplay
@@ -21,24 +23,61 @@ from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.observe.metrics_tail import METRICS
 from tasuki.node.exit_report import explained
-from tasuki.node.fleet_place import check_run
 from tasuki.node.node_settings import adopt_node
 from tasuki.node.processes import continue_children
-from tasuki.node.start import check_state_folder, running_node
+from tasuki.node.start import check_run, check_state_folder, running_node
 from tasuki.rpc.logs import check_telemetry
 from tasuki.runs.archive import archived
 from tasuki.runs.continuation import MakeLoop
 from tasuki.runs.earlier_run import EarlierRun, begun_at, reward_folders, run_has_ended
-from tasuki.runs.folder import MetricsFile, changeovers_of, check_output, name_run, write_summary
-from tasuki.runs.kept_checkpoints import best_checkpoint, remove_checkpoints
+from tasuki.runs.folder import (
+    MetricsFile,
+    best_checkpoint,
+    changeovers_of,
+    check_output,
+    name_run,
+    remove_checkpoints,
+    write_summary,
+)
 from tasuki.runs.progress import duration
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining, open_rewards, read_rl
-from tasuki.runs.sft_training import read_sft
-from tasuki.runs.training import SaveRequest, Training
+from tasuki.runs.sft_training import SftTraining, read_sft
 from tasuki.trackers.adapters import check_installed
 from tasuki.trackers.sending import tracked
 from tasuki.wire.errors import InvalidArgument, NodeDown, NodeRunning, ServiceFailed
+
+Training = RlTraining | SftTraining
+"""A run with validated configuration and files."""
+
+
+class SaveRequest:
+    """Set by SIGUSR1, which a scheduler sends before it takes the machine away.
+
+    The current step is finished and saved, and the run ends. `tasuki train --resume` continues it.
+    """
+
+    def __init__(self) -> None:
+        self._is_made = False
+        self.is_met = False
+        """Whether a loop has since seen the request and saved."""
+
+    def install(self) -> None:
+        """Installs the signal handler; call it from the main thread."""
+        signal.signal(signal.SIGUSR1, self._make)
+
+    def save_now(self) -> bool:
+        """Whether to save the step that was just trained."""
+        self.is_met = self._is_made
+        return self.is_met
+
+    def end_if_met(self) -> None:
+        """Raises KeyboardInterrupt, which ends the command like Ctrl-C."""
+        if self.is_met:
+            raise KeyboardInterrupt
+
+    def _make(self, number: int, frame: FrameType | None) -> None:
+        self._is_made = True
 
 
 def read_training(config: NodeConfig, *, now: datetime | None = None) -> Training:

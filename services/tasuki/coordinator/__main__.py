@@ -20,8 +20,7 @@ from tasuki.coordinator.changeover import Peers
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.memory_record import MemoryRecord
-from tasuki.coordinator.observe.metrics_port import serve_metrics
-from tasuki.coordinator.observe.node_metrics import NodeMetrics
+from tasuki.coordinator.observe.node_metrics import NodeMetrics, serve_metrics
 from tasuki.coordinator.planning import Planning
 from tasuki.coordinator.servicer import CoordinatorServicer
 from tasuki.rpc.failpoints import Failpoints

@@ -23,9 +23,8 @@ from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.feed import Feed
 from tasuki.dashboard.followed import MALFORMED
 from tasuki.dashboard.places import RunPlace, place_of, place_of_node
-from tasuki.rpc.http_port import HttpCaller, HttpHandler, HttpPort
 from tasuki.rpc.methods import METHODS
-from tasuki.rpc.port import read_certificate
+from tasuki.rpc.port import HttpCaller, HttpHandler, HttpPort, read_certificate
 from tasuki.wire.address import is_beyond_loopback, is_loopback, reachable, split_host_port
 from tasuki.wire.errors import InvalidArgument, PathNotFound, PermissionDenied, TasukiError, Unauthenticated
 

@@ -15,9 +15,8 @@ from tasuki.doctor.host import Gpu, check_disk, check_port, check_shared_memory
 from tasuki.memory.host import host_memory
 from tasuki.models.tokenizer import check_tokenizer
 from tasuki.node.choose import check_host_budget, check_host_ranks
-from tasuki.node.fleet_place import check_place
 from tasuki.node.model_folder import check_model_folders
-from tasuki.node.start import check_node_installed, check_state_folder
+from tasuki.node.start import check_node_installed, check_place, check_state_folder
 from tasuki.planner.choose import plan_node
 from tasuki.planner.node import node_of
 from tasuki.planner.trainer_bytes import run_disk

@@ -14,7 +14,7 @@ import grpc.aio
 from tasuki.config.schema import CoordinatorConfig, NodeConfig
 from tasuki.fleet.member import check_rank
 from tasuki.fleet.rules import errors_of, worst
-from tasuki.rpc.fleet_caller import fleet_metadata
+from tasuki.rpc.access import fleet_metadata
 from tasuki.rpc.port import peer_credentials
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import grpc
 
+from tasuki.config.checks import fleet_port_problem
 from tasuki.config.choices import write_choices
 from tasuki.config.gpus import check_gpu_is_shown
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, begin_instance, disk_full_at, holder, lock_path
 from tasuki.config.paths import (
     check_owner,
+    client_target,
     config_path,
     exit_path,
     journal_path,
@@ -29,23 +31,35 @@ from tasuki.config.paths import (
 )
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
+from tasuki.config.table import UNIX
 from tasuki.node.choose import check_host_budget, check_host_ranks, choose
 from tasuki.node.exit_report import node_down, why_it_ended
-from tasuki.node.fleet_place import check_place
 from tasuki.node.model_copy import preloaded_model
 from tasuki.node.model_folder import check_model_folders
-from tasuki.node.node_settings import check_node_runs_with
+from tasuki.node.node_settings import check_node_runs_with, running_settings
 from tasuki.node.rotation import KEPT_LOGS, rotate
 from tasuki.node.services import listens, node_services, without_secrets
 from tasuki.node.stop import stop_node, to_stderr
+from tasuki.rpc.access import ClientPaths
 from tasuki.rpc.failpoints import check_failpoints
 from tasuki.rpc.logs import check_telemetry
-from tasuki.rpc.port import check_ports
+from tasuki.rpc.methods import PathUse
+from tasuki.rpc.port import check_ports, fleet_port
 from tasuki.rpc.process_start import read_start_seconds, serves_line
 from tasuki.v1 import coordinator_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.wire.address import bind_once, interfaces_with_address, split_host_port
 from tasuki.wire.channel import open_blocking_channel
-from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, NodeDown, NotInstalled, PeerUnavailable, from_rpc_error
+from tasuki.wire.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NodeDown,
+    NodeRunning,
+    NotInstalled,
+    PeerUnavailable,
+    PermissionDenied,
+    from_rpc_error,
+)
 from tasuki.wire.extras import install_extras
 
 # Each may contain all samples since a checkpoint.
@@ -320,3 +334,52 @@ def check_node_installed() -> None:
         extras = dict.fromkeys(_EXTRAS[name] for name in missing)
         text = f"a node needs {', '.join(missing)}: {install_extras(*extras)}"
         raise NotInstalled(text, packages=",".join(missing), extras=",".join(extras))
+
+
+def check_place(config: NodeConfig) -> None:
+    """Checks a node about to start. Does nothing without a fleet.
+
+    Raises InvalidArgument naming the key, and NodeRunning if the leader's port is in use.
+    """
+    if config.fleet is None:
+        return
+    interface, leader = config.fleet.interface, config.fleet.leader
+    if interface is not None and interface not in (usable := interfaces_with_address()):
+        problem = f'"{interface}" has no address on this machine; {", ".join(usable)} have one'
+        raise InvalidArgument("fleet.interface", problem)
+    if config.fleet.node_rank == 0:
+        host, port = split_host_port(fleet_port(config).target)
+        try:
+            bind_once(host, port)
+        except OSError as error:
+            advice = (
+                f"choose another port (--leader, MASTER_PORT) on all nodes; `ss -ltnp sport = :{port}` shows who listens there"
+            )
+            problem = f"node 0 cannot serve on {host}:{port}: {error.strerror}; {advice}"
+            raise NodeRunning(f"fleet.leader: {problem}", address=leader) from error
+    elif problem := fleet_port_problem(config):
+        key, text = problem
+        raise InvalidArgument(key, f"{key} {text}")
+    _check_output(config, node=config)
+
+
+def check_run(config: NodeConfig) -> None:
+    """Checks a run on the node of `config`, which may already be running. Raises InvalidArgument on a node that does not lead its fleet,
+    and for an output folder in which the fleet may not write."""
+    client_target(config)
+    _check_output(config, node=running_settings(config) or config)
+
+
+def _check_output(config: NodeConfig, *, node: NodeConfig) -> None:
+    """A fleet saves through the nodes' ports, which write below `paths.write` only."""
+    if node.fleet is None or node.listen == UNIX:
+        return
+    paths = ClientPaths.of(node)
+    for name, table in (("train", config.train), ("sft", config.sft)):
+        if table is None:
+            continue
+        try:
+            paths.check(str(table.output_dir / "checkpoints"), use=PathUse.WRITE)
+        except (InvalidArgument, PermissionDenied) as error:
+            advice = "choose another, or restart all nodes with it in paths.write"
+            raise InvalidArgument(f"{name}.output_dir", f"{error.message}; {advice}") from error

@@ -1,4 +1,4 @@
-"""Authentication and authorization of callers at a port: certificates, tokens, roles, folders."""
+"""Authentication and authorization of callers: certificates, tokens, roles and folders at a port, and the fleet that commands a node."""
 
 import hashlib
 import hmac
@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from tasuki.config.paths import client_checkpoints_dir
-from tasuki.config.schema import CallerRole, NodeConfig
+from tasuki.config.schema import CallerRole, FleetConfig, NodeConfig
 from tasuki.rpc.methods import Method, PathUse
+from tasuki.v1.fleet_pb2 import FleetCommand
 from tasuki.wire.credentials import MIN_TOKEN_CHARS, check_secret, read_file
-from tasuki.wire.errors import InvalidArgument, PermissionDenied, Unauthenticated
+from tasuki.wire.errors import HeldByFleet, InvalidArgument, PermissionDenied, StaleEpoch, Unauthenticated
 from tasuki.wire.reloaded import Reloaded
 
 _SPIFFE = "spiffe:"
@@ -239,3 +242,60 @@ def _link(path: Path, folder: Path) -> Path | None:
     except OSError as error:
         raise InvalidArgument("path", f"{str(path)!r} cannot be looked at: {error.strerror}") from error
     return None
+
+
+FLEET_KEY = "tasuki-fleet-bin"
+"""Metadata of a call that a fleet makes: a FleetCommand."""
+_FOR_CLIENTS = (CallerRole.TRAINER, CallerRole.OPERATOR)
+
+
+def fleet_metadata(command: FleetCommand) -> tuple[tuple[str, bytes], ...]:
+    """Metadata that identifies a call of the fleet."""
+    return ((FLEET_KEY, command.SerializeToString()),)
+
+
+class FleetFence:
+    """Admits calls of clients to a node without a fleet, and only the fleet's calls to a node of a fleet."""
+
+    def __init__(self, config: FleetConfig | None) -> None:
+        self._config = config
+
+    def check(self, method: Method, context: Any, *, role: CallerRole = CallerRole.PEER) -> None:
+        """Raises HeldByFleet for a caller outside the fleet, StaleEpoch for another attempt, PermissionDenied below the role peer.
+
+        Any caller may read. Stage commands are for the node's coordinator, which has an epoch.
+        """
+        if method.role not in _FOR_CLIENTS:
+            return
+        command = _command(context)
+        if self._config is None:
+            if command is not None:
+                raise InvalidArgument("fleet", f"this node belongs to no fleet, and is called by {command.name!r}; set [fleet]")
+            return
+        if command is not None and role < CallerRole.PEER:
+            raise PermissionDenied(f"{method.name} for a fleet needs the role peer; the caller has {role.label}", needed="peer")
+        config = self._config
+        if command is None or command.name != config.name:
+            who = "a caller beside it" if command is None else f"fleet {command.name!r}"
+            raise HeldByFleet(
+                f"the node belongs to fleet {config.name!r} and takes no commands from {who}; call the fleet at {config.leader}",
+                fleet=config.name,
+                address=config.leader,
+            )
+        if command.attempt != config.attempt:
+            raise StaleEpoch(
+                f"the fleet is of attempt {command.attempt} of the job, and the node of {config.attempt}; stop the one that was left "
+                "behind",
+                epoch=command.attempt,
+                current_epoch=config.attempt,
+            )
+
+
+def _command(context: Any) -> FleetCommand | None:
+    given = [value for key, value in context.invocation_metadata() or () if key == FLEET_KEY]
+    if not given:
+        return None
+    try:
+        return FleetCommand.FromString(given[0])
+    except (DecodeError, TypeError) as error:
+        raise InvalidArgument("fleet", f"the metadata {FLEET_KEY} is no FleetCommand: {error}") from error

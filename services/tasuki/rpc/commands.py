@@ -204,7 +204,7 @@ class CommandGate:
                     (self.epoch, self.sequence), self._refused = before, sent
                 raise
             finally:
-                # `tasuki audit` reads it (command_log.py). A request id may be any text.
+                # `tasuki audit` reads it (coordinator/audit/commands.py). A request id may be any text.
                 _log.info(
                     "event=command name=%s epoch=%d sequence=%d outcome=%s seconds=%.4f boot_id=%s version=%s request_id=%a",
                     name,

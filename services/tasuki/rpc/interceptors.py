@@ -19,8 +19,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from tasuki.config.schema import CallerRole
-from tasuki.rpc.access import LOCAL_ACCESS, Access
-from tasuki.rpc.fleet_caller import FleetFence
+from tasuki.rpc.access import LOCAL_ACCESS, Access, FleetFence
 from tasuki.rpc.logs import RateLimitedLog
 from tasuki.rpc.methods import METHODS, Method, standard_methods, unknown_method
 from tasuki.rpc.metrics import CallMetrics

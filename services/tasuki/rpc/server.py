@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from tasuki.config.schema import FleetConfig
-from tasuki.rpc.fleet_caller import FleetFence
+from tasuki.rpc.access import FleetFence
 from tasuki.rpc.interceptors import CallInterceptor
 from tasuki.rpc.logs import RateLimitedLog
 from tasuki.rpc.metrics import CallMetrics, MetricsServicer, SpanCounts
