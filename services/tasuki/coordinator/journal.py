@@ -166,19 +166,8 @@ class Journal:
         rows = self._db.execute(
             "SELECT * FROM stages WHERE id > (SELECT coalesce(max(id), 0) FROM results) ORDER BY id"
         ).fetchall()
-        return [
-            Intent(
-                id=row["id"],
-                changeover_id=id_text(row["number"]),
-                stage=Stage(row["stage"]),
-                is_undo=bool(row["is_undo"]),
-                epoch=row["epoch"],
-                sequence=row["sequence"],
-                request_id=row["request_id"],
-                time=row["time"],
-            )
-            for row in rows
-        ]
+        places = ((row, (row["id"], id_text(row["number"]), Stage(row["stage"]), bool(row["is_undo"]))) for row in rows)
+        return [Intent(*place, *(row[name] for name in ("epoch", "sequence", "request_id", "time"))) for row, place in places]
 
     def close_interrupted(self) -> str:
         """Ends changeovers left open by earlier epochs. Returns the error of the last changeover, empty if it succeeded."""
@@ -257,13 +246,9 @@ class Journal:
                 changeover_id=id_text(row["number"]),
                 target=Phase(row["target"]).number,
                 status=StageStatus(row["status"] or StageStatus.STARTED).number,
-                policy_version=row["policy_version"],
                 start_time=timestamp(row["start_time"]),
-                seconds=row["seconds"],
                 stages={event.stage: event for event in self.events(id_text(row["number"]))}.values(),  # the last of each
-                epoch=row["epoch"],
-                error_reason=row["error_reason"],
-                error_message=row["error_message"],
+                **{name: row[name] for name in ("epoch", "policy_version", "seconds", "error_reason", "error_message")},
             )
             for row in rows
         ]
@@ -286,10 +271,7 @@ class Journal:
                 stage=Stage(row["stage"]).number,
                 status=StageStatus(row["status"] or StageStatus.STARTED).number,
                 time=timestamp(row["time"]),
-                seconds=row["seconds"],
-                bytes=row["bytes"],
-                error_reason=row["error_reason"],
-                error_message=row["error_message"],
+                **{name: row[name] for name in ("seconds", "bytes", "error_reason", "error_message")},
             )
             for row in rows.fetchall()
         ]

@@ -5,16 +5,15 @@ import hashlib
 import logging
 import time
 from contextlib import suppress
-from typing import Any
 
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.changeover import Changeover, ChangeoverTrace, Peers, Restart
-from tasuki.coordinator.journal import Journal, Outcome, ending, timestamp
-from tasuki.coordinator.operations import LOSSES, Operation, Operations, attempt_ids
+from tasuki.coordinator.journal import Journal, Outcome, ending
+from tasuki.coordinator.operations import LOSSES, Operated, Operation, attempt_ids, held_event
 from tasuki.coordinator.phases import Observed, advance, leads_to, phase_of, since_phase
 from tasuki.v1.coordinator_pb2 import NodeState, StageEvent
 from tasuki.wire.errors import DiskFull, EnginePoisoned, Interrupted, PeerUnavailable, StageOrder, StaleEpoch, TasukiError
-from tasuki.wire.stages import HOLDS, NEXT, Phase, Stage, StageStatus
+from tasuki.wire.stages import HOLDS, Phase, Stage
 from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.coordinator")
@@ -27,8 +26,8 @@ _RESTART_S = 10.0
 """Longest wait for the supervisor to end a service that must be restarted."""
 
 
-class Node:
-    """Runs one operation at a time. Made inside the event loop, after the journal's epoch began."""
+class Node(Operated):
+    """Runs one operation at a time."""
 
     def __init__(
         self,
@@ -44,32 +43,21 @@ class Node:
         tracer: Tracer = NO_TRACER,
     ) -> None:
         """recovery_timeout_s: longest wait of a changeover for a missing service. admission: None admits every stage."""
+        super().__init__(journal, boot_id=boot_id, trainer_target=trainer_target, rollout_target=rollout_target)
         self._journal, self._peers = journal, peers
         self._restart, self._recovery_timeout_s = restart, recovery_timeout_s
         self._waiting = self._poison = ""
         """Service that is waited for, and the reason to restart rollout, as observed last; empty if none."""
         self._admission, self._tracer = admission, tracer
-        self._boot_id, self._trainer_target, self._rollout_target = boot_id, trainer_target, rollout_target
         self._at: Stage | None = None
-        self._policy_version: int | None = None
         self._open: Changeover | None = None
-        self._operations = Operations(journal, state=self.state)
-        self.watchers = self._operations.watchers
-        self._num_done = journal.num_done()
-        self._last_error, self._missed = journal.close_interrupted(), ""
 
     def state(self) -> NodeState:
         received = self._journal.last(Stage.SYNC) if self._at in _HOLDS_WEIGHTS else None
         poison = f"rollout is unusable until it is restarted: {self._poison}" if self._poison else ""
-        return NodeState(
-            **place_fields(self._at),
-            epoch=self._journal.epoch,
-            policy_version=self._policy_version,
-            boot_id=self._boot_id,
+        return self._state(
+            self._at,
             changeover_id=self._open.id if self._open else "",
-            trainer_target=self._trainer_target,
-            rollout_target=self._rollout_target,
-            num_changeovers=self._num_done,
             last_error="; ".join(part for part in (self._missed or self._last_error, poison, self._waiting) if part),
             weights_digest=b"" if received is None else hashlib.sha256(received.answer).digest(),
         )
@@ -82,15 +70,6 @@ class Node:
             except (PeerUnavailable, StageOrder) as error:
                 self._at, self._missed = None, f"{error.reason}: {error.message}"
             return self.state()
-
-    def acquire(self, phase: Phase, request_id: str) -> Operation:
-        """Operation that brings the node to `phase`: the one this request id began, the running one, or a new one.
-
-        Raises ChangeoverRunning while a different one runs.
-        """
-        subject = f"phase {phase}"
-        self._operations.join(subject, request_id)
-        return self._operations.begin(subject, request_id, lambda: self._bring_to(phase, request_id))
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """Operation that runs one stage. Raises ChangeoverRunning while another one runs."""
@@ -108,10 +87,6 @@ class Node:
                             await self._bring_to(Phase.TRAIN, f"recovery-{self._journal.epoch}")
                         return
             await asyncio.sleep(_POLL_S if self._at is None else 0)
-
-    async def stop(self) -> None:
-        """Cancels the running operation; its stage stays in the journal as an intent without a result."""
-        await self._operations.stop()
 
     async def _bring_to(self, phase: Phase, request_id: str) -> None:
         """Retries, as another changeover, if a service was lost on the way and has come back."""
@@ -251,8 +226,7 @@ class Node:
         changeover.report()
         changeover.trace.end(error)
         self._open = None
-        self._num_done += error is None
-        self._last_error = f"{error.reason}: {error.message}" if error else ""
+        self._count(error)
         if version is not None:
             self._policy_version = version
         self._tell(ending(ended), self._at)
@@ -261,18 +235,6 @@ class Node:
         """Sends an event to the running operation and the watchers; the node is at `at` after it."""
         self._at = at
         self._operations.tell(event)
-
-
-def place_fields(at: Stage | None) -> dict[str, Any]:
-    """Fields of NodeState that say where a node is. at: None while its stage is unknown."""
-    if at is None:
-        return {}
-    phase = phase_of(at)
-    return {"phase": phase.number if phase else None, "stage": at.number, "next_stage": NEXT[at].number}
-
-
-def held_event() -> StageEvent:
-    return StageEvent(status=StageStatus.HELD.number, time=timestamp(time.time()))
 
 
 def resolve_intents(journal: Journal, at: Stage) -> None:

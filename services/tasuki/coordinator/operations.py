@@ -4,12 +4,15 @@ An operation outlives its callers; each caller reads its events from the first.
 """
 
 import asyncio
+import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from tasuki.coordinator.journal import Journal, ending
+from tasuki.coordinator.journal import Journal, ending, timestamp
+from tasuki.coordinator.phases import phase_of
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.wire.errors import (
     ChangeoverRunning,
@@ -25,7 +28,7 @@ from tasuki.wire.errors import (
     WeightsCorrupt,
     from_reason,
 )
-from tasuki.wire.stages import Phase
+from tasuki.wire.stages import NEXT, Phase, Stage, StageStatus
 
 LOSSES = (DeadlineExceeded, EnginePoisoned, InternalError, PeerUnavailable, WeightsCorrupt)
 """After these a service is gone, or has to go. The changeover is closed as failed and another one begun when all services are there
@@ -204,6 +207,64 @@ class Operations:
         self._known[request_id] = operation
         if len(self._known) > _KEPT:
             self._known.popitem(last=False)
+
+
+class Operated(ABC):
+    """Node, or fleet of nodes, that a coordinator operates. Made inside the event loop, after the journal's epoch began."""
+
+    def __init__(self, journal: Journal, *, boot_id: str, trainer_target: str, rollout_target: str) -> None:
+        self._operations = Operations(journal, state=self.state)
+        self.watchers = self._operations.watchers
+        self._policy_version: int | None = None
+        self._num_done, self._last_error, self._missed = journal.num_done(), journal.close_interrupted(), ""
+        self._known = pb.NodeState(
+            epoch=journal.epoch, boot_id=boot_id, trainer_target=trainer_target, rollout_target=rollout_target
+        )
+
+    @abstractmethod
+    def state(self) -> pb.NodeState: ...
+
+    @abstractmethod
+    async def look(self) -> pb.NodeState:
+        """State that is read after the running operation."""
+
+    @abstractmethod
+    def run_stage(self, stage: Stage, request_id: str) -> Operation: ...
+
+    @abstractmethod
+    async def _bring_to(self, phase: Phase, request_id: str) -> None: ...
+
+    def acquire(self, phase: Phase, request_id: str) -> Operation:
+        """Operation that leads to `phase`: the one this request id began, the running one, or a new one.
+
+        Raises ChangeoverRunning while a different one runs.
+        """
+        subject = f"phase {phase}"
+        self._operations.join(subject, request_id)
+        return self._operations.begin(subject, request_id, lambda: self._bring_to(phase, request_id))
+
+    async def stop(self) -> None:
+        """Cancels the running operation at its current point; what it asked for stays in the journal as an intent without a result."""
+        await self._operations.stop()
+
+    def _state(self, at: Stage | None, **fields: Any) -> pb.NodeState:
+        """at: None while the stage is unknown."""
+        state = pb.NodeState(policy_version=self._policy_version, num_changeovers=self._num_done, **fields)
+        state.MergeFrom(self._known)
+        if at is not None:
+            state.stage, state.next_stage = at.number, NEXT[at].number
+            if (phase := phase_of(at)) is not None:
+                state.phase = phase.number
+        return state
+
+    def _count(self, error: TasukiError | None) -> None:
+        """Counts a changeover that has ended."""
+        self._num_done += error is None
+        self._last_error = f"{error.reason}: {error.message}" if error else ""
+
+
+def held_event() -> pb.StageEvent:
+    return pb.StageEvent(status=StageStatus.HELD.number, time=timestamp(time.time()))
 
 
 def attempt_ids(journal: Journal, request_id: str) -> list[str]:

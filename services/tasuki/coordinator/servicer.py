@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -10,7 +10,7 @@ import grpc.aio
 from tasuki.config.lock import Instance
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.journal_file import id_number
-from tasuki.coordinator.operations import Operation, Watchers
+from tasuki.coordinator.operations import Operated
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import coordinator_pb2_grpc
 from tasuki.v1.fleet_pb2 import FleetCommand
@@ -21,21 +21,6 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _MAX_REQUEST_ID = 128
 _DEFAULT_PAGE_SIZE = 50
 _MAX_PAGE_SIZE = 1000
-
-
-class Operated(Protocol):
-    """Node, or fleet of nodes, that a coordinator operates."""
-
-    @property
-    def watchers(self) -> Watchers: ...
-
-    def state(self) -> pb.NodeState: ...
-
-    async def look(self) -> pb.NodeState: ...
-
-    def acquire(self, phase: Phase, request_id: str) -> Operation: ...
-
-    def run_stage(self, stage: Stage, request_id: str) -> Operation: ...
 
 
 class FleetHold:

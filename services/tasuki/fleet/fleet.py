@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tasuki.coordinator.changeover import ChangeoverTrace
 from tasuki.coordinator.journal import ending
-from tasuki.coordinator.node import held_event, place_fields
-from tasuki.coordinator.operations import LOSSES, Operation, Operations, attempt_ids
+from tasuki.coordinator.operations import LOSSES, Operated, Operation, attempt_ids, held_event
 from tasuki.coordinator.phases import phase_of
 from tasuki.fleet.changeover import FleetChangeover
 from tasuki.fleet.journal import FleetJournal
@@ -27,8 +26,8 @@ _LOSSES = (*LOSSES, Interrupted, StageOrder)
 """Errors as of a node's coordinator, plus those of a node that moved by itself, for example by restarting."""
 
 
-class Fleet:
-    """Runs one operation at a time. Create it inside the event loop, after the journal's epoch has begun."""
+class Fleet(Operated):
+    """Runs one operation at a time."""
 
     def __init__(
         self,
@@ -45,45 +44,24 @@ class Fleet:
 
         end: called if the fleet cannot continue.
         """
+        super().__init__(journal, boot_id=boot_id, trainer_target=target, rollout_target=target)
         self._journal, self._peers, self._tracer = journal, peers, tracer
-        self._boot_id, self._target, self._patience_s, self._end = boot_id, target, patience_s, end
+        self._patience_s, self._end = patience_s, end
         self._states = [pb.NodeState() for _ in peers]
         """The nodes' last reported states, by rank."""
         self._is_known = False
         self._policy_version = self._decided_version()
         self._changeover_id = ""
-        self._operations = Operations(journal, state=self.state)
-        self.watchers = self._operations.watchers
-        self._num_done = journal.num_done()
-        self._last_error, self._missed = journal.close_interrupted(), ""
 
     def state(self) -> NodeState:
-        return NodeState(
-            **place_fields(common_place(self._states)),
-            epoch=self._journal.epoch,
-            policy_version=self._policy_version,
-            boot_id=self._boot_id,
-            changeover_id=self._changeover_id,
-            trainer_target=self._target,
-            rollout_target=self._target,
-            num_changeovers=self._num_done,
-            last_error=self._missed or self._last_error,
-        )
+        last_error = self._missed or self._last_error
+        return self._state(common_place(self._states), changeover_id=self._changeover_id, last_error=last_error)
 
     async def look(self) -> NodeState:
         """Returns the state after running work has finished and every node was read. Raises the error of a node that does not answer."""
         async with self._operations.turn():
             await self._look()
             return self.state()
-
-    def acquire(self, phase: Phase, request_id: str) -> Operation:
-        """Returns the operation that brings all nodes to `phase`: one begun with this request id, the running one, or a new one.
-
-        Raises ChangeoverRunning if a different one is running.
-        """
-        subject = f"phase {phase}"
-        self._operations.join(subject, request_id)
-        return self._operations.begin(subject, request_id, lambda: self._bring_to(phase, request_id))
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """Raises PermissionDenied: a fleet moves through whole phases."""
@@ -109,10 +87,6 @@ class Fleet:
                     _log.warning("event=recover_waits reason=%s message=%a", error.reason, error.message)
                     self._missed = told
             await asyncio.sleep(0 if self._is_known else _POLL_S)
-
-    async def stop(self) -> None:
-        """Cancels the running operation; its steps stay in the journal without results."""
-        await self._operations.stop()
 
     async def _bring_to(self, phase: Phase, request_id: str) -> None:
         """Retries, as a new changeover, if a node was unreachable on the way and is back.
@@ -167,8 +141,7 @@ class Fleet:
         ended = self._journal.end_changeover(changeover_id, seconds=seconds, policy_version=version, error=failure)
         trace.end(failure)
         self._changeover_id = ""
-        self._num_done += failure is None
-        self._last_error = f"{failure.reason}: {failure.message}" if failure else ""
+        self._count(failure)
         self._policy_version = self._policy_version if version is None else version
         self._operations.tell(ending(ended))
         if isinstance(failure, FleetEnded):

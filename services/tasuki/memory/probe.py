@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from tasuki.memory.arena import Arena, buffer_at
@@ -14,26 +15,11 @@ _PATTERN = bytes(range(256)) * (_NUM_BYTES // 256)
 _TIMEOUT_S = 60.0
 
 
-class _AtAddress:
-    """Device memory, for torch.as_tensor."""
-
-    def __init__(self, address: int) -> None:
-        shape = (_NUM_BYTES,)
-        self.__cuda_array_interface__ = {
-            "shape": shape,
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-            "strides": None,
-        }
-
-
 def give(device: str) -> None:
     """Writes a pattern for another process to read. Raises TasukiError, or RuntimeError with that process's output."""
-    _begin(device)
-    arena = Arena("probe", device=device, capacity_bytes=64 << 20)
+    arena = Arena("probe", device=_ready(device), capacity_bytes=64 << 20)
     address = arena.allocate(_NUM_BYTES)
-    _bytes_at(device, address)[:] = _as_bytes(device)
+    _move(device, address, bytearray(_PATTERN), reads=False)
     export = Export(arena)
     try:
         chunks = [f"{chunk.offset}:{chunk.num_bytes}:{chunk.fd}" for chunk in export.chunks]
@@ -49,41 +35,34 @@ def give(device: str) -> None:
 
 def take(device: str, offset: int, described: Sequence[str]) -> None:
     """Reads the pattern in the other process, at `offset` of the chunks. Raises RuntimeError if it differs."""
-    _begin(device)
-    chunks = [SharedChunk(*map(int, one.split(":"))) for one in described]
-    imported = Import(chunks, device=device)
-    if device == "cpu":
-        content = bytes(buffer_at(imported.base + offset, _NUM_BYTES))
-    else:
-        import torch
-
-        content = bytes(torch.as_tensor(_AtAddress(imported.base + offset), device=device).cpu().numpy())
+    imported = Import([SharedChunk(*map(int, one.split(":"))) for one in described], device=_ready(device))
+    content = bytearray(_NUM_BYTES)
+    _move(device, imported.base + offset, content, reads=True)
     if content != _PATTERN:
         raise RuntimeError("another process reads other bytes than were written")
     imported.close()
 
 
-def _begin(device: str) -> None:
+def _ready(device: str) -> str:
     if device != "cpu":
         import torch
 
         torch.zeros(1, device=device)  # makes the context
+    return device
 
 
-def _bytes_at(device: str, address: int) -> Any:
-    if device == "cpu":
-        return buffer_at(address, _NUM_BYTES)
-    import torch
+def _move(device: str, address: int, content: bytearray, *, reads: bool) -> None:
+    """Copies the device's memory to `content`, or back."""
+    there: Any = buffer_at(address, _NUM_BYTES)
+    here: Any = content
+    if device != "cpu":
+        import torch
 
-    return torch.as_tensor(_AtAddress(address), device=device)
-
-
-def _as_bytes(device: str) -> Any:
-    if device == "cpu":
-        return _PATTERN
-    import torch
-
-    return torch.frombuffer(bytearray(_PATTERN), dtype=torch.uint8)
+        shown = {"shape": (_NUM_BYTES,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None}
+        there = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=shown), device=device)
+        here = torch.frombuffer(content, dtype=torch.uint8)
+    target, source = (here, there) if reads else (there, here)
+    target[:] = source
 
 
 def main(arguments: Sequence[str]) -> int:

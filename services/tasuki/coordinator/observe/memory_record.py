@@ -22,6 +22,7 @@ _MAX_BYTES = 16_000_000
 TAKES = {rule.stage: rule.resumes for rule in RING if rule.resumes}
 """Tags that a stage wakes."""
 _GIVES = {rule.stage: rule.pauses for rule in RING if rule.pauses}
+_FIELDS = ("device", "mapped_bytes", "total_bytes", "stays")
 Usages = Mapping[Service, GetUsageResponse]
 
 
@@ -84,14 +85,7 @@ def read_usages(line: Mapping[str, Any]) -> dict[Service, GetUsageResponse]:
 
 def _listed(usages: Usages) -> list[dict[str, Any]]:
     return [
-        {
-            "service": service,
-            "tag": MemoryTag.of(tag.tag),
-            "device": tag.device,
-            "mapped_bytes": tag.mapped_bytes,
-            "total_bytes": tag.total_bytes,
-            "stays": tag.stays,
-        }
+        {"service": service, "tag": MemoryTag.of(tag.tag), **{name: getattr(tag, name) for name in _FIELDS}}
         for service in Service
         for tag in usages[service].tags
     ]
