@@ -36,6 +36,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -114,6 +115,16 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **_DELTA,
         linear_num_value_heads=4,
         tie_word_embeddings=False,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+    ),
+    # Another base of its rotary embedding than the engine's default.
+    "qwen3_next": lambda: Qwen3NextConfig(
+        **_SIZES,
+        **_DELTA | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        linear_num_value_heads=4,
         num_experts=5,
         num_experts_per_tok=2,
         moe_intermediate_size=32,

@@ -26,6 +26,7 @@ CUT = ("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe") if IS_WHOLE else ("
 SPARSE = {
     "qwen3_moe": "num_experts",
     "qwen3_5_moe": "num_experts",
+    "qwen3_next": "num_experts",
     "mixtral": "num_local_experts",
     "glm4_moe": "n_routed_experts",
     "gpt_oss": "num_local_experts",

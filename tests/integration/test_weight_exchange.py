@@ -100,7 +100,17 @@ async def test_adapters_arrive_merged_as_the_exported_folder_has_them(ranks: Eng
 
 # --- a base read by trainer and engine
 
-MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_5_moe")
+MIXTURES = (
+    "qwen3_moe",
+    "mixtral",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "qwen3_5_moe",
+    "qwen3_next",
+)
 # SGLang has no model file for Phi 3, and computes Gemma 2's norms while loading them.
 SHARED = [kind for kind in CONFIGS if kind not in (*MIXTURES, "gemma2", "phi3", "qwen3_5")]
 

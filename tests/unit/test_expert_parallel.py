@@ -29,6 +29,7 @@ NUM_EXPERTS = {
     "mixtral": "num_local_experts",
     "qwen3_moe": "num_experts",
     "qwen3_5_moe": "num_experts",
+    "qwen3_next": "num_experts",
     "gpt_oss": "num_local_experts",
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"), "n_routed_experts"),
 }

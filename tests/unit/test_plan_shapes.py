@@ -28,6 +28,7 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -104,6 +105,9 @@ CONFIGS = {
         **EXPERTS,
         shared_expert_intermediate_size=56,
         full_attention_interval=1,
+    ),
+    "qwen3-next": Qwen3NextConfig(
+        **TINY, **EXPERTS | DELTA, shared_expert_intermediate_size=56, layer_types=["linear_attention"] * 2 + ["full_attention"]
     ),
     "mistral": MistralConfig(**TINY, head_dim=24, sliding_window=None),
     "gemma2": Gemma2Config(**GEMMA),
@@ -182,7 +186,7 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
     described = read_model(table_of(CONFIGS[name], model))
     shape, cu_seqlens_S = described.shape, torch.tensor([0, num_tokens], dtype=torch.int32)
     packed: dict[str, Any] = {}
-    if name == "qwen3.5":
+    if shape.is_delta(0):
         packed["layer_attention"] = LayerAttention(cast(Any, None), described.attention, PlainDelta(cu_seqlens_S))
     if shape.has_sinks:
         sequences = SharedSequences(OwnBlocks.of(cu_seqlens_S, num_tokens))
@@ -201,7 +205,7 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
     if shape.has_offset_norms:
         offset = [param for key, param in layer.named_parameters() if "norm" in key and "linear_attn" not in key]
         once += 4 * sum(param.numel() for param in offset)
-    if name == "qwen3.5":
+    if shape.is_delta(0):
         # Zeros before the sequence, what each head keeps, and the gated norm's weight in float32.
         delta = cast(DeltaNet, shape.delta)
         once += (delta.kernel_size - 1) * delta.conv_size * dtype.itemsize + 2 * 4 * delta.num_value_heads
@@ -210,7 +214,10 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
     # GLM 4 keeps its part of the rotary table for each layer; Mixtral and Qwen 3.5 the sums that normalize the router's scores, DeepSeek
     # more of them.
     rel = (
-        0.02 if name.startswith(("glm4", "mixtral", "qwen3.5-moe")) or (shape.latent is not None and shape.is_sparse(0)) else 0
+        0.02
+        if name.startswith(("glm4", "mixtral", "qwen3.5-moe", "qwen3-next"))
+        or (shape.latent is not None and shape.is_sparse(0))
+        else 0
     )
     assert sum(kept.values()) == pytest.approx(predicted, rel=rel)
     assert output is not None

@@ -40,6 +40,11 @@ DELTA: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
                         "mrope_interleaved": True},
 }  # fmt: skip
+NEXT: dict[str, Any] = {
+    **{key: value for key, value in DELTA.items() if not key.startswith(("mtp", "mamba", "attn_output", "rope"))},
+    "decoder_sparse_step": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.25, "tie_word_embeddings": False,
+    "use_sliding_window": False, "router_aux_loss_coef": 0.001, "output_router_logits": False,
+}  # fmt: skip
 HYBRID = {"cache_implementation": "hybrid", "attention_bias": False, "attention_dropout": 0.0, "query_pre_attn_scalar": 256}
 
 
@@ -85,9 +90,9 @@ def vision(
 
 
 # As on huggingface.co: HuggingFaceTB/SmolLM2-135M and SmolLM3-3B, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B,
-# Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3.5-4B, -27B and -35B-A3B, mistralai/Mistral-7B-v0.3, google/gemma-2-2b,
-# google/gemma-3-1b-it, microsoft/phi-4, THUDM/GLM-4-9B-0414, zai-org/GLM-4.5-Air, openai/gpt-oss-20b and -120b,
-# deepseek-ai/DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash, allenai/OLMo-2-1124-7B,
+# Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3.5-4B, -27B and -35B-A3B, Qwen/Qwen3-Next-80B-A3B-Instruct,
+# mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, microsoft/phi-4, THUDM/GLM-4-9B-0414, zai-org/GLM-4.5-Air,
+# openai/gpt-oss-20b and -120b, deepseek-ai/DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash, allenai/OLMo-2-1124-7B,
 # mistralai/Mixtral-8x7B-v0.1.
 PUBLISHED = [
     (134_515_008, table("LlamaForCausalLM", 576, 1536, 30, (9, 3), 49152, 8192, tie_word_embeddings=True, is_llama_config=True,
@@ -111,6 +116,8 @@ PUBLISHED = [
     (26_895_998_464, vision("Qwen3_5ForConditionalGeneration", 5120, 17408, 64, (24, 4), linear_num_value_heads=48)),
     (34_660_610_688, vision("Qwen3_5MoeForConditionalGeneration", 2048, 512, 40, (16, 2), num_experts=256, num_experts_per_tok=8,
                             moe_intermediate_size=512, shared_expert_intermediate_size=512)),
+    (79_674_391_296, table("Qwen3NextForCausalLM", 2048, 5120, 48, (16, 2), 151936, 262144, **NEXT, rope_theta=10000000,
+                           num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512)),
     (7_248_023_552, table("MistralForCausalLM", 4096, 14336, 32, (32, 8), 32768, 32768, sliding_window=None)),
     (2_614_341_888, table("Gemma2ForCausalLM", 2304, 9216, 26, (8, 4), 256000, 8192, head_dim=256, sliding_window=4096,
                           **HYBRID, **CAPPED, **GELU)),

@@ -40,6 +40,16 @@ def test_the_engine_is_told_which_layers_have_full_attention(tmp_path: Path) -> 
     assert facts.full_attention_interval == 2
 
 
+def test_the_engine_is_told_the_base_that_it_would_not_read(tmp_path: Path) -> None:
+    save_checkpoint(make_model("qwen3_next", seed=0), tmp_path)
+    config = NodeConfig.model_validate({"state_dir": tmp_path, "model": {"path": tmp_path}})
+    assert read_model(config).rope_theta == 500.0
+    table = json.loads((tmp_path / "config.json").read_text()) | {"rope_theta": 100.0}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    with pytest.raises(UnsupportedModel, match="several bases"):
+        read_model(config)
+
+
 def test_what_a_family_does_not_support_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="sliding_window"):
         read_model(node(tmp_path, "mistral", architecture="MistralForCausalLM", sliding_window=64))

@@ -169,15 +169,16 @@ _KINDS_OF_NOTES: Mapping[str, tuple[type, ...]] = {
 }  # fmt: skip
 # By key, the model types whose class in transformers takes no null.
 _NEVER_NULL: Mapping[str, tuple[str, ...]] = {
-    "head_dim": ("qwen3", "qwen3_5_text", "qwen3_5_moe_text", "gemma2", "gemma3_text", "glm4", "gpt_oss"),
+    "head_dim": ("qwen3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma2", "gemma3_text", "glm4", "gpt_oss"),
     "max_window_layers": ("qwen2", "qwen3"),
-    "num_key_value_heads": ("qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "mistral", "gemma2", "gemma3_text", "glm4", "glm4_moe",
-        "mixtral", "gpt_oss"),
-    "decoder_sparse_step": ("qwen3_moe",), "n_shared_experts": ("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
+    "num_key_value_heads": ("qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "mistral", "gemma2", "gemma3_text", "glm4",
+        "glm4_moe", "mixtral", "gpt_oss"),
+    "decoder_sparse_step": ("qwen3_moe", "qwen3_next"), "n_shared_experts": ("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
     "pretraining_tp": ("glm4_moe_lite",), "no_rope_layer_interval": ("smollm3",),
     **dict.fromkeys(("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_value_heads", "num_experts",
-        "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"), ("qwen3_5_text", "qwen3_5_moe_text")),
-    "query_pre_attn_scalar": ("gemma2", "gemma3_text"), "original_max_position_embeddings": ("phi3",),
+        "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+        ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")),
+    "query_pre_attn_scalar": ("gemma2", "gemma3_text"), "original_max_position_embeddings": ("phi3",), "intermediate_size": ("qwen3_next",),
 }  # fmt: skip
 _WHOLE_HEADS = ("llama", "gemma2", "gemma3_text", "deepseek_v2")
 """Model types whose hidden size transformers asks to be a multiple of the number of heads."""

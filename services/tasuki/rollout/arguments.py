@@ -11,7 +11,7 @@ from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.planner.kv_tokens import graph_requests, running_requests, state_slots
 from tasuki.planner.rollout_bytes import MEASURED_FREE
-from tasuki.rollout.model import ModelFacts
+from tasuki.rollout.model import NEXT, ModelFacts
 from tasuki.rollout.rank_commands import COMMAND_LOADER
 from tasuki.wire.errors import InvalidArgument
 
@@ -91,9 +91,10 @@ def _model_overrides(model: ModelFacts) -> Mapping[str, Any]:
     # SGLang would use only those of config.json, and its own default (2 for Llama) without any.
     overrides: dict[str, Any] = {"architectures": [model.architecture], "eos_token_id": model.stop_token_ids or None}
     if model.full_attention_interval is not None:  # transformers writes layer_types alone, which SGLang does not read
-        overrides["text_config"] = {"full_attention_interval": model.full_attention_interval}
-    # Its weights arrive dequantized, and some layers would have config.json's dtype instead of the engine's.
-    return overrides | ({"dtype": None, "quantization_config": None} if model.architecture == OSS else {})
+        keys = {"full_attention_interval": model.full_attention_interval}
+        overrides |= {"text_config": keys} if model.rope_theta is None else {**keys, "rope_theta": model.rope_theta}
+    # Their weights arrive dequantized, and some layers would have config.json's dtype instead of the engine's.
+    return overrides | ({"dtype": None, "quantization_config": None} if model.architecture in (OSS, NEXT) else {})
 
 
 def _further(engine: Mapping[str, Any], *, ours: Mapping[str, Any]) -> Mapping[str, Any]:

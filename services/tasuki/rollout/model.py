@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.schema import NodeConfig
-from tasuki.models import families
+from tasuki.models import families, rope
 from tasuki.models.families import FAMILIES
 from tasuki.models.family import Model
 from tasuki.models.routes import RouteShape
@@ -14,6 +14,7 @@ from tasuki.models.tokenizer import read_stop_token_ids
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
+NEXT = "Qwen3NextForCausalLM"
 UNROTATED = "SmolLM3ForCausalLM"
 """Served as a Llama, see sglang/unrotated.py."""
 
@@ -38,6 +39,8 @@ class ModelFacts:
     """What the engine reports of the experts of each token."""
     full_attention_interval: int | None = None
     """With gated delta nets, of which each request has states: every layer of this number has full attention instead."""
+    rope_theta: float | None = None
+    """Base of rotary embeddings, where the engine would not find it in `rope_parameters`."""
 
 
 def read_model(config: NodeConfig) -> ModelFacts:
@@ -80,6 +83,7 @@ def read_model(config: NodeConfig) -> ModelFacts:
         is_speculative="speculative_algorithm" in config.rollout.engine,
         routes=routes,
         full_attention_interval=None if model is None else _full_attention_interval(model),
+        rope_theta=next(rope.bases(table), 10000.0) if architectures[0] == NEXT else None,
     )
 
 

@@ -27,6 +27,7 @@ REPLACED = [
         "ATTENTION_BACKENDS",
         "srt.model_executor.model_runner_components.attention_backend_setup",
     ),
+    ("kernels.ops.attention.fla.fused_norm_gate", "_use_cpu"),
     ("kernels.ops.attention.fla.layernorm_gated", "_use_cpu"),
     ("srt.models.qwen3_vl", "Qwen3VLMoeVisionModel"),
     ("srt.layers.attention.torch_native_backend", "TorchNativeAttnBackend._run_sdpa_forward_decode"),

@@ -1,4 +1,4 @@
-"""Qwen 3.5, dense and with experts, whose layers are gated delta nets but for full attention in every few."""
+"""Qwen3-Next, and Qwen 3.5 dense and with experts, whose layers are gated delta nets but for full attention in every few."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-def _delta(config: Config) -> DeltaNet:
+def _delta(config: Config, *, has_fused_inputs: bool = False) -> DeltaNet:
     """Raises UnsupportedModel unless every n-th layer has full attention, which is all that the engine reads."""
     depth, listed = num_layers(config), elements(config, "layer_types", of=str)
     interval = size(
@@ -57,20 +57,26 @@ def _delta(config: Config) -> DeltaNet:
         key_head_dim=size(config, "linear_key_head_dim", default=128),
         value_head_dim=size(config, "linear_value_head_dim", default=128),
         kernel_size=size(config, "linear_conv_kernel_dim", default=4),
+        has_fused_inputs=has_fused_inputs,
     )
 
 
-def _experts(config: Config) -> dict[str, Any]:
-    """Experts in every layer, beside a gated MLP that every token passes."""
+def _experts(config: Config, *, num_experts: int = 256, experts_per_token: int = 8) -> dict[str, Any]:
+    """Experts in every layer, beside a gated MLP that every token passes. Numbers: if config.json lacks them."""
     inner = size(config, "moe_intermediate_size", default=512)
     return {
-        "num_experts": size(config, "num_experts", default=256),
-        "experts_per_token": size(config, "num_experts_per_tok", default=8),
+        "num_experts": size(config, "num_experts", default=num_experts),
+        "experts_per_token": size(config, "num_experts_per_tok", default=experts_per_token),
         "expert_size": inner,
         "shared_expert_size": size(config, "shared_expert_intermediate_size", default=512),
         "has_shared_expert_gate": True,
         "intermediate_size": inner,  # of no layer
     }
+
+
+def _next_shape(config: Config) -> dict[str, Any]:
+    size(config, "decoder_sparse_step", default=1)  # transformers takes no 1.0
+    return {"delta": _delta(config, has_fused_inputs=True), **_experts(config, num_experts=512, experts_per_token=10)}
 
 
 def _refuse_two_parts(config: Config) -> None:
@@ -82,6 +88,11 @@ def _refuse_two_parts(config: Config) -> None:
             raise unsupported({**config, "partial_rotary_factor": part}, "partial_rotary_factor", reason)
 
 
+def _refuse_two_bases(config: Config) -> None:
+    if len(found := set(rope.bases(config))) > 1:
+        raise unsupported(config, "rope_theta", f"rotary embeddings have several bases: {', '.join(map(str, sorted(found)))}")
+
+
 _VISION: dict[str, Any] = {
     "rope_types": rope.DEFAULT,
     "rope_notes": frozenset({"mrope_section", "mrope_interleaved"}),
@@ -91,6 +102,28 @@ _VISION: dict[str, Any] = {
     "untrained": ("model.visual.", "mtp."),
 }
 FAMILIES = (
+    Family(
+        architecture="Qwen3NextForCausalLM",
+        model_type="qwen3_next",
+        keys={
+            **_KEYS,
+            **dict.fromkeys(_EXPERT_KEYS),
+            "norm_topk_prob": (True,),
+            # SGLang has experts in every layer, no biases, and a head of its own.
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([], None),
+            "attention_bias": (False,),
+            "tie_word_embeddings": (False,),
+            "output_gate_type": (None, "silu"),
+            "use_sliding_window": (False,),
+        },
+        rope_types=rope.DEFAULT,
+        has_partial_rope=True,
+        checks=(_refuse_two_parts, _refuse_two_bases),
+        shape=_SHAPE,
+        shape_of=_next_shape,
+        untrained=("mtp.",),
+    ),
     # And 3.6 and 3.8: the text of their vision models.
     Family(
         architecture="Qwen3_5ForConditionalGeneration",

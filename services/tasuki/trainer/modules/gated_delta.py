@@ -12,7 +12,7 @@ from torch.nn.functional import silu, softplus
 
 from tasuki.trainer.attention.packed import LayerAttention
 
-_REPLACED = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
+_REPLACED = ("Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "Qwen3NextGatedDeltaNet")
 
 
 class GatedDeltaNet(nn.Module):
@@ -41,8 +41,16 @@ class GatedDeltaNet(nn.Module):
         return self.get_submodule("out_proj")(gated).unsqueeze(0)
 
     def _projected(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        qkv, z, b, a = (self.get_submodule(f"in_proj_{name}")(hidden) for name in ("qkv", "z", "b", "a"))
-        return qkv, z.unflatten(-1, (self._value_heads, -1)), b, a
+        if not hasattr(self, "in_proj_qkvz"):
+            qkv, z, b, a = (self.get_submodule(f"in_proj_{name}")(hidden) for name in ("qkv", "z", "b", "a"))
+            return qkv, z.unflatten(-1, (self._value_heads, -1)), b, a
+        # All that belongs to a key head is together.
+        fused = (self.get_submodule(f"in_proj_{name}")(hidden) for name in ("qkvz", "ba"))
+        qkvz, ba = (x.unflatten(-1, (self._key_heads, -1)) for x in fused)
+        key, value = self._key_size // self._key_heads, self._value_size // self._key_heads
+        *qkv, z = qkvz.split((key, key, value, value), dim=-1)
+        b, a = (x.flatten(1) for x in ba.chunk(2, dim=-1))
+        return torch.cat([x.flatten(1) for x in qkv], dim=-1), z.reshape(len(hidden), self._value_heads, -1), b, a
 
     def mix(self, qkv_TC: Tensor, b_TH: Tensor, a_TH: Tensor, layer_attention: LayerAttention) -> Tensor:
         """[T, H, V]."""

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from tasuki.algorithms.batch import Metric
 from tasuki.trainer.modules.pointwise import clamped_gate
 
-_ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter", "Qwen3_5MoeTopKRouter")
+_ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter", "Qwen3_5MoeTopKRouter", "Qwen3NextTopKRouter")
 # Their layers choose experts themselves, from a router's logits.
 _CHOOSING = ("Glm4MoeMoE", "DeepseekV2Moe", "DeepseekV3MoE", "Glm4MoeLiteMoE")
 EXPERTS = "grouped_mm"

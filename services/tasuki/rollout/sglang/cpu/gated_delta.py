@@ -193,8 +193,8 @@ def _add_gated(hidden_TH: Tensor, gate_H: Tensor, shared_TH: Tensor, out_TH: Ten
 
 def install_delta_nets() -> None:
     """Makes SGLang's gated norms take these operators, as it does with AMX, and replaces a Triton kernel. Before the model is built."""
-    from sglang.kernels.ops.attention.fla import layernorm_gated
+    from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
     from sglang.srt.models import qwen2_moe
 
-    layernorm_gated._use_cpu = True
+    layernorm_gated._use_cpu = fused_norm_gate._use_cpu = True  # the latter in Qwen3-Next
     qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated

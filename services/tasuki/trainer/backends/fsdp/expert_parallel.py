@@ -25,6 +25,7 @@ _EXPERTS = (
     "MixtralExperts",
     "Qwen3MoeExperts",
     "Qwen3_5MoeExperts",
+    "Qwen3NextExperts",
     "Glm4MoeNaiveMoe",
     "Glm4MoeLiteNaiveMoe",
     "DeepseekV2Experts",
