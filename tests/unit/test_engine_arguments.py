@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,12 @@ from tasuki.config.engine_arguments import ALLOWED, uncounted_arguments
 from tasuki.config.load import load_config
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
+from tasuki.models.routes import RouteShape
 from tasuki.wire.errors import InvalidArgument
 from tests.unit.test_plan_cli import CONFIG
 
 needs_sglang = pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
+ROUTES = RouteShape(num_layers=1, experts_per_token=1, num_experts=2, sparse_layers=(0,))
 
 
 def load(folder: Path, engine: str) -> NodeConfig:
@@ -84,16 +87,15 @@ def test_speculation_on_a_cpu_is_refused(tmp_path: Path):
     assert load_config(file, overrides=["device=cuda"]).rollout.engine == {"speculative_algorithm": "NGRAM"}
 
 
-def arguments_of(config: NodeConfig, stop_token_ids: tuple[int, ...] = (1,)) -> dict[str, object]:
+def arguments_of(config: NodeConfig, stop_token_ids: tuple[int, ...] = (1,), **facts: Any) -> dict[str, object]:
     """Returns the arguments for SGLang's Engine."""
     pytest.importorskip("torch")
     from tasuki.rollout.arguments import engine_arguments
     from tasuki.rollout.model import ModelFacts
 
-    facts = ModelFacts(
-        path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=stop_token_ids, is_seeded=False
-    )
-    return engine_arguments(config, Choices(micro_batch_tokens=1, checkpointing="none"), facts)
+    read = {"path": "", "architecture": "", "vocab_size": 10, "context_length": 10, "is_seeded": False} | facts
+    model = ModelFacts(stop_token_ids=stop_token_ids, **read)
+    return engine_arguments(config, Choices(micro_batch_tokens=1, checkpointing="none"), model)
 
 
 @needs_sglang
@@ -109,6 +111,17 @@ def test_the_engine_reads_the_files_that_the_trainer_reads():
     served = NodeConfig.model_validate({**tables, "rollout": {"lora": "adapter"}})
     for config, form in ((NodeConfig.model_validate(tables), "dummy"), (served, "safetensors")):
         assert arguments_of(config).items() >= {("load_format", form), ("model_config_parser", "hf")}
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("device", "routes", "runner"), [("cuda", None, None), ("cuda", ROUTES, "triton"), ("cpu", None, "triton")]
+)
+def test_experts_of_gpt_oss_are_computed_by_a_kernel_that_reports_routes(
+    device: str, routes: RouteShape | None, runner: str | None
+):
+    config = NodeConfig.model_validate({"state_dir": "s", "device": device, "model": {"path": "m"}})
+    assert arguments_of(config, architecture="GptOssForCausalLM", routes=routes).get("moe_runner_backend") == runner
 
 
 def engine_of(device: str, **engine: object) -> dict[str, object]:

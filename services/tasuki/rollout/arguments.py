@@ -80,9 +80,12 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
     if model.architecture == OSS:
         # SGLang gives windows a smaller cache of their own, by a fixed ratio.
         arguments["disable_hybrid_swa_memory"] = True
-    if model.architecture == OSS and config.device == "cpu":
-        # SGLang refuses torch_native for this model, but takes it in the place of intel_amx; its experts' default is a kernel for GPUs.
-        arguments |= {"attention_backend": "intel_amx", "moe_runner_backend": "triton"}
+        if config.device == "cpu" or model.routes is not None:
+            # Its experts' default is a kernel for GPUs, which reports no routes.
+            arguments["moe_runner_backend"] = "triton"
+        if config.device == "cpu":
+            # SGLang refuses torch_native for this model, but takes it in the place of intel_amx.
+            arguments["attention_backend"] = "intel_amx"
     return {**arguments, **_further(rollout.engine, ours=arguments)}
 
 
