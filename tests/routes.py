@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import linear, one_hot
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-_ROUTERS = ("Qwen3MoeTopKRouter", "MixtralTopKRouter")
+_ROUTERS = ("Qwen3MoeTopKRouter", "MixtralTopKRouter", "GptOssTopKRouter")
 
 
 def own_routes(model: nn.Module, token_ids: Sequence[int]) -> NDArray[np.int64]:
@@ -61,14 +63,19 @@ def force(model: nn.Module, routes: Sequence[NDArray[np.int64]]) -> None:
 
     def take(module: Any, _args: Any, result: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         chosen_TK = given.pop(0)
+        if type(module).__name__ == "GptOssTopKRouter":
+            return result[0], result[0].gather(-1, chosen_TK).softmax(dim=-1), chosen_TK
         weights_TK = result[0].softmax(dim=-1, dtype=torch.float32).gather(-1, chosen_TK)
         if getattr(module, "norm_topk_prob", True):
             weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
         return result[0], weights_TK.to(result[1].dtype), chosen_TK
 
-    def biased(layer: Any) -> Any:
+    def routing(layer: Any) -> Any:
         def route(logits_TE: Tensor) -> tuple[Tensor, Tensor]:
             chosen_TK = given.pop(0)
+            if not hasattr(layer.gate, "e_score_correction_bias"):
+                weights_TK = logits_TE.view(len(chosen_TK), -1).softmax(dim=-1).gather(-1, chosen_TK)
+                return chosen_TK, weights_TK * layer.routed_scaling_factor
             weights_TK = logits_TE.view(len(chosen_TK), -1).sigmoid().gather(-1, chosen_TK)
             return chosen_TK, weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20) * layer.routed_scaling_factor
 
@@ -80,4 +87,37 @@ def force(model: nn.Module, routes: Sequence[NDArray[np.int64]]) -> None:
         if type(module).__name__ in _ROUTERS:
             module.register_forward_hook(take)
         elif hasattr(module, "route_tokens_to_experts"):
-            module.route_tokens_to_experts = biased(module)
+            module.route_tokens_to_experts = routing(module)
+
+
+def gates_of(model: Any) -> list[Any]:
+    """The routers of the sparse layers."""
+    mlps = [layer.mlp for layer in model.model.layers]
+    return [mlp.router if hasattr(mlp, "router") else mlp.gate for mlp in mlps if not hasattr(mlp, "gate_proj")]
+
+
+def hidden_states(model: Any) -> list[list[Tensor]]:
+    """Of each sparse layer, the inputs [T, H] of the coming passes' routers; filled by these passes."""
+    kept_L: list[list[Tensor]] = [[] for _ in gates_of(model)]
+    for layer, kept in zip(model.model.layers[-len(kept_L) :], kept_L, strict=True):
+        layer.mlp.register_forward_pre_hook(lambda _module, args, kept=kept: kept.append(args[0].flatten(0, -2)))
+    return kept_L
+
+
+def balancing_loss(model: Any, hidden_LTH: Sequence[Tensor], routes_TLK: Tensor | None = None) -> Tensor:
+    """transformers' load-balancing loss, with DeepSeek's probabilities for routers that rank sigmoids.
+
+    routes_TLK: takes the place of the routers' choice.
+    """
+    probs, chosen, num_chosen = list[Tensor](), list[Tensor](), model.config.num_experts_per_tok
+    for gate, hidden_TH in zip(gates_of(model), hidden_LTH, strict=True):
+        logits_TE = linear(hidden_TH, gate.weight, getattr(gate, "bias", None))
+        bias_E = getattr(gate, "e_score_correction_bias", None)
+        scores_TE = logits_TE.softmax(dim=-1) if bias_E is None else logits_TE.sigmoid()
+        probs.append(scores_TE if bias_E is None else scores_TE / scores_TE.sum(dim=-1, keepdim=True))
+        chosen.append((scores_TE if bias_E is None else scores_TE + bias_E).topk(num_chosen).indices)
+    probs_TE, chosen_TK = torch.cat(probs), torch.cat(chosen if routes_TLK is None else list(routes_TLK.unbind(1)))
+    if routes_TLK is None and gates_of(model)[0].__class__.__name__ in _ROUTERS:
+        return load_balancing_loss_func(tuple(each.log() for each in probs), probs_TE.shape[1], num_chosen)
+    load_E = one_hot(chosen_TK, probs_TE.shape[1]).float().sum(dim=1).mean(dim=0)
+    return probs_TE.shape[1] * (load_E * probs_TE.mean(dim=0)).sum()

@@ -1,6 +1,6 @@
 """Run by the launcher: one step for every combination of settings, with samples whose experts are given; rank 0 writes the results.
 
-python -m tasuki.trainer.launch --num-ranks N -- tests/integration/replayed_ranks.py OUTPUT_FOLDER MODEL_FOLDER SETTINGS...
+python -m tasuki.trainer.launch --num-ranks N -- tests/integration/replayed_ranks.py OUTPUT_FOLDER CASES
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -55,25 +56,27 @@ def routed_samples(shape: RouteShape) -> tuple[list[TrainingSample], list[NDArra
     return samples, routes
 
 
-def run_step(model: Path, settings: str, *, output: Path, mesh: DeviceMesh) -> None:
-    learner = start_learner(model, mesh=mesh, **json.loads(settings))
-    shape = RouteShape.of(read_model_shape(model))
+def run_step(case: dict[str, Any], *, output: Path, mesh: DeviceMesh) -> None:
+    """case: the model's folder, settings of [trainer], and whether the samples carry their experts."""
+    learner, model = start_learner(Path(case["model"]), mesh=mesh, **case["settings"]), read_model_shape(Path(case["model"]))
+    shape = RouteShape.of(model)
     assert shape is not None
-    samples = decode_samples(routed_samples(shape)[0], routes=shape)
-    report = learn(learner, Role.POLICY, samples, config=plain.LOSS, max_tokens=64)
+    samples = decode_samples(routed_samples(shape)[0], routes=shape if case["is_replayed"] else None)
+    # The auxiliary loss is over what all ranks compute at once.
+    max_tokens = 4096 if "router_aux_loss_coef" in case["settings"] else 64
+    report = learn(learner, Role.POLICY, samples, config=plain.LOSS, max_tokens=max_tokens)
     gradients = whole_gradients(learner, Role.POLICY)
     learner.backend.close()
     if dist.get_rank() == 0:
-        name = str(abs(hash(settings)))
-        save_file(gradients, output / f"{name}.safetensors")
+        save_file(gradients, output.with_suffix(".safetensors"))
         metrics = {name: metric(report, name) for name in report.metrics}
-        (output / f"{name}.json").write_text(json.dumps({"settings": settings, "loss": report.loss, "metrics": metrics}))
+        output.with_suffix(".json").write_text(json.dumps({"loss": report.loss, "metrics": metrics}))
 
 
-def main(output: str, model: str, *cases: str) -> None:
+def main(output: str, cases: str) -> None:
     mesh = start_mesh("cpu", launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
-    for settings in cases:
-        run_step(Path(model), settings, output=Path(output), mesh=mesh)
+    for index, case in enumerate(json.loads(cases)):
+        run_step(case, output=Path(output) / str(index), mesh=mesh)
     dist.destroy_process_group()
 
 

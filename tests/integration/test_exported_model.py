@@ -18,12 +18,14 @@ from tasuki.models.stored_tensors import check_stored
 from tasuki.trainer.backends.fsdp.checkpoint_export import _export
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
 from tasuki.v1.weights_pb2 import PublishedWeights
 from tasuki.weights.imported_weights import import_weights
 from tasuki.wire.errors import InvalidArgument
-from tests.integration.learning import fsdp, start_learner, trained
+from tests.integration.learning import fsdp, learn, start_learner, trained
 from tests.integration.one_rank import mesh, model
-from tests.models import make_model, quantize_experts, save_checkpoint
+from tests.integration.trainer_samples import LOSS, make_samples
+from tests.models import VOCAB_SIZE, make_model, quantize_experts, save_checkpoint
 
 __all__ = ["mesh", "model"]
 
@@ -134,6 +136,32 @@ def test_adapters_of_experts_are_published_and_exported_as_peft_merges_them(
         assert torch.equal(tensor, start[name].float()) is not is_adapted, name
     imported.close()
     backend.close()
+
+
+def test_biases_that_a_step_moves_are_published_exported_and_loaded(mesh: DeviceMesh, tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model("glm4_moe", seed=2), tmp_path / "start")
+    start, rate = load_file(folder / "model.safetensors"), {"router_bias_update_rate": 0.01}
+    learner = start_learner(folder, mesh=mesh, rollout={"dtype": "float32"}, **rate)
+    learn(learner, Role.POLICY, decode_samples(make_samples(4, vocab_size=VOCAB_SIZE)), config=LOSS)
+    learner.optim_step(Role.POLICY)
+    learner.save_checkpoint(tmp_path / "checkpoint")
+    fsdp(learner).export_model(tmp_path / "model")
+    options = {"source": folder, "held": torch.float32, "dtype": torch.float32, "told": lambda *_: None}
+    _export(tmp_path / "checkpoint", tmp_path / "again", **options)
+    published = PublishedWeights(policy_version=1, handles=[fsdp(learner).publish(policy_version=1).handle])
+    imported = import_weights(published, timeout_s=5)
+    ours, again = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
+    name = next(name for name in start if name.endswith(ROUTER_BIAS))
+    moved_E = (ours[name] - start[name]).abs()
+    assert moved_E.any() and torch.allclose(moved_E, torch.where(moved_E == 0.0, 0.0, 0.01))
+    assert torch.equal(again[name], ours[name]) and torch.equal(imported.gathered(name), ours[name])
+    imported.close()
+    fsdp(learner).close()
+    loaded, fixed = start_learner(folder, mesh=mesh, **rate), start_learner(folder, mesh=mesh)
+    loaded.load_checkpoint(tmp_path / "checkpoint")
+    assert torch.equal(trained(loaded, Role.POLICY).network.causal_lm.get_buffer(name), ours[name])
+    with pytest.raises(InvalidArgument, match="router_bias_update_rate that it was saved with"):
+        fixed.load_checkpoint(tmp_path / "checkpoint")
 
 
 def test_what_is_not_trained_is_exported_in_its_own_dtype(mesh: DeviceMesh, tmp_path: Path) -> None:

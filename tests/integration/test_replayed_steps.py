@@ -1,10 +1,9 @@
-"""Steps with given experts against transformers with the same, in every combination of what changes how a layer is computed."""
-
-from __future__ import annotations
+"""Steps of mixtures against transformers, with every two settings together that change how a layer is computed."""
 
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -12,53 +11,69 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tasuki.models.families import read_model_shape
 from tasuki.models.routes import RouteShape
 from tasuki.models.shape import EXPERTS
 from tasuki.trainer.backends.fsdp.lora.adapters import in_file
-from tests.extent import IS_WHOLE, crossed
+from tests.extent import IS_WHOLE
 from tests.integration.launched import run_ranks
-from tests.integration.replayed_ranks import routed_samples
+from tests.integration.replayed_ranks import NUM_GROUPS, routed_samples
 from tests.integration.trainer_samples import PlainStep, plain_step_of
 from tests.models import make_model, save_checkpoint
-from tests.routes import force
+from tests.routes import balancing_loss, force, hidden_states
 
-KINDS = {"qwen3_moe": {"num_experts": 8}, "mixtral": {"num_local_experts": 8}, "glm4_moe": {"n_routed_experts": 8}}
-TARGETS = ["q_proj", "v_proj"]
+KINDS = {
+    "qwen3_moe": {"num_experts": 8},
+    "mixtral": {"num_local_experts": 8},
+    "gpt_oss": {"num_local_experts": 8},
+    "qwen3_5_moe": {"num_experts": 8},
+    **{kind: {"n_routed_experts": 8} for kind in ("glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")},
+}
+TARGETS = ["o_proj"]
 LORA = {"rank": 4, "alpha": 8, "target_modules": TARGETS}
-ADAPTERS = ("", "linear", "experts")
+AUX_LOSS_COEF = 0.1
+AXES: dict[str, tuple[Any, ...]] = {
+    "kind": tuple(KINDS),
+    "expert_parallel": (False, True),
+    "sequence_parallel": (1, 2),
+    "lora": ("", "linear", "experts"),
+    "is_replayed": (True, False),
+    "prefix_sharing": (False, True),
+    "checkpointing": ("none", "attention", "full", "offloaded"),
+    "router_aux_loss_coef": (0.0, AUX_LOSS_COEF),
+    "mlp_tile_tokens": (None, 5),
+}
 
 
-def combinations(num_ranks: int) -> list[dict[str, Any]]:
-    """Settings of [trainer], with the kind of adapters."""
-    spread = (False, True) if num_ranks > 1 else (False,)
-    splits = (1, 2) if num_ranks > 1 else (1,)
-    found = [
-        {
-            "expert_parallel": is_spread,
-            "sequence_parallel": split,
-            "lora": lora,
-            "prefix_sharing": sharing,
-            "checkpointing": kept,
-        }
-        for is_spread in spread
-        for split in splits
-        for (lora, sharing), kept in crossed(
-            [(lora, sharing) for lora in ADAPTERS for sharing in (False, True)], ("none", "attention", "full", "offloaded")
-        )
-    ]
-    tiled = {**found[0], "mlp_tile_tokens": 5}
-    return [*found, tiled]
+def is_possible(case: dict[str, Any]) -> bool:
+    """Whether configurations may combine these settings, and the samples' micro-batches are those of `expected`."""
+    if case["kind"] == "qwen3_5_moe" and (case["is_replayed"] or case["prefix_sharing"] or case["sequence_parallel"] > 1):
+        return False
+    if (case["kind"] == "gpt_oss" and case["lora"] == "experts") or (case["expert_parallel"] and case["mlp_tile_tokens"]):
+        return False
+    # Two ranks with samples of one prompt each compute it.
+    return not (case["router_aux_loss_coef"] and case["prefix_sharing"] and case["sequence_parallel"] == 1)
 
 
-CASES = [
-    (kind, num_ranks, json.dumps(settings))
-    for kind in (KINDS if IS_WHOLE else ("glm4_moe",))
-    for num_ranks in ((1, 2) if IS_WHOLE else (2,))
-    for settings in combinations(num_ranks)[:: 1 if IS_WHOLE else 4]
-]
+def covering() -> list[dict[str, Any]]:
+    """Cases that have every possible pair of values, few by greed; all possible ones in `make chaos`."""
+    every = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
+    possible = [case for case in every if is_possible(case)]
+    if IS_WHOLE:
+        return possible
+    pairs = [set(combinations(case.items(), 2)) for case in possible]
+    missing, chosen = set[Any]().union(*pairs), list[dict[str, Any]]()
+    while missing:
+        best = max(range(len(possible)), key=lambda index: len(pairs[index] & missing))
+        missing -= pairs[best]
+        chosen.append(possible[best])
+    return chosen
+
+
+CASES = covering()
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +82,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, settings in KINDS.items():
         save_checkpoint(make_model(kind, seed=3, **settings), folder / kind)
         for adapter, experts in (("linear", None), ("experts", list(EXPERTS))):
+            if kind == "gpt_oss" and experts:
+                continue
             torch.manual_seed(5)
             config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, target_parameters=experts, init_lora_weights=False)
             get_peft_model(loaded(folder / kind), config).save_pretrained(folder / f"{kind}-{adapter}")
@@ -74,56 +91,82 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def steps(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], tuple[dict[str, Any], Path]]:
-    """Report and file of gradients, by family and settings."""
-    found: dict[tuple[str, str], tuple[dict[str, Any], Path]] = {}
-    for kind, num_ranks in sorted({case[:2] for case in CASES}):
-        output = tmp_path_factory.mktemp("steps")
-        asked = {settings_of(models, kind, case[2]): case[2] for case in CASES if case[:2] == (kind, num_ranks)}
-        for some in (list(asked)[first : first + 16] for first in range(0, len(asked), 16)):  # a launch has its own time limit
-            run_ranks("replayed_ranks.py", output, models / kind, *some, num_ranks=num_ranks)
-        for file in output.glob("*.json"):
-            report = json.loads(file.read_text())
-            found[kind, f"{num_ranks} {asked[report['settings']]}"] = report, file.with_suffix(".safetensors")
+def steps(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[dict[str, Any], Path]]:
+    """Report and file of gradients of each case."""
+    found: dict[int, tuple[dict[str, Any], Path]] = {}
+    for first in range(0, len(CASES), 16):  # a launch has its own time limit
+        output, some = tmp_path_factory.mktemp("steps"), CASES[first : first + 16]
+        run_ranks("replayed_ranks.py", output, json.dumps([asked(models, case) for case in some]), num_ranks=2)
+        for index in range(len(some)):
+            found[first + index] = json.loads((output / f"{index}.json").read_text()), output / f"{index}.safetensors"
     return found
 
 
-def settings_of(models: Path, kind: str, settings: str) -> str:
-    given = json.loads(settings)
-    if lora := given.pop("lora"):
-        given["lora"] = {**LORA, "path": str(models / f"{kind}-{lora}"), "experts": lora == "experts"}
-    return json.dumps(given)
+def asked(models: Path, case: dict[str, Any]) -> dict[str, Any]:
+    own = ("kind", "is_replayed", "lora")
+    settings = {key: value for key, value in case.items() if key not in own and value is not None and value != 0.0}
+    if lora := case["lora"]:
+        settings["lora"] = {**LORA, "path": str(models / f"{case['kind']}-{lora}"), "experts": lora == "experts"}
+    return {"model": str(models / case["kind"]), "is_replayed": case["is_replayed"], "settings": settings}
 
 
 def loaded(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    implementation = "eager" if folder.name == "gpt_oss" else "sdpa"
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=implementation)
 
 
 @cache
-def expected(folder: Path, adapter: str) -> PlainStep:
+def expected(
+    folder: Path, adapter: str, *, is_replayed: bool, aux_loss_coef: float, is_shared: bool
+) -> tuple[PlainStep, float]:
+    """The step, and its auxiliary loss. is_shared: whether samples of one prompt compute it once."""
     shape = RouteShape.of(read_model_shape(folder))
     assert shape is not None
     samples, routes = routed_samples(shape)
     base = loaded(folder)
-    force(base, routes)
-    if not adapter:
-        return plain_step_of(base, samples)
-    plain = plain_step_of(PeftModel.from_pretrained(base, f"{folder}-{adapter}", is_trainable=True), samples)
-    return replace(plain, gradients={name.removeprefix("base_model.model."): each for name, each in plain.gradients.items()})
+    if is_replayed:
+        force(base, routes * 2)
+    hidden = hidden_states(base)
+    model: Any = PeftModel.from_pretrained(base, f"{folder}-{adapter}", is_trainable=True) if adapter else base
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    for sample in samples:
+        model(input_ids=torch.tensor([[*sample.prompt_token_ids, *sample.completion_token_ids]]))
+    # The last token is no input, and a shared prompt counts once.
+    firsts = [is_shared * (index >= NUM_GROUPS) * len(sample.prompt_token_ids) for index, sample in enumerate(samples)]
+    hidden_LTH = [torch.cat([rows[first:-1] for rows, first in zip(each, firsts, strict=True)]) for each in hidden]
+    routes_TLK = torch.cat([torch.from_numpy(rows[first:]) for rows, first in zip(routes, firsts, strict=True)])
+    loss = balancing_loss(base, hidden_LTH, routes_TLK if is_replayed else None)
+    slopes = torch.autograd.grad(aux_loss_coef * loss, list(trained.values()), allow_unused=True)
+    plain = plain_step_of(model, samples)
+    gradients = {
+        name.removeprefix("base_model.model."): plain.gradients[name] + (0.0 if slope is None else slope)
+        for name, slope in zip(trained, slopes, strict=True)
+    }
+    return replace(plain, gradients=gradients), loss.item()
 
 
-@pytest.mark.parametrize(("kind", "num_ranks", "settings"), CASES)
-def test_a_step_with_given_experts_equals_that_of_transformers(
-    steps: dict[tuple[str, str], tuple[dict[str, Any], Path]], models: Path, kind: str, num_ranks: int, settings: str
-) -> None:
-    report, file = steps[kind, f"{num_ranks} {settings}"]
-    plain, gradients = expected(models / kind, json.loads(settings)["lora"]), load_file(file)
+@pytest.mark.parametrize("index", range(len(CASES)), ids=lambda index: "-".join(map(str, CASES[index].values())))
+def test_a_step_equals_that_of_transformers(steps: dict[int, tuple[dict[str, Any], Path]], models: Path, index: int) -> None:
+    (report, file), case = steps[index], CASES[index]
+    plain, aux_loss = expected(
+        models / case["kind"],
+        case["lora"],
+        is_replayed=case["is_replayed"],
+        aux_loss_coef=case["router_aux_loss_coef"],
+        is_shared=case["prefix_sharing"],
+    )
+    metrics, found = report["metrics"], dict[str, Tensor]()
     assert report["loss"] == pytest.approx(plain.loss, abs=1e-5)
-    assert report["metrics"]["log_prob_gap"] == pytest.approx(plain.log_prob_gap, abs=1e-5)
-    assert 0.5 < report["metrics"]["router_disagreement"] < 1, "two of eight are drawn at random"
-    assert gradients and len(gradients) == len(plain.gradients)
-    for name, gradient in gradients.items():
-        peft_name, found = in_file(name, gradient) if name.endswith(("_lora_A", "_lora_B")) else (name, gradient)
+    assert metrics["log_prob_gap"] == pytest.approx(plain.log_prob_gap, abs=1e-5)
+    assert ("router_disagreement" in metrics) is case["is_replayed"]
+    if case["is_replayed"]:
+        assert 0.5 < metrics["router_disagreement"] < 1, "two of eight are drawn at random"
+    if case["router_aux_loss_coef"]:
+        assert metrics["router_aux_loss"] == pytest.approx(aux_loss, rel=1e-5)
+    for name, gradient in load_file(file).items():
+        peft_name, found_as = in_file(name, gradient) if name.endswith(("_lora_A", "_lora_B")) else (name, gradient)
         peft_name = peft_name.removeprefix("base_model.model.").replace("_A.weight", "_A.default.weight")
-        peft_name = peft_name.replace("_B.weight", "_B.default.weight")
-        torch.testing.assert_close(found, plain.gradients[peft_name], rtol=1e-5, atol=1e-5, msg=name)
+        found[peft_name.replace("_B.weight", "_B.default.weight")] = found_as
+    assert found.keys() == plain.gradients.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, plain.gradients[name], rtol=1e-5, atol=1e-5, msg=name)

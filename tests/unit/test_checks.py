@@ -7,7 +7,7 @@ import pytest
 from tasuki.algorithms.loss_types import LossConfig, OldPolicy
 from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.algorithms.losses.value import ValueLoss
-from tasuki.trainer.data.checks import BatchLimits, check_loss, check_sequences, check_share, check_versions
+from tasuki.trainer.data.checks import BatchLimits, check_denominator, check_loss, check_sequences, check_share, check_versions
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.v1.types_pb2 import TrainingSample
@@ -52,6 +52,15 @@ def test_a_wrong_field_is_named_with_its_sample(fields: dict[str, Any], field: s
         check_all([make_sample(), make_sample(**fields), make_sample()])
     assert raised.value.metadata["field"] == field
     assert words in raised.value.message
+
+
+def test_a_denominator_below_the_calls_own_count_is_refused_for_an_auxiliary_loss() -> None:
+    samples = decode_samples([make_sample(), make_sample()])
+    for denominator in (None, 6.0, 12.0):
+        check_denominator(samples, config=LossConfig(denominator=denominator))
+    with pytest.raises(InvalidArgument, match=r"is 1, but the call alone counts 6") as refused:
+        check_denominator(samples, config=LossConfig(denominator=1.0))
+    assert refused.value.metadata["field"] == "header.loss.settings.denominator"
 
 
 @pytest.mark.parametrize("field", ["rollout_log_probs", "old_log_probs", "ref_log_probs"])

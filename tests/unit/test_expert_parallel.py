@@ -138,3 +138,21 @@ def test_experts_that_ranks_cannot_share_are_refused(model: ModelShape, settings
     with pytest.raises(InvalidArgument, match=problem) as refused:
         node_of(model, expert_parallel=True, **settings)
     assert refused.value.metadata["field"] == "trainer.expert_parallel"
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "field"),
+    [
+        (MODELS["qwen2.5-7b"], {"tp_size": 4, "router_aux_loss_coef": 0.1}, "trainer.router_aux_loss_coef"),
+        (MOE, {"router_bias_update_rate": 0.1}, "trainer.router_bias_update_rate"),
+        (
+            replace(MOE, has_router_bias=True),
+            {"router_bias_update_rate": 0.1, "lora": {"target_modules": ["q_proj"]}},
+            "trainer.router_bias_update_rate",
+        ),
+    ],
+)
+def test_balance_that_routers_cannot_have_is_refused(model: ModelShape, settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        node_of(model, **settings)
+    assert refused.value.metadata["field"] == field

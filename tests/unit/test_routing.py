@@ -1,23 +1,36 @@
 """Routers of a mixture of experts: transformers' results, a choice made once, and the load of each expert."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tasuki.planner.node import Checkpointing
 from tasuki.trainer.backends.fsdp.activations import tile_mlps
 from tasuki.trainer.modules.routing import ExpertLoad, Router, routing_operators
+from tests.extent import crossed
 from tests.models import make_model
 from tests.operators import CountedOperators
+from tests.routes import balancing_loss, gates_of, hidden_states
 from tests.unit.test_packed_attention import LENGTHS, pack, policy_of
+
+AUXILIARY = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 
 SPARSE = ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
 (CHOICE,) = routing_operators()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
 
 
 def routers_of(module: nn.Module) -> list[Router]:
@@ -121,3 +134,53 @@ def test_replayed_experts_halve_the_log_prob_gap_to_another_precision(kind: str,
         replaying = replace(batch, routes_TR=torch.stack(chosen, dim=1).flatten(1).to(torch.int16))
         gap, replayed = (float((trainer(each)[0] - exact_N).abs().max()) for each in (batch, replaying))
     assert replayed < 0.5 * gap
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpointing", "num_tokens"), crossed(AUXILIARY, Checkpointing, (None, 25))[: len(AUXILIARY)]
+)
+def test_the_auxiliary_loss_and_its_gradient_are_those_of_transformers(
+    kind: str, checkpointing: Checkpointing, num_tokens: int | None, mesh: DeviceMesh
+) -> None:
+    checkpointing = Checkpointing.FULL if checkpointing is Checkpointing.OFFLOADED else checkpointing
+    model = make_model(kind, seed=5, **({} if kind == "gpt_oss" else {"num_hidden_layers": 3}))
+    policy, batch = policy_of(model, checkpointing=checkpointing), pack(LENGTHS)
+    if num_tokens is not None:
+        tile_mlps(policy.causal_lm, num_tokens=num_tokens)
+    load = ExpertLoad(policy.causal_lm, mesh=mesh, device=torch.device("cpu"), aux_loss_coef=0.5)
+    with torch.no_grad():
+        policy(batch)
+    assert load.end_pass(share=1.0) is None, "scoring is no training"
+    for share in (0.25, 0.75):  # two micro-batches with the same tokens
+        scores_N, _ = policy(batch)
+        (0.0 * scores_N.sum() + load.end_pass(share=share)).backward()
+    hidden = hidden_states(model)
+    for first, end in pairwise(batch.cu_seqlens_S.tolist()):
+        model(batch.input_ids_T[None, first:end])
+    expected = balancing_loss(model, [torch.cat(each) for each in hidden])
+    (0.5 * expected).backward()
+    torch.testing.assert_close(load.take()["router_aux_loss"].value.float(), expected.detach())
+    for (name, param), (_, found) in zip(model.named_parameters(), policy.causal_lm.named_parameters(), strict=True):
+        if param.grad is not None and "lm_head" not in name:
+            torch.testing.assert_close(found.grad, param.grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert all(gate.weight.grad.any() for gate in gates_of(model))
+
+
+def test_dummies_are_not_counted(mesh: DeviceMesh) -> None:
+    policy = policy_of(make_model("qwen3_moe", seed=5))
+    load = ExpertLoad(policy.causal_lm, mesh=mesh, device=torch.device("cpu"), aux_loss_coef=1.0)
+    policy(replace(pack(LENGTHS), num_dummies=5))
+    load.end_pass(share=1.0)
+    assert routers_of(policy)[0].load_E.sum() == 2 * (sum(LENGTHS) - 5)
+
+
+def test_biases_move_towards_even_load_by_the_rate_of_a_step(mesh: DeviceMesh) -> None:
+    policy = policy_of(make_model("deepseek_v3", seed=5))
+    load = ExpertLoad(policy.causal_lm, mesh=mesh, device=torch.device("cpu"), bias_update_rate=0.25)
+    (router,) = routers_of(policy)
+    before_E = router.e_score_correction_bias.clone()
+    for counts in ([3, 0, 1, 0, 0], [1, 2, 1, 1, 0]):  # of two calls; 4, 2, 2, 1, 0 around 1.8
+        router.load_E += torch.tensor(counts)
+        load.take()
+    load.update_biases()
+    assert (router.e_score_correction_bias - before_E).tolist() == pytest.approx([-0.25, -0.25, -0.25, 0.25, 0.25])

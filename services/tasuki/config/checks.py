@@ -165,6 +165,11 @@ def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShap
         if kv_heads % shared and shared % kv_heads:
             problem = f"{shared} ranks can neither share {kv_heads} key heads evenly, nor have one of them each"
             raise InvalidArgument("trainer.sequence_parallel", problem)
+    if trainer.router_aux_loss_coef and not model.num_experts:
+        raise InvalidArgument("trainer.router_aux_loss_coef", f"{model.architecture} has no experts to balance; remove it")
+    if trainer.router_bias_update_rate and (not model.has_router_bias or trainer.lora is not None):
+        what = "adapters train no router" if model.has_router_bias else f"{model.architecture} has no router with a bias"
+        raise InvalidArgument("trainer.router_bias_update_rate", f"{what}; remove it")
     sparse = [one for one in models if one.num_experts]
     if trainer.expert_parallel and not sparse:
         raise InvalidArgument("trainer.expert_parallel", f"{model.architecture} has no experts to spread; remove it")

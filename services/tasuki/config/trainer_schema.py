@@ -187,6 +187,12 @@ class TrainerConfig(OptimizerConfig):
     router_replay: Bool = False
     """Whether tokens pass the experts in training that they passed in rollout, which then reports them; without effect on a dense model.
     The policy's losses and log-probs replay them, the reference and the critic choose their own."""
+    router_aux_loss_coef: Float = Field(default=0.0, ge=0)
+    """Weight of a loss that balances the load of experts: transformers' load-balancing loss over the micro-batches that all ranks compute
+    at once. The policy's losses of every kind get it."""
+    router_bias_update_rate: Float = Field(default=0.0, ge=0)
+    """By how much each step of the policy moves the bias with which a router ranks an expert, towards even load and without a loss
+    (DeepSeek V3). For routers with such a bias: DeepSeek V3, GLM 4.5 to 4.7. Not with `[trainer.lora]`."""
     lora: LoraConfig | None = None
     """Trains adapters on a frozen model, which is then also the reference policy."""
     reference_on_host: Bool | None = None

@@ -80,8 +80,8 @@ class Backend(Protocol):
         """Computes the critic's values [N], float32, with gradient."""
         ...
 
-    def backward(self, role: Role, loss: Tensor) -> None:
-        """Accumulates the gradients of `loss`, summed over ranks."""
+    def backward(self, role: Role, loss: Tensor, *, share: float) -> None:
+        """Accumulates the gradients of `loss`, and of routers' auxiliary loss, summed over ranks. share: see MicroBatch."""
         ...
 
     def routing_metrics(self, role: Role) -> Mapping[str, Metric]:

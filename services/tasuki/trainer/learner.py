@@ -76,7 +76,7 @@ class Learner:
         try:
             for batch in micro_batches:
                 part = self._loss(role, batch, config=config, kept=kept if returns_log_probs else None)
-                self.backend.backward(role, part.loss)
+                self.backend.backward(role, part.loss, share=batch.share)
                 total += part.loss.detach()
                 metrics = _merged(metrics, part.metrics)
                 self._progressed()

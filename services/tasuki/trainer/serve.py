@@ -118,6 +118,7 @@ async def _training(ranks: TrainerRanks, *, ready: RankReady, config: NodeConfig
         context_length=ready.context_length,
         micro_batch_tokens=read_choices(config.state_dir).micro_batch_tokens,
         routes=RouteShape.of(read_model_shape(model_source(config))) if config.trainer.router_replay else None,
+        has_aux_loss=config.trainer.router_aux_loss_coef > 0,
     )
     _log.info("ready ranks=%d micro_batch_tokens=%d", ranks.num_ranks, limits.micro_batch_tokens)
     if ready.HasField("nodes_rate"):

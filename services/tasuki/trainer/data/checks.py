@@ -1,10 +1,11 @@
 """Checks of a call's samples, as pure functions. Each raises InvalidArgument naming the first invalid sample and field."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss import CriticLoss
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.sampling import GREEDY_BELOW
@@ -29,6 +30,8 @@ class BatchLimits:
     """Maximum tokens in a micro-batch, and so in a sample."""
     routes: RouteShape | None = None
     """Of the policy, if it replays them."""
+    has_aux_loss: bool = False
+    """Whether the policy has trainer.router_aux_loss_coef."""
 
 
 def check_sequences(samples: Samples, *, limits: BatchLimits) -> None:
@@ -102,6 +105,17 @@ def check_routed(samples: Samples) -> None:
             "empty, but trainer.router_replay needs the experts that rollout reported; give the sample's, or set it to false"
         )
         raise InvalidArgument("samples[0].routed_experts", problem)
+
+
+def check_denominator(samples: Samples, *, config: LossConfig) -> None:
+    """Raises InvalidArgument for a denominator below the call's own count, whose auxiliary loss would weigh more than the step's."""
+    own = denominator(samples.columns["loss_mask"], samples.num_completion_S, config=replace(config, denominator=None))
+    if config.denominator is not None and own > config.denominator * (1 + 1e-6):
+        problem = (
+            f"is {config.denominator:g}, but the call alone counts {own:g}; trainer.router_aux_loss_coef needs the count of the step, "
+            "which a custom loss does not give: set it to 0, or give the count"
+        )
+        raise InvalidArgument("header.loss.settings.denominator", problem)
 
 
 def check_versions(samples: Samples, *, policy_version: int) -> None:

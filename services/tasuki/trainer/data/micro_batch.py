@@ -3,7 +3,7 @@
 Shape suffixes: S sequences, T their input tokens, N their completion tokens, G shared prompts, X tokens that continue them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tasuki.algorithms.aggregation import token_weights
+from tasuki.algorithms.aggregation import denominator, token_weights
 from tasuki.algorithms.batch import LossBatch
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.models.routes import Routes
@@ -81,6 +81,8 @@ class TokenBatch:
     prompts: SharedPrompts | None = None
     routes_TR: Tensor | None = None
     """int16: the experts of each token in every layer, -1 where routers choose; None: everywhere."""
+    num_dummies: int = 0
+    """Number of last tokens that belong to no sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ class MicroBatch:
 
     tokens: TokenBatch
     loss: LossBatch
+    share: float
+    """Its part of the loss's denominator; those of an optimizer step add up to 1."""
 
 
 def token_batch(samples: Samples, *, device: torch.device, part: SequencePart = WHOLE) -> TokenBatch:
@@ -125,6 +129,7 @@ def token_batch(samples: Samples, *, device: torch.device, part: SequencePart = 
         routes_TR=None
         if samples.routes_TR is None
         else _tensor(_routes(samples.routes_TR, packed, num_dummies)[tokens], device=device),
+        num_dummies=min(width, max(0, num_dummies - width * (part.num_parts - 1 - part.index))),
     )
 
 
@@ -173,7 +178,9 @@ def micro_batch(
         returns_N=columns.get("returns"),
         is_current_N=_tensor(is_current_N, device=device),
     )
-    return MicroBatch(token_batch(samples, device=device, part=part), loss)
+    own = denominator(samples.columns["loss_mask"], samples.num_completion_S, config=replace(config, denominator=None))
+    share = own / config.denominator if config.denominator else 0.0
+    return MicroBatch(token_batch(samples, device=device, part=part), loss, share)
 
 
 def _cumulative(lengths_S: NDArray[np.int64]) -> NDArray[np.int64]:

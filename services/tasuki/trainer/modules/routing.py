@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts: recomputation replays their choice, and each expert's tokens are counted."""
+"""Routers of a mixture of experts: recomputation replays their choice, each expert's tokens are counted, and their load is balanced."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import linear
 
 from tasuki.algorithms.batch import Metric
+from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.modules.pointwise import clamped_gate
 
 _ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter", "Qwen3_5MoeTopKRouter", "Qwen3NextTopKRouter")
@@ -44,8 +45,15 @@ class Router(nn.Module):
         self.num_differing: Tensor | None = None
         """Tokens, counted like those of `load_E`, for which the router itself chooses other experts than it is given; int64."""
         self.load_E: Tensor | None = None
-        """Counts of chosen tokens in passes with gradient; int64. Only ratios within a layer matter: recomputation counts twice for every
-        expert."""
+        """Counts of chosen tokens in passes with gradient; int64."""
+        self.num_tokens = 0
+        """Tokens of the pass that count; dummies follow them."""
+        self.is_counting = False
+        """Whether this is a pass with gradient, and not its recomputation."""
+        self.is_balanced = False
+        """Whether probabilities are summed for the auxiliary loss."""
+        self.prob_sum_E: Tensor | None = None
+        """Sums of the pass's probabilities, with gradient, if it is balanced; float32."""
 
     def forward(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [T, E]; weights [T, K] and indices [T, K] of the chosen experts."""
@@ -65,13 +73,23 @@ class Router(nn.Module):
         if self.replayed_TK is not None:
             own_TK, given_TK = chosen_TK, self.replayed_TK.narrow(0, self.first_token, len(chosen_TK)).long()
             chosen_TK = torch.where(given_TK < 0, own_TK, given_TK)
-            if self.num_differing is not None and torch.is_grad_enabled():
+            if self.num_differing is not None and self.is_counting:
                 differs_T = (chosen_TK.sort(dim=-1).values != own_TK.sort(dim=-1).values).any(dim=-1)
                 self.num_differing += differs_T.sum()
-        if self.load_E is not None and torch.is_grad_enabled():
-            chosen = chosen_TK.flatten()
+        num_counted = max(0, self.num_tokens - self.first_token)
+        if self.load_E is not None and self.is_counting:
+            chosen = chosen_TK[:num_counted].flatten()
             self.load_E.index_add_(0, chosen, torch.ones_like(chosen))
+        if self.is_balanced and torch.is_grad_enabled():
+            # In recomputation, too, which must keep as many tensors.
+            sum_E = self._probs(scores_TE)[:num_counted].sum(dim=0)
+            if self.is_counting:
+                self.prob_sum_E = sum_E if self.prob_sum_E is None else self.prob_sum_E + sum_E
         return scores_TE.gather(-1, chosen_TK), chosen_TK
+
+    def _probs(self, scores_TE: Tensor) -> Tensor:
+        """[T, E] float32: probabilities of all experts, from the scores that are ranked."""
+        return scores_TE
 
 
 class BiasedRouter(Router):
@@ -94,6 +112,10 @@ class BiasedRouter(Router):
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
         return logits_TE, weights_TK * self._scale, chosen_TK
 
+    def _probs(self, scores_TE: Tensor) -> Tensor:
+        """Normalized as in DeepSeek-V3 (arXiv:2412.19437) eq. 19."""
+        return scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+
 
 class ChosenRouter(Router):
     """The router of gpt-oss: its weights are a softmax over the chosen experts alone, here in float32."""
@@ -106,6 +128,9 @@ class ChosenRouter(Router):
         logits_TE = linear(hidden_TH, self.weight, self.bias)
         logits_TK, chosen_TK = self._choose(logits_TE, logits_TE.detach())
         return logits_TE, torch.softmax(logits_TK, dim=-1, dtype=torch.float32).to(logits_TE.dtype), chosen_TK
+
+    def _probs(self, scores_TE: Tensor) -> Tensor:
+        return torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
 
 
 class ScaledRouter(Router):
@@ -148,7 +173,7 @@ def _routes(routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return routed[2], routed[1]
 
 
-class Replay:
+class Routers:
     """The routers of a network, by the layer that they belong to."""
 
     def __init__(self, causal_lm: nn.Module) -> None:
@@ -158,46 +183,106 @@ class Replay:
             (index, module) for index, layer in enumerate(layers) for module in layer.modules() if isinstance(module, Router)
         ]
 
-    def give(self, routes_TR: Tensor | None) -> None:
-        """Sets the experts of the coming pass's tokens in all layers; see TokenBatch."""
+    def begin(self, batch: TokenBatch) -> None:
+        """Prepares for the coming pass: the experts of its tokens in all layers, if they are given, and what counts."""
+        routes_TR = batch.routes_TR
         for index, router in self._routers:
             router.replayed_TK = None if routes_TR is None else routes_TR.unflatten(1, (self._num_layers, -1))[:, index]
+            router.num_tokens = len(batch.input_ids_T) - batch.num_dummies
+            router.is_counting, router.prob_sum_E = torch.is_grad_enabled(), None
 
 
 class ExpertLoad:
-    """Tokens of each expert in each sparse layer since the last reading, and those that were given other experts than their router's."""
+    """Tokens of each expert in each sparse layer, those that were given other experts than their router's, and what balances them."""
 
-    def __init__(self, causal_lm: nn.Module, *, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(
+        self,
+        causal_lm: nn.Module,
+        *,
+        mesh: DeviceMesh,
+        device: torch.device,
+        aux_loss_coef: float = 0.0,
+        bias_update_rate: float = 0.0,
+    ) -> None:
+        """aux_loss_coef, bias_update_rate: see TrainerConfig; the latter needs routers with biases."""
         self._routers = routers = [module for module in causal_lm.modules() if isinstance(module, Router)]
-        self._group = mesh.get_group("dp")
-        self._num_ranks = mesh.size()
+        self._group, self._aux_loss_coef, self._bias_update_rate = mesh.get_group("dp"), aux_loss_coef, bias_update_rate
         self._counts_LE = torch.zeros(
             len(routers), routers[0].weight.shape[0] if routers else 0, dtype=torch.int64, device=device
         )
         self._differing_L = torch.zeros(len(routers), dtype=torch.int64, device=device)
         self._num_chosen = routers[0].num_chosen if routers else 1
+        self._earlier_E = torch.zeros_like(self._counts_LE.sum(dim=0))
+        """Counts, over layers, of earlier passes of this call."""
+        self._aux_losses = torch.zeros(2, dtype=torch.float64, device=device)
+        """Sums of this call's auxiliary losses times their weights, and of the weights."""
+        self.step_counts_LE = torch.zeros_like(self._counts_LE, dtype=torch.float64)
+        """Of all ranks' tokens since the last step."""
         for router, load_E, num_differing in zip(routers, self._counts_LE, self._differing_L, strict=True):
             router.load_E, router.num_differing = load_E, num_differing
+            router.is_balanced = aux_loss_coef > 0.0
+
+    @property
+    def moves_biases(self) -> bool:
+        return self._bias_update_rate > 0.0
+
+    def end_pass(self, *, share: float) -> Tensor | None:
+        """Ends what a forward pass counts. Returns this rank's part of the auxiliary loss, None without one. Collective with one.
+
+        The loss is over the tokens of all ranks' current micro-batches. share: of this rank's in the loss.
+        Source: Switch Transformers (arXiv:2101.03961) eq. 4-6, over all layers at once as in transformers' load_balancing_loss_func.
+        """
+        sums = [router.prob_sum_E for router in self._routers if router.prob_sum_E is not None]
+        for router in self._routers:
+            router.is_counting, router.prob_sum_E = False, None
+        if not sums:
+            return None
+        probs_E, num_experts = torch.stack(sums).sum(dim=0), len(self._earlier_E)
+        counts_E = self._counts_LE.sum(dim=0)
+        mine = (counts_E - self._earlier_E).double(), probs_E.detach().double(), self._aux_losses.new_tensor([share])
+        self._earlier_E = counts_E
+        dist.all_reduce(whole := torch.cat(mine), group=self._group)
+        counts_E, prob_sum_E, share_1 = whole.split([num_experts, num_experts, 1])
+        num_tokens = (counts_E.sum() / self._num_chosen).clamp(min=1.0)
+        slope_E = num_experts * counts_E / num_tokens.square()
+        self._aux_losses += torch.cat([share_1 * torch.dot(slope_E, prob_sum_E), share_1])
+        return self._aux_loss_coef * torch.dot((share_1 * slope_E).float(), probs_E)
 
     def take(self) -> Mapping[str, Metric]:
         """Metrics over all ranks' tokens, equal on each rank; empty without experts or tokens. Collective."""
         if not self._counts_LE.numel():
             return {}
         counts_LE = torch.cat([self._counts_LE, self._differing_L.unsqueeze(1)], dim=1).double()
-        self._counts_LE.zero_()
-        self._differing_L.zero_()
+        aux_loss, share = self._aux_losses.tolist() if self._aux_loss_coef else (0.0, 0.0)
+        self.discard_call()
         dist.all_reduce(counts_LE, group=self._group)
         counts_LE, differing_L = counts_LE[:, :-1], counts_LE[:, -1]
+        self.step_counts_LE += counts_LE
         one = torch.ones((), dtype=torch.float64, device=counts_LE.device)
         busiest = (counts_LE.amax(dim=1) / counts_LE.mean(dim=1).clamp(min=1e-9)).amax()
-        tokens_L = counts_LE.sum(dim=1) / self._num_chosen
         idle = (counts_LE == 0).sum().double()
         metrics = {
             "expert_load_max": Metric(busiest, one, "max"),
             "idle_expert_fraction": Metric(idle, one * counts_LE.numel()),
         }
+        if share:
+            metrics["router_aux_loss"] = Metric(one * aux_loss, one * share)
         if any(router.replayed_TK is not None for router in self._routers):
-            # By layer, since recomputed ones count twice.
-            share = (differing_L / tokens_L.clamp(min=1)).mean()
-            metrics["router_disagreement"] = Metric(share * tokens_L.sum(), tokens_L.sum())
+            metrics["router_disagreement"] = Metric(differing_L.sum(), counts_LE.sum() / self._num_chosen)
         return metrics
+
+    def discard_call(self) -> None:
+        """Forgets what this call has counted."""
+        for counted in (self._counts_LE, self._differing_L, self._earlier_E, self._aux_losses):
+            counted.zero_()
+
+    def update_biases(self) -> None:
+        """Raises the biases of experts with fewer tokens than the mean since the last step, and lowers those of others.
+
+        Source: DeepSeek-V3 (arXiv:2412.19437) sec. 2.1.2.
+        """
+        if self.moves_biases:
+            lacking_LE = self.step_counts_LE.mean(dim=1, keepdim=True) - self.step_counts_LE
+            for router, lacking_E in zip(self._routers, lacking_LE, strict=True):
+                assert isinstance(router, BiasedRouter), "check_model refuses others"
+                router.e_score_correction_bias += self._bias_update_rate * lacking_E.sign().float()

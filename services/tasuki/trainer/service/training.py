@@ -94,6 +94,8 @@ class Training:
         else:
             checks.check_sequences(decoded, limits=self._limits)
             checks.check_loss(decoded, config=config, role=trained)
+        if self._limits.has_aux_loss and trained is Role.POLICY:
+            checks.check_denominator(decoded, config=config)
         checks.check_versions(decoded, policy_version=self.state.policy_version)
         return trained, config, decoded
 

@@ -164,9 +164,11 @@ class FsdpBackend:
     def score_values(self, batch: TokenBatch) -> Tensor:
         return self._network(Role.CRITIC)(batch)
 
-    def backward(self, role: Role, loss: Tensor) -> None:
+    def backward(self, role: Role, loss: Tensor, *, share: float) -> None:
+        # Ranks that compute parts of a micro-batch all have its share.
+        auxiliary = self._trained[role].expert_load.end_pass(share=share / self.sequence_part.num_parts)
         # FSDP2 reduces each group's gradients once they are complete, and adds the shards to those of earlier micro-batches.
-        loss.backward()
+        (loss if auxiliary is None else loss + auxiliary).backward()
 
     def routing_metrics(self, role: Role) -> Mapping[str, Metric]:
         return self._trained[role].expert_load.take()
@@ -174,19 +176,25 @@ class FsdpBackend:
     def release_gathered(self, role: Role) -> None:
         if role is not Role.REFERENCE or self._node.trainer.lora is not None or self._reference is not None:
             reshard(self._network(role))
+        if role in self._trained:
+            self._trained[role].expert_load.discard_call()
 
     def check_alike(self, numbers: Mapping[str, float]) -> None:
         if self._replicas is not None:
             self._replicas.check_alike(numbers)
 
     def clip_gradients(self, role: Role) -> float:
+        if self._replicas is not None:
+            self._replicas.add_up([self._trained[role].expert_load.step_counts_LE])
         return self._trained[role].optimizer.clip(self._replicas)
 
     def step_optimizer(self, role: Role, *, learning_rate: float) -> None:
         self._trained[role].optimizer.step(learning_rate=learning_rate)
+        self._trained[role].expert_load.update_biases()
 
     def clear_gradients(self, role: Role) -> None:
         self._trained[role].optimizer.clear_gradients()
+        self._trained[role].expert_load.step_counts_LE.zero_()
 
     def reset_optimizer(self, role: Role) -> None:
         self._trained[role].optimizer.reset()
@@ -227,7 +235,7 @@ class FsdpBackend:
         batch = trial_batch(self.sequence_part, device=self.device)
         with compiling_ahead():
             for role in self._trained:
-                self.backward(role, 0.0 * self._scores(role, batch).sum())
+                self.backward(role, 0.0 * self._scores(role, batch).sum(), share=0.0)
                 self.routing_metrics(role)
                 self.clear_gradients(role)
             frozen = [Role.REFERENCE] if self._node.trainer.lora is not None else []
@@ -318,7 +326,15 @@ class FsdpBackend:
         kind = StreamedAdamW if on_host else QuantizedAdamW if is_8bit else ShardedAdamW
         optimizer = kind(parameters, config=config, memory=self.memory, mesh=self._mesh)
         self._to_close.callback(optimizer.close)
-        return Trained(network, optimizer, ExpertLoad(network.causal_lm, mesh=self._mesh, device=self.device))
+        is_policy, trainer = isinstance(network, Policy), self._node.trainer
+        load = ExpertLoad(
+            network.causal_lm,
+            mesh=self._mesh,
+            device=self.device,
+            aux_loss_coef=trainer.router_aux_loss_coef if is_policy else 0.0,
+            bias_update_rate=trainer.router_bias_update_rate if is_policy else 0.0,
+        )
+        return Trained(network, optimizer, load)
 
     def _host_activations(self, causal_lm: PreTrainedModel) -> HostActivations | None:
         """Host memory for what layers keep, if it is offloaded. Raises as HostActivations."""

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 from tasuki.config.trainer_schema import TrainerConfig
 from tasuki.models.families import find_family
 from tasuki.models.family import computing_keys
+from tasuki.models.shape import ROUTER_BIAS
 from tasuki.trainer.backend import LearnerFacts
 from tasuki.trainer.backends.fsdp.lora.adapters import trained_parameters
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
@@ -239,7 +240,7 @@ def _check_tensors(path: Path, sizes: Mapping[str, tuple[int, ...]], *, tensors:
 
     sizes: of the checkpoint's tensors.
     """
-    advice = "load it with the model and the adapters' target_modules that it was saved with"
+    advice = "load it with the model, the adapters' target_modules and the router_bias_update_rate that it was saved with"
     held = {name for name in sizes if not name.startswith(_RANDOM_STATE)}
     for names, problem in ((held - tensors.keys(), "that the trainer lacks"), (tensors.keys() - held, "not in it")):
         if names:
@@ -295,8 +296,15 @@ def training_state(trained: Mapping[Role, Trained]) -> dict[str, Tensor]:
     return {
         f"{role}.{name}": tensor
         for role, each in trained.items()
-        for name, tensor in training_tensors(each.network, each.optimizer.optimizer).items()
+        for name, tensor in (training_tensors(each.network, each.optimizer.optimizer) | _moved_biases(each)).items()
     }
+
+
+def _moved_biases(trained: Trained) -> dict[str, Tensor]:
+    """Routers' biases, if steps change them."""
+    if not trained.expert_load.moves_biases:
+        return {}
+    return {f"model.{name}": buffer for name, buffer in trained.network.named_buffers() if name.endswith(ROUTER_BIAS)}
 
 
 def checkpoint_facts(

@@ -87,6 +87,9 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
             for name, shape in model.constants().items()
         ]
         load_shards(source, constants)
+        for name, constant in zip(model.constants(), constants, strict=True):
+            if name in sizes:
+                constant.local.copy_(read(name))
         writer.add_untrained(constants, source=source)
         writer.finish()
         copy_other_files(source, aside, dtype=dtype)

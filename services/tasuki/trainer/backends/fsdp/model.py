@@ -37,7 +37,7 @@ from tasuki.trainer.modules.compiled_blocks import compile_blocks
 from tasuki.trainer.modules.gated_delta import replace_delta_nets
 from tasuki.trainer.modules.pointwise import fuse_pointwise
 from tasuki.trainer.modules.rotary import fuse_rotation
-from tasuki.trainer.modules.routing import EXPERTS, Replay, replace_routers
+from tasuki.trainer.modules.routing import EXPERTS, Routers, replace_routers
 from tasuki.trainer.replicas import mesh_device
 from tasuki.weights.shared_base import SharedBase
 from tasuki.wire.denied_path import named_if_denied
@@ -73,14 +73,13 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         replace_delta_nets(causal_lm)
-        self.causal_lm, self._attention = causal_lm, attention
+        self.causal_lm, self._attention, self._routers = causal_lm, attention, Routers(causal_lm)
         self.shares_prompts = attention.shares_prompts
-        self._replay = Replay(causal_lm)
         causal_lm.lm_head = LmHead(causal_lm.lm_head, softcap=final_logit_softcap)
 
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] with gradient, and entropies [N]; float32. Its backward must precede the next pass."""
-        self._replay.give(batch.routes_TR)
+        self._routers.begin(batch)
         hidden_NH = _hidden_states(self.causal_lm, batch, self._attention)
         scores_N = self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, temperature_N=batch.temperature_N)
         log_probs_N, entropy_N = self._attention.gather(*scores_N, batch=batch)
@@ -93,13 +92,14 @@ class Critic(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, *, attention: PackedAttention) -> None:
         super().__init__()
         replace_delta_nets(causal_lm)
-        self.causal_lm, self._attention = causal_lm, attention
+        self.causal_lm, self._attention, self._routers = causal_lm, attention, Routers(causal_lm)
         self.shares_prompts = attention.shares_prompts
         causal_lm.lm_head = nn.Identity()
         self.value_head = nn.Linear(causal_lm.config.hidden_size, 1, bias=False, dtype=torch.float32)
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Values [N] with gradient, float32."""
+        self._routers.begin(batch)
         values_N = self.value_head(_hidden_states(self.causal_lm, batch, self._attention)).squeeze(-1)
         return self._attention.gather(values_N, batch=batch)[0]
 
