@@ -118,6 +118,6 @@ def balancing_loss(model: Any, hidden_LTH: Sequence[Tensor], routes_TLK: Tensor 
         chosen.append((scores_TE if bias_E is None else scores_TE + bias_E).topk(num_chosen).indices)
     probs_TE, chosen_TK = torch.cat(probs), torch.cat(chosen if routes_TLK is None else list(routes_TLK.unbind(1)))
     if routes_TLK is None and gates_of(model)[0].__class__.__name__ in _ROUTERS:
-        return load_balancing_loss_func(tuple(each.log() for each in probs), probs_TE.shape[1], num_chosen)
+        return torch.as_tensor(load_balancing_loss_func(tuple(each.log() for each in probs), probs_TE.shape[1], num_chosen))
     load_E = one_hot(chosen_TK, probs_TE.shape[1]).float().sum(dim=1).mean(dim=0)
     return probs_TE.shape[1] * (load_E * probs_TE.mean(dim=0)).sum()
