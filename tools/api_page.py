@@ -103,7 +103,7 @@ def _sections() -> Iterator[str]:
 def _function(name: str, function: Any) -> str:
     """A list entry: the signature, then the docstring."""
     keyword = "async def" if inspect.iscoroutinefunction(function) else "def"
-    signature = inspect.signature(function)
+    signature, written = inspect.signature(function), _annotations(function)
     parts: list[str] = []
     for one in signature.parameters.values():
         if one.name not in ("self", "cls"):
@@ -112,10 +112,8 @@ def _function(name: str, function: Any) -> str:
             value = one.default
             default = f"{type(value).__name__}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
             default = default if isinstance(value, str) else _plain(default)
-            parts.append(f"{one.name}: {one.annotation}" + ("" if one.default is one.empty else f" = {default}"))
-    head, tail = (
-        ("class", "") if function.__name__ == "__init__" else (keyword, f" -> {_plain(str(signature.return_annotation))}")
-    )
+            parts.append(f"{one.name}: {written[one.name]}" + ("" if one.default is one.empty else f" = {default}"))
+    head, tail = ("class", "") if function.__name__ == "__init__" else (keyword, f" -> {written['return']}")
     about = "" if function.__doc__ == object.__init__.__doc__ else f"  \n  {' '.join(_text(function).split())}"
     return f"- `{head} {name}({', '.join(parts)}){tail}`{about}\n"
 
@@ -142,12 +140,14 @@ def _enum(cls: type[enum.Enum]) -> Iterator[str]:
 
 
 def _dataclass(cls: Any) -> Iterator[str]:
-    about = _member_docstrings(cls)
+    about, written = (
+        _member_docstrings(cls),
+        {name: text for base in reversed(cls.__mro__[:-1]) for name, text in _annotations(base).items()},
+    )
     if cls.__module__.startswith("tasuki.algorithms.losses."):
         about = {}  # config.md has the meaning of their keys
     rows = (
-        (f"`{one.name}`", f"`{_plain(str(one.type))}{_default(one)}`", about.get(one.name, ""))
-        for one in dataclasses.fields(cls)
+        (f"`{one.name}`", f"`{written[one.name]}{_default(one)}`", about.get(one.name, "")) for one in dataclasses.fields(cls)
     )
     yield f"{_text(cls)}\n\n{_table('field', 'type, default', rows)}".rstrip() + "\n"
     for name, method in vars(cls).items():
@@ -216,6 +216,28 @@ def _member_docstrings(cls: type) -> dict[str, str]:
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     return {target.id: text for target, text in _documented(tree)}
+
+
+def _annotations(value: Any) -> dict[str, str]:
+    """Returns annotations of a function's parameters and result, or of a class's fields, as written in the source."""
+    if not inspect.isclass(value) and not hasattr(value, "__code__"):
+        return {}
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
+    if isinstance(tree, ast.ClassDef):
+        found = {
+            one.target.id: one.annotation
+            for one in tree.body
+            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+        }
+    else:
+        assert isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef)
+        arguments = (*tree.args.posonlyargs, *tree.args.args, tree.args.vararg, *tree.args.kwonlyargs, tree.args.kwarg)
+        found = {one.arg: one.annotation for one in arguments if one is not None} | {"return": tree.returns}
+    return {
+        name: str(each.value) if isinstance(each, ast.Constant) else ast.unparse(each)
+        for name, each in found.items()
+        if each is not None
+    }
 
 
 def _documented(tree: ast.ClassDef) -> Iterator[tuple[ast.Name, str]]:
