@@ -5,7 +5,7 @@ recomputation, makes the forward and backward passes of a step's samples. Then a
 256 + 512 tokens), trains three steps on it, and walks through changeovers, each with a short batch and a small training step. Prints the
 gap of rollout's log-probs to the trainer's, the errors of both, and of transformers, against float32, tokens a second of both training
 steps and of generation, the driver's bytes on the GPU by phase with their drift, and the planner's. Writes family_gpu.json after each
-family. --tiny: the tests' small models, on a CPU.
+family. --tiny: the tests' small models, on a CPU. --alone: without the step of transformers.
 """
 
 import argparse
@@ -70,15 +70,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def prepare(families: Sequence[str], folder: str, load: Load) -> dict[str, float]:
-    """Writes model folders with random weights; returns tokens a second of each one's plain step."""
-    return {family: _prepare(family, Path(folder, family), load) for family in families}
+def prepare(families: Sequence[str], folder: str, load: Load, *, alone: bool = False) -> dict[str, float]:
+    """Writes model folders with random weights; returns tokens a second of each one's plain step, unless `alone`."""
+    models = ((family, _prepare(family, Path(folder, family), load)) for family in families)
+    return {family: 0.0 if alone else plain_rate(model, load) for family, model in models}
 
 
-def _prepare(family: str, folder: Path, load: Load) -> float:
+def _prepare(family: str, folder: Path, load: Load) -> Any:
     if load.device == "cpu":
         save_checkpoint(model := make_tiny(family, seed=0), folder)
-        return plain_rate(model, load)
+        return model
     name, settings = SHAPES[family]
     config = getattr(transformers, name)(**settings)
     auto = transformers.AutoModelForImageTextToText if "text_config" in settings else transformers.AutoModelForCausalLM
@@ -86,7 +87,7 @@ def _prepare(family: str, folder: Path, load: Load) -> float:
     with torch.device(load.device):
         model = auto.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="8GB")
-    return plain_rate(model, load)
+    return model
 
 
 def plain_rate(model: Any, load: Load) -> float:
@@ -104,9 +105,9 @@ def plain_rate(model: Any, load: Load) -> float:
     return statistics.median(rates[1:])
 
 
-def apart(families: Sequence[str], folder: Path, load: Load) -> dict[str, float]:
+def apart(families: Sequence[str], folder: str, load: Load) -> dict[str, float]:
     """`prepare` in a process of its own, which frees the GPU when it ends."""
-    call = f"from tools.bench.family_gpu import *; print(json.dumps(prepare({list(families)}, {str(folder)!r}, {load!r})))"
+    call = f"from tools.bench.family_gpu import *; print(json.dumps(prepare({list(families)}, {folder!r}, {load!r})))"
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-4000:])
@@ -247,6 +248,7 @@ def main() -> None:
     parser.add_argument("--lora", type=at_least_one)
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="a key of the node's configuration")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--alone", action="store_true")
     arguments = parser.parse_args()
     load = TINY
     if not arguments.tiny:
@@ -256,7 +258,9 @@ def main() -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        rates = apart(arguments.families, folder, load)
+        given = arguments.families, str(folder), load
+        rates = prepare(*given, alone=True) if arguments.alone else apart(*given)
+        torch.cuda.empty_cache()
         for family in arguments.families:
             results[family] = {"transformers_tokens_per_s": round(rates[family])}
             try:
