@@ -28,6 +28,7 @@ from tasuki.client.estimation import (
     training_samples,
 )
 from tasuki.client.evaluation import eval_figures
+from tasuki.client.images import images_of
 from tasuki.client.loop_state import PendingStep, is_save_due, note_updated, save_checkpoint, write_pending
 from tasuki.client.progress import Progress
 from tasuki.client.rewards import Completion, RewardPool, Scores
@@ -265,9 +266,9 @@ class RlLoop:
     ) -> tuple[list[list[int]], list[Sample]]:
         """Generates completions; returns the prompts and the samples, ordered by prompt."""
         prompts = [self.tokenizer.encode_prompt(row["prompt"], row) for row in rows]
-        count = self.progress.counter()
+        images, count = [images_of(row["prompt"]) for row in rows], self.progress.counter()
         return prompts, self.client.generate(
-            prompts, sampling, num_samples=num_samples, call_number=call_number, on_progress=count
+            prompts, sampling, num_samples=num_samples, call_number=call_number, images=images, on_progress=count
         )
 
     def scored(

@@ -184,7 +184,7 @@ async def test_log_probs_come_in_the_order_of_the_samples(node: ScriptedNode, cl
         (lambda client: client.save(None), "path"),
         (lambda client: client.export_model("/tmp/\udcff"), "path"),
         (lambda client: client.forward_backward([SAMPLE, TrainingSample([1.5], [2])]), r"samples\[1\]"),
-        (lambda client: client.generate([np.zeros(2_000_000, dtype=np.int32)]), r"prompts\[0\]"),
+        (lambda client: client.generate([np.zeros(5_000_000, dtype=np.int32)]), r"prompts\[0\]"),
     ],
 )
 async def test_what_cannot_be_sent_is_named_before_anything_is_sent(node: ScriptedNode, client: AsyncClient, call, field: str):

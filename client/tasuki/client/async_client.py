@@ -120,6 +120,7 @@ class AsyncClient:
         num_samples: int = 1,
         call_number: int | None = None,
         session_key: str | None = None,
+        images: Sequence[Sequence[bytes]] = (),
         on_progress: Callable[[int, int], None] | None = None,
     ) -> list[Sample]:
         """Generates `num_samples` completions of each prompt, ordered by prompt, then by sample_index.
@@ -131,6 +132,8 @@ class AsyncClient:
 
         session_key: keeps calls of the same key, such as a conversation's turns, on the replica that has their prefix in its KV cache.
 
+        images: of each prompt, the PNG, JPEG or WebP files of its placeholders, of which it has one for each image.
+
         on_progress: called with the numbers of samples and of their tokens so far, from 0; from 0 again if rollout restarts.
         """
         requests = generation.requests(
@@ -139,6 +142,7 @@ class AsyncClient:
             num_samples=num_samples,
             call_number=call_number,
             session_key=session_key,
+            images=images,
         )
         tell = on_progress or (lambda num_samples, num_tokens: None)
         for number in range(_MAX_LOSSES + 1):

@@ -15,6 +15,7 @@ from tasuki.client.dataset import Row
 from tasuki.client.episode import Episode
 from tasuki.client.episodes import EpisodePool
 from tasuki.client.generation import Part
+from tasuki.client.images import images_of
 from tasuki.client.sync_client import Client
 from tasuki.client.types import FinishReason, Sample, SamplingParams
 from tasuki.client.version_spans import continued, spans_of, unfinished
@@ -81,7 +82,8 @@ class CarriedGroup:
         """Inverse of `as_json`. Raises InvalidArgument if the record is damaged."""
         try:
             prompt, row, number = list(map(int, fields["prompt_token_ids"])), dict(fields["row"]), int(fields["id"])
-            samples = [encode.sample_from_text(sample, prompt_token_ids=prompt) for sample in fields["samples"]]
+            given = {"prompt_token_ids": prompt, "images": images_of(row["prompt"]) if fields["samples"] else ()}
+            samples = [encode.sample_from_text(sample, **given) for sample in fields["samples"]]
             episodes = fields.get("episodes", ())
             made = [Episode.of(number * len(episodes) + place, row, one) for place, one in enumerate(episodes)]
             return cls(number, row, prompt, samples, made)
@@ -195,13 +197,15 @@ def _parts(
         unfinished = [sample for sample in group.samples if sample.finish_reason is FinishReason.CUT]
         if unfinished and not group.num_tokens:
             number = generation.number_of_call(call_number, group.id, 0)
-            parts.append(Part(group.prompt_token_ids, sampling, len(group.samples), number))
+            parts.append(
+                Part(group.prompt_token_ids, sampling, len(group.samples), number, images=images_of(group.row["prompt"]))
+            )
             targets.append((group, None))
             continue
         for sample in unfinished:
             prompt = np.concatenate([np.array(group.prompt_token_ids, np.int32), sample.token_ids])
             left = replace(sampling, max_new_tokens=max_new_tokens - len(sample.token_ids))
             number = generation.number_of_call(call_number, group.id, sample.sample_index + 1)
-            parts.append(Part(prompt, left, 1, number))
+            parts.append(Part(prompt, left, 1, number, images=images_of(group.row["prompt"])))
             targets.append((group, sample.sample_index))
     return parts, targets

@@ -13,6 +13,7 @@ from typing import BinaryIO, Generic, TypeVar
 
 import numpy as np
 
+from tasuki.client.images import image_problem, with_whole_paths
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, NotInstalled, PathNotFound
 from tasuki.wire.extras import install_extras
@@ -29,7 +30,8 @@ def read_jsonl(path: Path | str, *, columns: Mapping[str, str] | None = None) ->
 
     Raises PathNotFound without a file, PathPermissionDenied, and InvalidArgument naming file and line for an invalid row.
     """
-    return [_checked(row, place=place) for place, row in read_objects(path, columns=columns)]
+    folder = Path(path).parent
+    return [_checked(row, place=place, folder=folder) for place, row in read_objects(path, columns=columns)]
 
 
 def read_objects(path: Path | str, *, columns: Mapping[str, str] | None = None) -> Iterator[tuple[str, Row]]:
@@ -214,7 +216,7 @@ def other_columns(row: Row) -> str:
     return f"has only {', '.join(row) or 'nothing'}; `columns` can name the field's column"[:300]
 
 
-def _checked(row: Row, *, place: str) -> Row:
+def _checked(row: Row, *, place: str, folder: Path) -> Row:
     if "prompt" not in row:
         raise InvalidArgument("dataset", f"{place}: lacks `prompt`, {other_columns(row)}", place=place)
     for name in _RESERVED:
@@ -225,7 +227,7 @@ def _checked(row: Row, *, place: str) -> Row:
     problem = prompt_problem(row["prompt"])
     if problem:
         raise InvalidArgument("dataset", f"{place}: `prompt` {problem}", place=place)
-    return row
+    return {**row, "prompt": with_whole_paths(row["prompt"], folder=folder)}
 
 
 def prompt_problem(prompt: object) -> str:
@@ -245,15 +247,20 @@ def prompt_problem(prompt: object) -> str:
 
 
 def _content_problem(message: Mapping[str, object]) -> str:
-    """Text, a list of text parts, or null beside `tool_calls`; anything else would reach the template as Python prints it."""
+    """Text, a list of texts and images, or null beside `tool_calls`; anything else would reach the template as Python prints it."""
     content = message["content"]
     if isinstance(content, str) or (content is None and message.get("tool_calls")):
         return ""
     if not isinstance(content, list) or not content:
         return f"`content` must be text or a list of text parts, is {json.dumps(content)}"[:200]
     for part in content:
+        if isinstance(part, dict) and part.get("type") == "image":
+            if problem := image_problem(part):
+                return f"`content` {problem}"
+            continue
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            return f'`content` has a part that is not text, {{"type": "text", "text": ...}}: {json.dumps(part)}'[:200]
+            wanted = 'neither {"type": "text", "text": ...} nor {"type": "image", "path": ...}'
+            return f"`content` has a part that is {wanted}: {json.dumps(part)}"[:220]
         if unknown := [name for name, value in part.items() if name not in ("type", "text") and value is not None]:
             return f"`content` has a part with `{unknown[0]}`, which no template reads; remove it"
     return ""

@@ -17,19 +17,22 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client.messages import message_of
 from tasuki.client.types import FinishReason, Phase, Role, Routes, Sample, TrainingSample
 from tasuki.v1 import loss_pb2, rollout_pb2, trainer_pb2, types_pb2
-from tasuki.wire.channel import MAX_CHUNK_BYTES
+from tasuki.wire.channel import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 from tasuki.wire.errors import InternalError, InvalidArgument
+from tasuki.wire.images import send_once
 from tasuki.wire.routes import in_parts
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 _Part = TypeVar("_Part", rollout_pb2.Prompt, types_pb2.TrainingSample)
 # Tag and length of one entry of a repeated field.
 _ENTRY_OVERHEAD_BYTES = 8
+_MAX_PART_BYTES = MAX_MESSAGE_BYTES - MAX_CHUNK_BYTES // 4
 _SEQUENCES = [
     name
     for name in types_pb2.TrainingSample.DESCRIPTOR.fields_by_name
-    if name not in ("policy_version", "temperature", "version_spans", "routed_experts")
+    if name not in ("policy_version", "temperature", "version_spans", "routed_experts", "images", "image_digest")
 ]
+_WANTED = {"images": "a list of the bytes of PNG, JPEG or WebP files", "image_digest": "the sample's"}
 
 
 def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
@@ -41,8 +44,9 @@ def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
     return message
 
 
-def prompt_to_proto(token_ids: TokenIds, *, index: int) -> rollout_pb2.Prompt:
-    return message_of(rollout_pb2.Prompt, {"token_ids": token_ids}, below=f"prompts[{index}].")
+def prompt_to_proto(token_ids: TokenIds, images: Sequence[bytes], *, index: int) -> rollout_pb2.Prompt:
+    values = {"token_ids": token_ids, "images": images}
+    return message_of(rollout_pb2.Prompt, values, below=f"prompts[{index}].", wanted=_WANTED)
 
 
 def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2.TrainingSample:
@@ -54,7 +58,7 @@ def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2
     elif np.size(sample.advantages) == 1 < (num_tokens := len(sample.completion_token_ids)):
         problem = f"has one entry for {num_tokens} tokens; give one for each, or a plain number for the whole completion"
         raise InvalidArgument(f"samples[{index}].advantages", problem)
-    message = message_of(types_pb2.TrainingSample, values, below=f"samples[{index}].")
+    message = message_of(types_pb2.TrainingSample, values, below=f"samples[{index}].", wanted=_WANTED)
     message.routed_experts = _route_bytes(sample.routed_experts, field=f"samples[{index}].routed_experts")
     return message
 
@@ -88,10 +92,14 @@ def training_sample_from_proto(sample: types_pb2.TrainingSample) -> TrainingSamp
         temperature=temperature,
         version_spans=list(sample.version_spans),
         routed_experts=_routes(sample.routed_experts, len(sample.routed_experts) // max(1, num_routed)),
+        images=list(sample.images),
+        image_digest=sample.image_digest,
     )
 
 
-def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int, prompt_token_ids: NDArray[np.int32]) -> Sample:
+def sample_from_proto(
+    sample: types_pb2.Sample, *, prompt_index: int, prompt_token_ids: NDArray[np.int32], images: Sequence[bytes] = ()
+) -> Sample:
     return Sample(
         prompt_index=prompt_index,
         sample_index=sample.sample_index,
@@ -104,11 +112,13 @@ def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int, prompt_tok
         prompt_token_ids=prompt_token_ids,
         version_spans=list(sample.version_spans),
         routed_experts=_routes(sample.routed_experts, sample.route_bytes),
+        images=images,
+        image_digest=sample.image_digest,
     )
 
 
 def sample_to_proto(sample: Sample) -> types_pb2.Sample:
-    """Without the prompt: `sample_from_proto` takes it."""
+    """Without the prompt and its images: `sample_from_proto` takes them."""
     own = ("finish_reason", "routed_experts", "route_bytes")
     values = {name: getattr(sample, name) for name in types_pb2.Sample.DESCRIPTOR.fields_by_name if name not in own}
     routes = _route_bytes(sample.routed_experts, field="routed_experts")
@@ -121,14 +131,14 @@ def sample_to_proto(sample: Sample) -> types_pb2.Sample:
 
 
 def sample_to_text(sample: Sample) -> str:
-    """As JSON holds it; without the prompt."""
+    """As JSON holds it; without the prompt and its images."""
     return b64encode(sample_to_proto(sample).SerializeToString()).decode()
 
 
-def sample_from_text(text: str, *, prompt_token_ids: Sequence[int]) -> Sample:
+def sample_from_text(text: str, *, prompt_token_ids: Sequence[int], images: Sequence[bytes] = ()) -> Sample:
     """Raises ValueError, or protobuf's DecodeError."""
-    prompt = np.array(prompt_token_ids, np.int32)
-    return sample_from_proto(types_pb2.Sample.FromString(b64decode(text)), prompt_index=0, prompt_token_ids=prompt)
+    prompt, sample = np.array(prompt_token_ids, np.int32), types_pb2.Sample.FromString(b64decode(text))
+    return sample_from_proto(sample, prompt_index=0, prompt_token_ids=prompt, images=images)
 
 
 def enum_to_proto(kind: type[Phase | Role], value: object) -> Any:
@@ -183,14 +193,14 @@ def path_to_send(path: Path | str) -> str:
 def cut(parts: Sequence[_Part], *, field: str, max_parts: int = sys.maxsize) -> Iterator[tuple[int, Sequence[_Part]]]:
     """Splits messages into runs of at most `max_parts` that fit a chunk, each with the position of its first part.
 
-    Raises InvalidArgument naming `field` and position for a part larger than a chunk.
+    A larger part, such as one with images, goes alone. Raises InvalidArgument naming `field` and position if no message holds it.
     """
     start, num_bytes = 0, 0
     for index, part in enumerate(parts):
         part_bytes = part.ByteSize() + _ENTRY_OVERHEAD_BYTES
-        if part_bytes > MAX_CHUNK_BYTES:
-            raise InvalidArgument(f"{field}[{index}]", f"takes {part_bytes} bytes; at most {MAX_CHUNK_BYTES} can be sent")
-        if num_bytes + part_bytes > MAX_CHUNK_BYTES or index - start == max_parts:
+        if part_bytes > _MAX_PART_BYTES:
+            raise InvalidArgument(f"{field}[{index}]", f"takes {part_bytes} bytes; at most {_MAX_PART_BYTES} can be sent")
+        if index > start and (num_bytes + part_bytes > MAX_CHUNK_BYTES or index - start == max_parts):
             yield start, parts[start:index]
             start, num_bytes = index, 0
         num_bytes += part_bytes
@@ -203,6 +213,7 @@ def training_chunks(samples: Sequence[TrainingSample]) -> list[trainer_pb2.Train
     if not samples:
         raise InvalidArgument("samples", "empty; give at least one")
     parts = [training_sample_to_proto(sample, index=index) for index, sample in enumerate(samples)]
+    send_once(parts)
     return [trainer_pb2.TrainingSamples(samples=chunk) for _, chunk in cut(list(in_parts(parts)), field="samples")]
 
 

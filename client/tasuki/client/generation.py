@@ -34,10 +34,11 @@ def requests(
     num_samples: int,
     call_number: int | None = None,
     session_key: str | None = None,
+    images: Sequence[Sequence[bytes]] = (),
 ) -> list[Request]:
     """Splits prompts into requests that each fit a message. Their ids make a repeated request return the same samples on a CPU.
 
-    Raises InvalidArgument for prompts that no rollout would accept.
+    images: files of each prompt's images. Raises InvalidArgument for prompts that no rollout would accept.
     """
     if not isinstance(prompts, Sized) or isinstance(prompts, str):  # callers may have no types
         raise InvalidArgument("prompts", f"is of type {type(prompts).__name__}; give a list of lists of token ids{TOKENIZE}")
@@ -49,7 +50,10 @@ def requests(
         raise InvalidArgument("num_samples", f"is {num_samples}; give a whole number of at least 1")
     if not isinstance(sampling_params, SamplingParams):
         raise InvalidArgument("sampling_params", f"is of type {type(sampling_params).__name__}; give SamplingParams(...)")
-    parts = [encode.prompt_to_proto(token_ids, index=index) for index, token_ids in enumerate(prompts)]
+    if images and len(images) != len(prompts):
+        raise InvalidArgument("images", f"has {len(images)} entries for {len(prompts)} prompts; give a list of files for each")
+    files = images or [()] * len(prompts)
+    parts = [encode.prompt_to_proto(*one, index=index) for index, one in enumerate(zip(prompts, files, strict=True))]
     return [
         (
             start,
@@ -76,6 +80,7 @@ class Part:
     num_samples: int
     call_number: int | None = None
     session_key: str | None = None
+    images: Sequence[bytes] = ()
 
 
 def number_of_call(step: int, owner: int, part: int) -> int:
@@ -93,6 +98,7 @@ def requests_of(parts: Sequence[Part]) -> list[Request]:
             num_samples=part.num_samples,
             call_number=part.call_number,
             session_key=part.session_key,
+            images=[part.images],
         )
         request.cut_on_drain = True
         made.append((place, request))
@@ -106,7 +112,7 @@ async def draw(rollout: "RolloutServiceAsyncStub", part: Part, *, timeout_s: flo
     try:
         async for response in rollout.Generate(request, timeout=timeout_s):
             for sample in whole.samples(response.samples):
-                drawn = encode.sample_from_proto(sample, prompt_index=0, prompt_token_ids=prompt)
+                drawn = encode.sample_from_proto(sample, prompt_index=0, prompt_token_ids=prompt, images=part.images)
     except grpc.aio.AioRpcError as error:
         failure = from_rpc_error(error)
         if not isinstance(failure, Asleep | Draining):
@@ -121,13 +127,13 @@ async def stream(rollout: "RolloutServiceAsyncStub", requests: Sequence[Request]
     async def read(start: int, request: rollout_pb2.GenerateRequest) -> None:
         whole = Whole()
         prompts = [np.array(prompt.token_ids, dtype=np.int32) for prompt in request.prompts]
+        images = [tuple(prompt.images) for prompt in request.prompts]
         try:
             async for response in rollout.Generate(request, timeout=timeout_s):
                 for sample in whole.samples(response.samples):
                     own = sample.prompt_index
-                    arrivals.put_nowait(
-                        encode.sample_from_proto(sample, prompt_index=start + own, prompt_token_ids=prompts[own])
-                    )
+                    given = {"prompt_token_ids": prompts[own], "images": images[own]}
+                    arrivals.put_nowait(encode.sample_from_proto(sample, prompt_index=start + own, **given))
             arrivals.put_nowait(None)
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error)

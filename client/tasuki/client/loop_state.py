@@ -19,6 +19,7 @@ from tasuki.client.types import Phase, TrainingSample
 from tasuki.v1.trainer_pb2 import TrainingSamples
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.images import restore
 from tasuki.wire.regular_file import read_regular
 from tasuki.wire.sealed_json import is_intact, sealed
 
@@ -79,7 +80,9 @@ def read_pending(output_dir: Path) -> PendingStep | None:
     try:
         fields = json.loads(read_regular(path))
         chunks = [TrainingSamples.FromString(b64decode(chunk)) for chunk in fields["samples"]]
-        samples = [encode.training_sample_from_proto(sample) for chunk in chunks for sample in chunk.samples]
+        sent = [sample for chunk in chunks for sample in chunk.samples]
+        restore(sent)
+        samples = list(map(encode.training_sample_from_proto, sent))
         return PendingStep(**fields | {"step": Step.of(fields["step"]), "samples": samples})
     except FileNotFoundError:
         return None

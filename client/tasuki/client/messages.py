@@ -57,7 +57,8 @@ def _takes(message: Message, name: str, value: Any) -> bool:
                     return False
                 entries[key] = number
             return True
-        if field.cpp_type == FieldDescriptor.CPPTYPE_STRING and isinstance(value, str) is field.is_repeated:
+        text = bytes if field.type == FieldDescriptor.TYPE_BYTES else str
+        if field.cpp_type == FieldDescriptor.CPPTYPE_STRING and isinstance(value, text) is field.is_repeated:
             return False  # one text is no list of texts
         if field.is_repeated:
             getattr(message, name).extend(value)
@@ -65,7 +66,7 @@ def _takes(message: Message, name: str, value: Any) -> bool:
         if isinstance(value, bool | np.bool_) is not is_flag:
             return False
         setattr(message, name, bool(value) if is_flag else value)
-        if isinstance(value, str):
+        if isinstance(value, text):
             return True
         return math.isfinite(getattr(message, name))
     except (AttributeError, TypeError, ValueError, OverflowError):

@@ -128,6 +128,10 @@ class Sample:
     """Versions by token, of a sample that was cut and continued, the last of them `policy_version`; empty if all tokens have that."""
     routed_experts: NDArray[np.uint8] | tuple[()] = ()
     """[tokens of prompt and completion - 1, bytes], with trainer.router_replay: the experts that each token passed, as in types.proto."""
+    images: Sequence[bytes] = ()
+    """PNG, JPEG or WebP files of the prompt's placeholders."""
+    image_digest: bytes = b""
+    """SHA-256 of the images as the engine saw them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,6 +163,10 @@ class TrainingSample:
     """Versions by token, as the sample's; empty if all tokens have `policy_version`."""
     routed_experts: NDArray[np.uint8] | tuple[()] = ()
     """As the sample's. Required with trainer.router_replay by every policy loss that needs rollout_log_probs."""
+    images: Sequence[bytes] = ()
+    """PNG, JPEG or WebP files of the prompt's placeholders, of which it has one for each image."""
+    image_digest: bytes = b""
+    """As the sample's; the trainer refuses images that it sees otherwise."""
 
     @classmethod
     def of(
@@ -183,6 +191,8 @@ class TrainingSample:
             temperature=sample.temperature,
             version_spans=sample.version_spans,
             routed_experts=sample.routed_experts,
+            images=sample.images,
+            image_digest=sample.image_digest,
         )
 
     @classmethod
@@ -236,6 +246,8 @@ class TrainingSample:
             policy_version=first.policy_version,
             temperature=first.temperature,
             routed_experts=joined_routes(routes),
+            images=first.images,
+            image_digest=first.image_digest,
         )
 
 
@@ -261,6 +273,8 @@ def _check_turn(turn: Sample, *, index: int, first: Sample, before: Sequence[int
                 f"was sampled with {name} {found:g}, the turns before it with {expected:g}; make a training sample of each part"
             )
             raise InvalidArgument(f"turns[{index}]", problem)
+    if list(turn.images) != list(first.images):
+        raise InvalidArgument(f"turns[{index}]", "has other images than the turns before it; give all with the first prompt")
     if turn.version_spans:
         raise InvalidArgument(f"turns[{index}]", "has tokens of several versions; make a training sample of it alone")
     prompt = list(turn.prompt_token_ids)

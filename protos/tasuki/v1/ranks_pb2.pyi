@@ -370,6 +370,12 @@ class SampleColumns(_message.Message):
     PREFIXES_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
     HAS_WIDE_ROUTES_FIELD_NUMBER: _builtins.int
+    PIXELS_FIELD_NUMBER: _builtins.int
+    GRIDS_FIELD_NUMBER: _builtins.int
+    NUM_IMAGES_FIELD_NUMBER: _builtins.int
+    IMAGE_INDICES_FIELD_NUMBER: _builtins.int
+    IMAGE_STARTS_FIELD_NUMBER: _builtins.int
+    MERGE_SIZE_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.bytes
     """int64, one for each sample."""
     num_completion_tokens: _builtins.bytes
@@ -384,6 +390,17 @@ class SampleColumns(_message.Message):
     Empty: the trainer's routers choose.
     """
     has_wide_routes: _builtins.bool
+    pixels: _builtins.bytes
+    """The distinct images, each once. float32: their patches. Empty: no images."""
+    grids: _builtins.bytes
+    """int64, [images, 3]: frames, rows and columns of patches of each."""
+    num_images: _builtins.bytes
+    """int64, one for each sample: images of its prompt."""
+    image_indices: _builtins.bytes
+    """int64, one for each image of each sample: which of the distinct ones, and its first token in the sample."""
+    image_starts: _builtins.bytes
+    merge_size: _builtins.int
+    """Rows and columns of patches that one token stands for."""
     @_builtins.property
     def columns(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
         """float32, one for each completion token, by name."""
@@ -399,10 +416,16 @@ class SampleColumns(_message.Message):
         prefixes: _builtins.bytes = ...,
         routes: _builtins.bytes = ...,
         has_wide_routes: _builtins.bool = ...,
+        pixels: _builtins.bytes = ...,
+        grids: _builtins.bytes = ...,
+        num_images: _builtins.bytes = ...,
+        image_indices: _builtins.bytes = ...,
+        image_starts: _builtins.bytes = ...,
+        merge_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "has_wide_routes", b"has_wide_routes", "num_completion_tokens", b"num_completion_tokens", "num_prompt_tokens", b"num_prompt_tokens", "policy_versions", b"policy_versions", "prefixes", b"prefixes", "routes", b"routes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "grids", b"grids", "has_wide_routes", b"has_wide_routes", "image_indices", b"image_indices", "image_starts", b"image_starts", "merge_size", b"merge_size", "num_completion_tokens", b"num_completion_tokens", "num_images", b"num_images", "num_prompt_tokens", b"num_prompt_tokens", "pixels", b"pixels", "policy_versions", b"policy_versions", "prefixes", b"prefixes", "routes", b"routes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from tasuki.v1 import types_pb2 as tasuki_dot_v1_dot_types__pb2
 from tasuki.v1 import weights_pb2 as tasuki_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tasuki/v1/rollout.proto\x12\ttasuki.v1\x1a\x15tasuki/v1/types.proto\x1a\x17tasuki/v1/weights.proto\"\x1b\n\x06Prompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\"\xfd\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x07prompts\x18\x02 \x03(\x0b\x32\x11.tasuki.v1.Prompt\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x32\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x19.tasuki.v1.SamplingParams\x12\x14\n\x0c\x66irst_prompt\x18\x05 \x01(\r\x12\x18\n\x0b\x63\x61ll_number\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0bsession_key\x18\x07 \x01(\t\x12\x14\n\x0c\x63ut_on_drain\x18\x08 \x01(\x08\x42\x0e\n\x0c_call_number\"6\n\x10GenerateResponse\x12\"\n\x07samples\x18\x01 \x03(\x0b\x32\x11.tasuki.v1.Sample\"l\n\x15ReceiveWeightsRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12,\n\x07weights\x18\x02 \x01(\x0b\x32\x1b.tasuki.v1.PublishedWeights\"\xa7\x01\n\x16ReceiveWeightsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x14\n\x0c\x63opied_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x66\x61llback_names\x18\x03 \x03(\t\x12\"\n\x07timings\x18\x04 \x03(\x0b\x32\x11.tasuki.v1.Timing\x12#\n\x04sums\x18\x05 \x01(\x0b\x32\x15.tasuki.v1.WeightSums\"G\n\x0c\x44rainRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x10\n\x08grace_ms\x18\x02 \x01(\r\"6\n\rDrainResponse\x12\x14\n\x0cnum_finished\x18\x01 \x01(\r\x12\x0f\n\x07num_cut\x18\x02 \x01(\r\"6\n\x16GetRolloutStateRequest\x12\x12\n\x05\x65poch\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_epoch\"\xcd\x03\n\x17GetRolloutStateResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x1f\n\x05stage\x18\x04 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12+\n\rresident_tags\x18\x05 \x03(\x0e\x32\x14.tasuki.v1.MemoryTag\x12\x1b\n\x0epolicy_version\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x1d\n\x10received_version\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12\x13\n\x0bis_poisoned\x18\x08 \x01(\x08\x12\x15\n\rpoison_reason\x18\t \x01(\t\x12\x13\n\x0bnum_running\x18\n \x01(\r\x12\x0f\n\x07tp_size\x18\x0b \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x0c \x01(\r\x12\x12\n\nvocab_size\x18\r \x01(\r\x12\x12\n\nmodel_path\x18\x0e \x01(\t\x12\x13\n\x0bis_in_stage\x18\x0f \x01(\x08\x12\x0f\n\x07\x64p_size\x18\x10 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x11 \x03(\x05\x42\x11\n\x0f_policy_versionB\x13\n\x11_received_version2\xc4\x02\n\x0eRolloutService\x12\x45\n\x08Generate\x12\x1a.tasuki.v1.GenerateRequest\x1a\x1b.tasuki.v1.GenerateResponse0\x01\x12U\n\x0eReceiveWeights\x12 .tasuki.v1.ReceiveWeightsRequest\x1a!.tasuki.v1.ReceiveWeightsResponse\x12:\n\x05\x44rain\x12\x17.tasuki.v1.DrainRequest\x1a\x18.tasuki.v1.DrainResponse\x12X\n\x0fGetRolloutState\x12!.tasuki.v1.GetRolloutStateRequest\x1a\".tasuki.v1.GetRolloutStateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tasuki/v1/rollout.proto\x12\ttasuki.v1\x1a\x15tasuki/v1/types.proto\x1a\x17tasuki/v1/weights.proto\"+\n\x06Prompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x0e\n\x06images\x18\x02 \x03(\x0c\"\xfd\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x07prompts\x18\x02 \x03(\x0b\x32\x11.tasuki.v1.Prompt\x12\x13\n\x0bnum_samples\x18\x03 \x01(\r\x12\x32\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x19.tasuki.v1.SamplingParams\x12\x14\n\x0c\x66irst_prompt\x18\x05 \x01(\r\x12\x18\n\x0b\x63\x61ll_number\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0bsession_key\x18\x07 \x01(\t\x12\x14\n\x0c\x63ut_on_drain\x18\x08 \x01(\x08\x42\x0e\n\x0c_call_number\"6\n\x10GenerateResponse\x12\"\n\x07samples\x18\x01 \x03(\x0b\x32\x11.tasuki.v1.Sample\"l\n\x15ReceiveWeightsRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12,\n\x07weights\x18\x02 \x01(\x0b\x32\x1b.tasuki.v1.PublishedWeights\"\xa7\x01\n\x16ReceiveWeightsResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x14\n\x0c\x63opied_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x66\x61llback_names\x18\x03 \x03(\t\x12\"\n\x07timings\x18\x04 \x03(\x0b\x32\x11.tasuki.v1.Timing\x12#\n\x04sums\x18\x05 \x01(\x0b\x32\x15.tasuki.v1.WeightSums\"G\n\x0c\x44rainRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x10\n\x08grace_ms\x18\x02 \x01(\r\"6\n\rDrainResponse\x12\x14\n\x0cnum_finished\x18\x01 \x01(\r\x12\x0f\n\x07num_cut\x18\x02 \x01(\r\"6\n\x16GetRolloutStateRequest\x12\x12\n\x05\x65poch\x18\x01 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_epoch\"\xcd\x03\n\x17GetRolloutStateResponse\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12\x1f\n\x05stage\x18\x04 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12+\n\rresident_tags\x18\x05 \x03(\x0e\x32\x14.tasuki.v1.MemoryTag\x12\x1b\n\x0epolicy_version\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x1d\n\x10received_version\x18\x07 \x01(\x04H\x01\x88\x01\x01\x12\x13\n\x0bis_poisoned\x18\x08 \x01(\x08\x12\x15\n\rpoison_reason\x18\t \x01(\t\x12\x13\n\x0bnum_running\x18\n \x01(\r\x12\x0f\n\x07tp_size\x18\x0b \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x0c \x01(\r\x12\x12\n\nvocab_size\x18\r \x01(\r\x12\x12\n\nmodel_path\x18\x0e \x01(\t\x12\x13\n\x0bis_in_stage\x18\x0f \x01(\x08\x12\x0f\n\x07\x64p_size\x18\x10 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x11 \x03(\x05\x42\x11\n\x0f_policy_versionB\x13\n\x11_received_version2\xc4\x02\n\x0eRolloutService\x12\x45\n\x08Generate\x12\x1a.tasuki.v1.GenerateRequest\x1a\x1b.tasuki.v1.GenerateResponse0\x01\x12U\n\x0eReceiveWeights\x12 .tasuki.v1.ReceiveWeightsRequest\x1a!.tasuki.v1.ReceiveWeightsResponse\x12:\n\x05\x44rain\x12\x17.tasuki.v1.DrainRequest\x1a\x18.tasuki.v1.DrainResponse\x12X\n\x0fGetRolloutState\x12!.tasuki.v1.GetRolloutStateRequest\x1a\".tasuki.v1.GetRolloutStateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,23 +34,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tasuki.v1.rollout_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PROMPT']._serialized_start=86
-  _globals['_PROMPT']._serialized_end=113
-  _globals['_GENERATEREQUEST']._serialized_start=116
-  _globals['_GENERATEREQUEST']._serialized_end=369
-  _globals['_GENERATERESPONSE']._serialized_start=371
-  _globals['_GENERATERESPONSE']._serialized_end=425
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=427
-  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=535
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=538
-  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=705
-  _globals['_DRAINREQUEST']._serialized_start=707
-  _globals['_DRAINREQUEST']._serialized_end=778
-  _globals['_DRAINRESPONSE']._serialized_start=780
-  _globals['_DRAINRESPONSE']._serialized_end=834
-  _globals['_GETROLLOUTSTATEREQUEST']._serialized_start=836
-  _globals['_GETROLLOUTSTATEREQUEST']._serialized_end=890
-  _globals['_GETROLLOUTSTATERESPONSE']._serialized_start=893
-  _globals['_GETROLLOUTSTATERESPONSE']._serialized_end=1354
-  _globals['_ROLLOUTSERVICE']._serialized_start=1357
-  _globals['_ROLLOUTSERVICE']._serialized_end=1681
+  _globals['_PROMPT']._serialized_end=129
+  _globals['_GENERATEREQUEST']._serialized_start=132
+  _globals['_GENERATEREQUEST']._serialized_end=385
+  _globals['_GENERATERESPONSE']._serialized_start=387
+  _globals['_GENERATERESPONSE']._serialized_end=441
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_start=443
+  _globals['_RECEIVEWEIGHTSREQUEST']._serialized_end=551
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_start=554
+  _globals['_RECEIVEWEIGHTSRESPONSE']._serialized_end=721
+  _globals['_DRAINREQUEST']._serialized_start=723
+  _globals['_DRAINREQUEST']._serialized_end=794
+  _globals['_DRAINRESPONSE']._serialized_start=796
+  _globals['_DRAINRESPONSE']._serialized_end=850
+  _globals['_GETROLLOUTSTATEREQUEST']._serialized_start=852
+  _globals['_GETROLLOUTSTATEREQUEST']._serialized_end=906
+  _globals['_GETROLLOUTSTATERESPONSE']._serialized_start=909
+  _globals['_GETROLLOUTSTATERESPONSE']._serialized_end=1370
+  _globals['_ROLLOUTSERVICE']._serialized_start=1373
+  _globals['_ROLLOUTSERVICE']._serialized_end=1697
 # @@protoc_insertion_point(module_scope)

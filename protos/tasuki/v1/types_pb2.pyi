@@ -383,6 +383,7 @@ class Sample(_message.Message):
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
     ROUTE_BYTES_FIELD_NUMBER: _builtins.int
+    IMAGE_DIGEST_FIELD_NUMBER: _builtins.int
     prompt_index: _builtins.int
     """Position of the prompt in the request."""
     sample_index: _builtins.int
@@ -403,6 +404,8 @@ class Sample(_message.Message):
     """
     route_bytes: _builtins.int
     """Bytes of `routed_experts` of one token."""
+    image_digest: _builtins.bytes
+    """SHA-256 of the prompt's images as the engine saw them: their patches and grids. Empty without images."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Completion token ids, without the prompt."""
@@ -431,10 +434,11 @@ class Sample(_message.Message):
         version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
         routed_experts: _builtins.bytes = ...,
         route_bytes: _builtins.int = ...,
+        image_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "has_exact_log_probs", b"has_exact_log_probs", "policy_version", b"policy_version", "prompt_index", b"prompt_index", "rollout_log_probs", b"rollout_log_probs", "route_bytes", b"route_bytes", "routed_experts", b"routed_experts", "sample_index", b"sample_index", "temperature", b"temperature", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "has_exact_log_probs", b"has_exact_log_probs", "image_digest", b"image_digest", "policy_version", b"policy_version", "prompt_index", b"prompt_index", "rollout_log_probs", b"rollout_log_probs", "route_bytes", b"route_bytes", "routed_experts", b"routed_experts", "sample_index", b"sample_index", "temperature", b"temperature", "token_ids", b"token_ids", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -485,6 +489,8 @@ class TrainingSample(_message.Message):
     RETURNS_FIELD_NUMBER: _builtins.int
     VERSION_SPANS_FIELD_NUMBER: _builtins.int
     ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    IMAGE_DIGEST_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights that generated the sample, or its last token."""
     temperature: _builtins.float
@@ -493,6 +499,8 @@ class TrainingSample(_message.Message):
     """As the sample's; the parts of a long one precede its sample, as entries with nothing else. Required with trainer.router_replay by every policy loss that needs rollout_log_probs; used
     wherever the policy computes. All samples of a call have it, or none.
     """
+    image_digest: _builtins.bytes
+    """As the sample's. If given, the trainer compares it with its own."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -533,6 +541,10 @@ class TrainingSample(_message.Message):
         never decrease, and end with `policy_version`. The log-prob gap counts the tokens of the trainer's version alone.
         """
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Files of the prompt's images, as in Prompt. One that an earlier sample of the call has may be its SHA-256, 32 bytes, instead."""
+
     def __init__(
         self,
         *,
@@ -549,10 +561,12 @@ class TrainingSample(_message.Message):
         returns: _abc.Iterable[_builtins.float] | None = ...,
         version_spans: _abc.Iterable[Global___VersionSpan] | None = ...,
         routed_experts: _builtins.bytes = ...,
+        images: _abc.Iterable[_builtins.bytes] | None = ...,
+        image_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "temperature", b"temperature"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "advantages", b"advantages", "completion_token_ids", b"completion_token_ids", "loss_mask", b"loss_mask", "old_log_probs", b"old_log_probs", "policy_version", b"policy_version", "prompt_token_ids", b"prompt_token_ids", "ref_log_probs", b"ref_log_probs", "returns", b"returns", "rollout_log_probs", b"rollout_log_probs", "routed_experts", b"routed_experts", "temperature", b"temperature", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_temperature", b"_temperature", "advantages", b"advantages", "completion_token_ids", b"completion_token_ids", "image_digest", b"image_digest", "images", b"images", "loss_mask", b"loss_mask", "old_log_probs", b"old_log_probs", "policy_version", b"policy_version", "prompt_token_ids", b"prompt_token_ids", "ref_log_probs", b"ref_log_probs", "returns", b"returns", "rollout_log_probs", b"rollout_log_probs", "routed_experts", b"routed_experts", "temperature", b"temperature", "values", b"values", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
     _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015

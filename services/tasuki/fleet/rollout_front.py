@@ -82,7 +82,8 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         nodes = self._nodes.all()
         request = await self._with_seed(request, leader=nodes[0])
-        prompts = [prompt.token_ids for prompt in request.prompts]
+        # Prompts with other images share no KV cache, whatever their text.
+        prompts = [[*map(hash, prompt.images), *prompt.token_ids] for prompt in request.prompts]
         if request.session_key:
             place = self._sessions.place(request.session_key, self._loads)
             shares = [[range(len(prompts))] if node == place else [] for node in range(len(nodes))]

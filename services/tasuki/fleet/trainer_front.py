@@ -34,6 +34,7 @@ from tasuki.wire.errors import (
     TasukiError,
     VersionOrder,
 )
+from tasuki.wire.images import restore, send_once
 from tasuki.wire.routes import in_parts
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class TrainerFront(TrainerServiceServicer):
             denominator = _denominator(header, samples)
             named.is_own_denominator = "denominator" not in header.loss.settings
             named.loss.settings["denominator"] = denominator
+            restore(samples)
             shares = self._shares(samples)
             merged = _merged(await calls.forward_backward(named, samples, shares), header.log_probs_of, shares)
             merged.denominator, merged.seconds = denominator, time.perf_counter() - started
@@ -167,12 +169,13 @@ class TrainerFront(TrainerServiceServicer):
 
         Raises InternalError if a node has not scored its whole share.
         """
+        restore(samples)
         shares, calls = self._shares(_required(samples)), self._calls(context)
 
         async def score(rank: int, stub: Any) -> list[Any]:
             if not shares[rank]:
                 return []
-            parts = chunks(list(in_parts(samples[position] for position in shares[rank])))
+            parts = chunks(_sent(samples, shares[rank]))
             messages = [*first, *(request(samples=trainer_pb2.TrainingSamples(samples=part)) for part in parts)]
             call = getattr(stub, method)(iter(messages), timeout=calls.remaining_s)
             return [scored async for response in call for scored in response.samples]
@@ -235,10 +238,7 @@ class TrainerCalls:
             named = _at_node(header)
             named.is_share, named.validate_only, named.num_samples = True, validate_only, len(shares[rank])
             named.log_probs_of[:] = [places[position] for position in header.log_probs_of if position in places]
-            parts = (
-                trainer_pb2.TrainingSamples(samples=part)
-                for part in chunks(list(in_parts(samples[each] for each in shares[rank])))
-            )
+            parts = (trainer_pb2.TrainingSamples(samples=part) for part in chunks(_sent(samples, shares[rank])))
             messages = [trainer_pb2.ForwardBackwardRequest(samples=part) for part in parts]
             first = trainer_pb2.ForwardBackwardRequest(header=named)
             return await stub.ForwardBackward(iter([first, *messages]), timeout=self.remaining_s)
@@ -282,6 +282,13 @@ def one_version(answers: Sequence[Any], *, field: str = "policy_version") -> int
         text = f"the trainers of the fleet are at different versions, by node: {versions}; load a checkpoint"
         raise VersionOrder(text, have=min(versions), want=max(versions))
     return versions[0]
+
+
+def _sent(samples: Sequence[TrainingSample], share: Sequence[int]) -> list[TrainingSample]:
+    """The samples of a node's share as they are streamed to it."""
+    own = [samples[position] for position in share]
+    send_once(own)
+    return list(in_parts(own))
 
 
 def _required(samples: Sequence[TrainingSample]) -> Sequence[TrainingSample]:

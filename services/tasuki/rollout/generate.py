@@ -77,6 +77,8 @@ def question(request: GenerateRequest) -> str:
     asked = hashlib.sha256(repr((lengths, request.num_samples, given_sampling(request), request.first_prompt)).encode())
     for prompt in request.prompts:
         asked.update(array("q", prompt.token_ids))  # there may be millions of tokens
+        for image in prompt.images:
+            asked.update(hashlib.sha256(image).digest())
     return asked.hexdigest()
 
 
@@ -108,6 +110,8 @@ def check_request(request: GenerateRequest, model: ModelFacts) -> None:
     sampling = given_sampling(request)
     _check_sampling(sampling, model)
     for index, prompt in enumerate(request.prompts):
+        if prompt.images:
+            raise InvalidArgument(f"prompts[{index}].images", "the model reads text alone; send no images")
         _check_prompt(f"prompts[{index}]", prompt.token_ids, sampling, model)
 
 

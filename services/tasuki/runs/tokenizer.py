@@ -51,6 +51,7 @@ class ModelTokenizer:
         if weighted := [index for index, message in enumerate(prompt) if message.get("weight")]:
             problem = f"message {weighted[0]} has a weight, but nothing of a prompt is trained; remove it"
             raise InvalidArgument("prompt", problem)
+        _refuse_images("prompt", prompt)
         template, variables = self._template("prompt", fields)
         variables["add_generation_prompt"] = True
         with field_as_key("messages", "prompt"):
@@ -86,6 +87,7 @@ class ModelTokenizer:
         template, variables = self._template("messages", fields)
         if problem := prompt_problem(messages):
             raise InvalidArgument("messages", problem)
+        _refuse_images("messages", messages)
         for name in sorted(_given(fields, _CHAT_FIELDS).keys() - template.variables):
             raise InvalidArgument(name, "is not read by the model's chat template; remove it")
         messages = template.settle(messages, variables)
@@ -112,6 +114,7 @@ class ModelTokenizer:
         The answer's own tokens are never rendered, so that the prompt extends them exactly. last_token_id: of the answer; if it is a
         stop token, the template's is left out. Raises InvalidArgument for a template that does not write an answer as it is.
         """
+        _refuse_images("messages", messages)
         template, variables = self._template("messages", fields)
         answer = {"role": ASSISTANT, "content": _ANSWER}
         variables["add_generation_prompt"] = True
@@ -208,6 +211,13 @@ class ModelTokenizer:
 
 def _given(fields: Row | None, names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := (fields or {}).get(name)) not in (None, "", [], {})}
+
+
+def _refuse_images(field: str, messages: Sequence[Message]) -> None:
+    for index, message in enumerate(messages):
+        parts: Any = message.get("content")
+        if isinstance(parts, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in parts):
+            raise InvalidArgument(field, f"message {index} has an image, but the model reads text alone; remove it")
 
 
 def _refuse_template_fields(fields: Row | None, more: Sequence[str] = ()) -> None:

@@ -53,6 +53,9 @@ def decode_samples(
 
     Raises InvalidArgument naming the first sample and field whose length differs from its completion's, or without possible experts.
     """
+    for index, message in enumerate(messages):
+        if message.images:
+            raise InvalidArgument(f"samples[{index}].images", "the model reads text alone; send no images")
     num_completion_S = _integers([len(message.completion_token_ids) for message in messages])
     token_ids = chain.from_iterable((*message.prompt_token_ids, *message.completion_token_ids) for message in messages)
     columns = {name: _column(messages, name, num_completion_S=num_completion_S) for name in names}

@@ -1,0 +1,77 @@
+"""Images of chat messages: the files that a row's parts name, by path or as bytes."""
+
+from base64 import b64decode
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from tasuki.wire.denied_path import named_if_denied
+from tasuki.wire.errors import InvalidArgument
+
+MAX_IMAGES = 16
+"""Of a prompt."""
+MAX_BYTES = 3 << 20
+"""Of a prompt's images together: a call carries them in one message."""
+_SOURCES = ("path", "bytes", "url")
+
+
+def image_problem(part: Mapping[str, object]) -> str:
+    """Why a part of type "image" is invalid, or an empty string. Its file is not looked at."""
+    given = [name for name in _SOURCES if part.get(name) is not None]
+    if unknown := [name for name, value in part.items() if name not in ("type", *_SOURCES) and value is not None]:
+        return f"has an image with `{unknown[0]}`, which nothing reads; remove it"
+    if len(given) != 1 or not isinstance(part[given[0]], str):
+        return 'has an image without exactly one of `path`, `bytes` (in base64) and `url` ("file:///...") as text'
+    if given == ["url"] and (
+        urlsplit(str(part["url"])).scheme != "file" or urlsplit(str(part["url"])).netloc not in ("", "localhost")
+    ):
+        return f"has an image at {part['url']!r:.80}; only file:/// is read: download it, and give its `path`"
+    return ""
+
+
+def with_whole_paths(prompt: object, *, folder: Path) -> object:
+    """The prompt with paths of images that begin in `folder` made absolute."""
+
+    def placed(part: Any) -> Any:
+        is_path = isinstance(part, dict) and part.get("type") == "image" and part.get("path") is not None
+        return {**part, "path": str(folder.absolute() / part["path"])} if is_path else part
+
+    if not isinstance(prompt, list):
+        return prompt
+    return [{**one, "content": [*map(placed, one["content"])]} if isinstance(one["content"], list) else one for one in prompt]
+
+
+def images_of(prompt: object) -> list[bytes]:
+    """The files of a prompt's images, in order; none for a text.
+
+    Raises InvalidArgument naming the image that cannot be read, and for more or larger ones than a prompt may have.
+    """
+    messages: Any = prompt if isinstance(prompt, list) else ()
+    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
+    parts = [part for content in contents for part in content if part.get("type") == "image"]
+    if len(parts) > MAX_IMAGES:
+        raise InvalidArgument("prompt", f"has {len(parts)} images; at most {MAX_IMAGES} fit a prompt")
+    images = [_read(part, index) for index, part in enumerate(parts)]
+    if (num_bytes := sum(map(len, images))) > MAX_BYTES:
+        problem = (
+            f"has images of {num_bytes} bytes; at most {MAX_BYTES} fit a prompt: scale them down, or save them as JPEG or WebP"
+        )
+        raise InvalidArgument("prompt", problem)
+    return images
+
+
+def _read(part: Mapping[str, Any], index: int) -> bytes:
+    if (text := part.get("bytes")) is not None:
+        try:
+            return b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
+        except ValueError as error:
+            raise InvalidArgument("prompt", f"image {index}: `bytes` is not base64: {error}") from error
+    path = Path(part.get("path") or unquote(urlsplit(part["url"]).path))
+    with named_if_denied(path, key="dataset"):
+        try:
+            return path.read_bytes()
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError) as error:
+            raise InvalidArgument(
+                "prompt", f"image {index}: {path} is no file; paths begin in the folder of the dataset"
+            ) from error
