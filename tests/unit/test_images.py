@@ -1,0 +1,166 @@
+"""Images of prompts: what is refused, and patches equal to those of the folder's processor."""
+
+import json
+import struct
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tasuki.models.images import ImageProcessor
+from tasuki.wire.errors import InvalidArgument
+
+START, IMAGE, END = 252, 250, 253
+_VISION = {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_SETTINGS = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 16,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.5, 0.6, 0.7],
+}
+
+
+def _folder(path: Path, *, settings: dict[str, Any], file: str = "preprocessor_config.json") -> Path:
+    config = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END, "vision_config": _VISION}
+    (path / "config.json").write_text(json.dumps(config))
+    own = {**_SETTINGS, **settings}
+    (path / file).write_text(json.dumps({"image_processor": own} if file.startswith("processor") else own))
+    return path
+
+
+def _picture(height: int, width: int, *, seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def _file(picture: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    content = BytesIO()
+    picture.save(content, kind, **options)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("file", ["preprocessor_config.json", "processor_config.json"])
+@pytest.mark.parametrize(
+    "settings", [{"size": {"shortest_edge": 1024, "longest_edge": 16384}}, {"min_pixels": 4096, "max_pixels": 65536}, {}]
+)
+def test_patches_are_those_of_the_folders_processor(
+    tmp_path: Path, settings: dict[str, Any], file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoImageProcessor, Qwen2VLImageProcessor
+
+    # Its constructor writes min_pixels into the class's own dict, which the next test would read.
+    monkeypatch.setattr(Qwen2VLImageProcessor, "size", dict(Qwen2VLImageProcessor.size))
+    processor = ImageProcessor(_folder(tmp_path, settings=settings, file=file))
+    oracle = AutoImageProcessor.from_pretrained(tmp_path)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    files = [
+        *(_file(_picture(*edges)) for edges in [(40, 56), (1, 1), (700, 500), (33, 200), (3, 400)]),
+        _file(_picture(90, 40), "JPEG"),
+        _file(_picture(90, 40), "WEBP"),
+        *(_file(_picture(30, 60).convert(mode)) for mode in ("L", "P", "RGBA")),
+    ]
+    prepared = processor.expand([7, *[START, IMAGE, END] * len(files), 8], files)
+    wanted = oracle(images=[Image.open(BytesIO(file)) for file in files], return_tensors="np")
+    np.testing.assert_array_equal(prepared.pixels_PD, wanted["pixel_values"])
+    np.testing.assert_array_equal(prepared.grids_I3, wanted["image_grid_thw"])
+    counts = [int(grid.prod()) // 4 for grid in wanted["image_grid_thw"]]
+    assert prepared.token_ids == [7, *(token for count in counts for token in (START, *[IMAGE] * count, END)), 8]
+    assert [processor.num_tokens(file, field="image") for file in files] == counts
+    upright, lying = (
+        processor.expand([START, IMAGE, END], [_file(_picture(60, 90), "JPEG", **more)]).grids_I3
+        for more in ({"exif": turned}, {})
+    )
+    assert upright.tolist() == [[1, *lying[0, :0:-1]]] != lying.tolist()
+
+
+def test_digest_is_of_the_images_alone(tmp_path: Path) -> None:
+    processor = ImageProcessor(_folder(tmp_path, settings={}))
+    one, other = (_file(_picture(40, 56, seed=seed)) for seed in (0, 1))
+    digest = processor.expand([START, IMAGE, END], [one]).digest
+    assert processor.expand([7, START, IMAGE, END, 8], [one]).digest == digest
+    assert processor.expand([START, IMAGE, END], [other]).digest != digest
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**_SETTINGS, "image_std": [0.5, 0.6, 0.71]}))
+    assert ImageProcessor(tmp_path).expand([START, IMAGE, END], [one]).digest != digest
+
+
+def _png(width: int, height: int, *, depth: int, content: bytes) -> bytes:
+    def chunk(kind: bytes, inner: bytes) -> bytes:
+        return struct.pack(">I", len(inner)) + kind + inner + struct.pack(">I", zlib.crc32(kind + inner))
+
+    header = struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0)
+    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(content)), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+
+
+_SMALL = _picture(40, 56)
+_REFUSED = {
+    "empty": b"",
+    "text": b"hello",
+    "gif": _file(_SMALL, "GIF"),
+    "cut png": _file(_SMALL)[:-300],
+    "cut jpeg": _file(_SMALL, "JPEG")[:-300],
+    "cut webp": _file(_SMALL, "WEBP")[:-300],
+    "cmyk": _file(_SMALL.convert("CMYK"), "JPEG"),
+    "grey of 16 bits": _file(Image.fromarray(np.full((9, 9), 300, np.uint16))),
+    "colour of 16 bits": _png(4, 4, depth=16, content=(b"\0" + b"\1" * 24) * 4),
+    "no pixels": _png(0, 4, depth=8, content=b"\0" * 4),
+    "animated png": _file(_SMALL, save_all=True, append_images=[_SMALL.rotate(90)]),
+    "animated webp": _file(_SMALL, "WEBP", save_all=True, append_images=[_SMALL.rotate(90)]),
+    "bomb": _png(20_000, 20_000, depth=8, content=b""),
+    "large": _png(9_000, 9_000, depth=8, content=b""),
+    "thin": _file(Image.new("L", (1000, 2))),
+}
+
+
+@pytest.mark.parametrize("kind", _REFUSED)
+def test_file_that_is_no_plain_image_is_refused(tmp_path: Path, kind: str) -> None:
+    processor = ImageProcessor(_folder(tmp_path, settings={}))
+    for use in (
+        lambda: processor.num_tokens(_REFUSED[kind], field="prompts[2].images[0]"),
+        lambda: processor.expand([START, IMAGE, END], [_REFUSED[kind]], field="prompts[2]"),
+    ):
+        with pytest.raises(InvalidArgument) as refused:
+            use()
+        assert refused.value.metadata["field"] == "prompts[2].images[0]"
+
+
+@pytest.mark.parametrize(
+    "token_ids", [[1, 2], [START, IMAGE, END, IMAGE], [IMAGE, END], [START, IMAGE], [START, 1, IMAGE, END]]
+)
+def test_placeholders_that_are_not_one_marked_for_each_image_are_refused(tmp_path: Path, token_ids: list[int]) -> None:
+    processor = ImageProcessor(_folder(tmp_path, settings={}))
+    with pytest.raises(InvalidArgument) as refused:
+        processor.expand(token_ids, [_file(_SMALL)])
+    assert refused.value.metadata["field"].startswith("prompt.token_ids")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"patch_size": 14},
+        {"merge_size": 4},
+        {"temporal_patch_size": 1},
+        {"do_resize": False},
+        {"image_processor_type": "CLIPImageProcessor"},
+        {"min_pixels": 10, "max_pixels": 9},
+        {"size": {"height": 3}, "min_pixels": "many"},
+    ],
+)
+def test_processor_that_does_not_fit_the_model_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        ImageProcessor(_folder(tmp_path, settings=settings))
+    assert refused.value.metadata["field"] == "model.path"
+
+
+def test_folder_without_processor_or_tower_is_refused(tmp_path: Path) -> None:
+    (_folder(tmp_path, settings={}) / "preprocessor_config.json").unlink()
+    for _ in range(2):
+        with pytest.raises(InvalidArgument):
+            ImageProcessor(tmp_path)
+        (tmp_path / "config.json").write_text("{}")
