@@ -52,6 +52,9 @@ _Made = tuple[list[list[int]], list[Sample], Episodes | None]  # [P] prompts, [P
 class Tokenizer(Protocol):
     def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
     def decode(self, token_ids: NDArray[np.int32]) -> str: ...
+    def decode_whole(self, token_ids: NDArray[np.int32]) -> str:
+        """With special tokens."""
+        ...
 
 
 @dataclass(slots=True)
@@ -246,7 +249,14 @@ class RlLoop:
             for number, row in numbered:
                 prompt = self.tokenizer.encode_prompt(row["prompt"], row)
                 carry.groups.append(CarriedGroup.begin(number, row, prompt, group_size=size))
-            taken = carry.take(self.client, self.sampling, num_groups=enough, call_number=call_number, on_progress=count)
+            taken = carry.take(
+                self.client,
+                self.sampling,
+                num_groups=enough,
+                call_number=call_number,
+                decode=self.tokenizer.decode_whole,
+                on_progress=count,
+            )
             samples = [replace(sample, prompt_index=place) for place, group in enumerate(taken) for sample in group.samples]
             prompts, ran = [list(group.prompt_token_ids) for group in taken], None
         drawn = [sample for group in taken for sample in group.drawn]

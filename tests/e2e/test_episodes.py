@@ -109,6 +109,13 @@ async def answers_twice(policy, prompt):
     await policy.generate([*first.context, 7, 8], max_new_tokens=tokens)
     return float(len(first.token_ids))
 
+async def stops(policy, prompt):
+    if not os.path.exists(prompt):
+        open(prompt, "w").close()
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGSTOP)  # once the turn is asked for
+    await policy.generate([20])
+    return 1.0
+
 async def careless(prompt): return 1.0
 def blocking(policy): return 1.0
 """
@@ -232,6 +239,14 @@ def test_functions_that_fail_leave_the_others_alone(client: Client, folder: Path
     assert "give at least one token" in told["wrong"]
     with pytest.raises(RewardFailed, match=r"agents:fails failed for sample 1 \(prompt 1\): raised RuntimeError"):
         run(client, folder, "fails", [{"prompt": "fine"}, {"prompt": "raises"}], num_samples=1)
+
+
+def test_episodes_of_a_worker_that_is_stopped_while_it_waits_for_the_policy_begin_again(
+    client: Client, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tasuki.client.episodes._GRACE_S", 0.5)
+    ran = run(client, folder, "stops", [{"prompt": str(tmp_path / "stopped")}])
+    assert (ran.scores.rewards.tolist(), sum(one.num_runs for one in ran.episodes) > 2) == ([1.0, 1.0], True)
 
 
 def test_functions_that_are_no_episodes_are_refused(client: Client, folder: Path):

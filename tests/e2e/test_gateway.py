@@ -126,7 +126,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
 
 @pytest.fixture
 async def http(node: RunningNode, client: AsyncClient, tokenizer: ModelTokenizer) -> AsyncIterator[httpx.AsyncClient]:
-    async with Rollout(unix_target(node.state_dir, service="coordinator"), decode=tokenizer.decode) as rollout:
+    async with Rollout(unix_target(node.state_dir, service="coordinator"), decode=tokenizer.decode_whole) as rollout:
         sessions = Sessions(rollout, tokenizer, model="model", key="secret")
         with socket.create_server(("127.0.0.1", 0)) as port:
             base = f"http://127.0.0.1:{port.getsockname()[1]}"

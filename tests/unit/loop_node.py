@@ -194,6 +194,8 @@ class Tokenizer:
     def decode(self, token_ids: NDArray[np.int32]) -> str:
         return " ".join(map(str, token_ids))
 
+    decode_whole = decode
+
 
 def train_config(output_dir: Path, **own: Any) -> TrainConfig:
     """Three groups of four completions in one step, and what is named."""

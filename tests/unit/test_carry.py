@@ -117,6 +117,15 @@ def test_a_changeover_of_another_client_costs_no_token(tmp_path: Path) -> None:
         assert list(sample.completion_token_ids) == list(range(length(int(sample.prompt_token_ids[0]))))
 
 
+def test_a_stop_text_that_a_changeover_has_split_ends_the_completion(tmp_path: Path) -> None:
+    client = Cutting(max_ticks=3)
+    steps_of(loop_of(client, train_config(tmp_path, **CARRIED | {"num_steps": 3, "stop": ["2 3"]})))
+    samples = trained(client)
+    assert {len(sample.version_spans) for sample in samples} == {0, 2}
+    for sample in samples:
+        assert list(sample.completion_token_ids) == list(range(3 if length(int(sample.prompt_token_ids[0])) == 3 else 4))
+
+
 def test_a_rollout_that_is_lost_again_and_again_ends_the_run(tmp_path: Path) -> None:
     class Lost(Cutting):
         def generate_until(self, *arguments: Any, **more: Any) -> list[Sample]:
@@ -164,7 +173,6 @@ def test_the_state_of_carried_groups_is_whole(tmp_path: Path) -> None:
         ({"oversample": 1.5}, "max_staleness"),
         ({"oversample": 1.5, "max_staleness": 1, "num_mini_batches": 2}, "max_staleness"),
         ({"oversample": 1.5, "max_staleness": 1, "max_batches": 2}, "oversample"),
-        ({"oversample": 1.5, "max_staleness": 1, "stop": ["."]}, "oversample"),
         (
             {"oversample": 1.5, "max_staleness": 1, "advantages": AdvantageConfig(estimator=Estimator.GREEDY_BASELINE)},
             "oversample",

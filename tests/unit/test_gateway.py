@@ -21,12 +21,13 @@ from tasuki.client.async_client import AsyncClient
 from tasuki.client.episode import Asked, Episode, shown_message
 from tasuki.client.generation import Part
 from tasuki.client.types import FinishReason, Phase, RolloutState, Sample, SamplingParams, VersionSpan
+from tasuki.client.version_spans import stopped
 from tasuki.gateway import responses
 from tasuki.gateway.app import Refused, answering, application, read_reward
 from tasuki.gateway.chat_completions import completion, read_chat, read_generate, read_messages
 from tasuki.gateway.messages import as_chat_request, as_message
 from tasuki.gateway.responses import as_response
-from tasuki.gateway.rollout import Rollout, stopped
+from tasuki.gateway.rollout import Rollout
 from tasuki.gateway.sessions import MAX_SESSIONS, Sessions
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, PeerUnavailable
@@ -243,16 +244,16 @@ def test_openais_responses_are_the_same_chat():
 def test_a_stop_text_that_a_changeover_has_split_ends_the_answer(tokenizer: ModelTokenizer):
     spans = [VersionSpan(num_tokens=2, policy_version=3), VersionSpan(num_tokens=3, policy_version=4)]
     joined = sample([A, A + 1, A + 2, A, A], version_spans=spans)
-    cut = stopped(joined, ["zz", "bc"], tokenizer.decode)
+    cut = stopped(joined, ["zz", "bc"], tokenizer.decode_whole)
     assert cut.token_ids.tolist() == [A, A + 1, A + 2]
     assert len(cut.rollout_log_probs) == 3
     assert [(one.num_tokens, one.policy_version) for one in cut.version_spans] == [(2, 3), (1, 4)]
-    assert stopped(joined, ["b"], tokenizer.decode).version_spans == ()
-    assert stopped(joined, ["zz"], tokenizer.decode) is joined
+    assert stopped(joined, ["b"], tokenizer.decode_whole).version_spans == ()
+    assert stopped(joined, ["zz"], tokenizer.decode_whole) is joined
 
 
 def test_sessions_are_told_apart_by_their_secrets_and_have_a_limit(tokenizer: ModelTokenizer):
-    sessions = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode), tokenizer, model="m", key="secret")
+    sessions = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode_whole), tokenizer, model="m", key="secret")
     made = sessions.create("secret")
     assert sessions.session(None, made.key) is sessions.session(made.id, made.key) is sessions.known(made.id, "secret") is made
     other = sessions.session("chosen", "secret")
@@ -271,7 +272,7 @@ def test_sessions_are_told_apart_by_their_secrets_and_have_a_limit(tokenizer: Mo
 
 
 def test_idle_sessions_make_room_and_ended_ones_keep_no_tokens(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch):
-    sessions = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode), tokenizer, model="m", key="secret")
+    sessions = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode_whole), tokenizer, model="m", key="secret")
     idle, used = sessions.create("secret"), sessions.create("secret")
     for session in (idle, used):
         sessions.count(session, 10)
@@ -288,7 +289,9 @@ def test_idle_sessions_make_room_and_ended_ones_keep_no_tokens(tokenizer: ModelT
 
 
 def test_turns_without_exact_log_probs_are_not_trained(tokenizer: ModelTokenizer):
-    session = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode), tokenizer, model="m", key="secret").create("secret")
+    session = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode_whole), tokenizer, model="m", key="secret").create(
+        "secret"
+    )
     messages: list[dict[str, Any]] = []
     for is_exact in (True, False, True):
         messages.append({"role": "user", "content": "q"})
@@ -322,7 +325,7 @@ async def test_rollout_that_restarts_asleep_is_acquired_again_or_refused_in_time
     monkeypatch.setattr("tasuki.gateway.rollout._LOST_S", 0.5)
     sampling = SamplingParams(max_new_tokens=4)
     for acquires in (False, True):
-        rollout = Rollout("unix:nowhere", decode=tokenizer.decode, acquires=acquires)
+        rollout = Rollout("unix:nowhere", decode=tokenizer.decode_whole, acquires=acquires)
         rollout._take(Phase.ROLLOUT)
         asking = [rollout.complete(np.array([A], np.int32), sampling, session_key=str(number)) for number in range(20)]
         answers = await asyncio.gather(*asking, return_exceptions=True)
@@ -351,7 +354,7 @@ async def test_an_answer_that_a_changeover_cuts_at_its_last_token_is_whole(
         return replace(sample([A] * left.pop(0)), finish_reason=FinishReason.CUT)
 
     monkeypatch.setattr(AsyncClient, "generate_if_served", cut)
-    rollout = Rollout("unix:nowhere", decode=tokenizer.decode)
+    rollout = Rollout("unix:nowhere", decode=tokenizer.decode_whole)
     rollout._serves.set()
     whole = await rollout.complete(np.array([A], np.int32), SamplingParams(max_new_tokens=4), session_key="s")
     assert (len(whole.token_ids), whole.finish_reason, list(whole.prompt_token_ids)) == (4, FinishReason.LENGTH, [A])
@@ -361,7 +364,7 @@ async def test_requests_that_cannot_be_told_or_read_are_refused(tokenizer: Model
     async def reward(request: Request) -> Response:
         return JSONResponse(await read_reward(request))
 
-    sessions = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode), tokenizer, model="m", key="secret")
+    sessions = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode_whole), tokenizer, model="m", key="secret")
     deep = "[" * 700 + "]" * 700
     call = f'{{"function": {{"name": "f", "arguments": {{"x": {deep}}}}}}}'
     served = application(sessions, Route("/reward", answering(reward), methods=["POST"]))

@@ -18,7 +18,7 @@ from tasuki.client.generation import Part
 from tasuki.client.images import images_of
 from tasuki.client.sync_client import Client
 from tasuki.client.types import FinishReason, Sample, SamplingParams
-from tasuki.client.version_spans import continued, spans_of, unfinished
+from tasuki.client.version_spans import Decode, continued, spans_of, stopped, unfinished
 from tasuki.wire.errors import InvalidArgument, PeerUnavailable
 
 _MAX_LOSSES = 4
@@ -134,11 +134,12 @@ class Carry:
         *,
         num_groups: int,
         call_number: int,
+        decode: Decode,
         on_progress: Callable[[int, int], None],
     ) -> list[CarriedGroup]:
         """Generates until `num_groups` are complete, cuts the others, and returns the first complete ones, ordered by id.
 
-        Phase TRAIN has then begun, unless so many were complete before.
+        Phase TRAIN has then begun, unless so many were complete before. decode: text of token ids with special ones.
         """
         complete = [group for group in self.groups if group.is_complete]
         parts, targets = list[Part](), list[tuple[CarriedGroup, int | None]]()
@@ -148,7 +149,9 @@ class Carry:
         def add(sample: Sample) -> bool:
             group, number = targets[sample.prompt_index]
             number = sample.sample_index if number is None else number
-            group.samples[number] = continued(group.samples[number], sample, max_new_tokens=max_new_tokens)
+            before = group.samples[number]
+            joined = continued(before, sample, max_new_tokens=max_new_tokens)
+            group.samples[number] = stopped(joined, sampling.stop, decode) if len(before.token_ids) else joined
             if group.is_complete:
                 complete.append(group)
             return len(complete) >= num_groups

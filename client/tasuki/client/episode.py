@@ -21,7 +21,7 @@ from tasuki.client.generation import Part
 from tasuki.client.rewards import Scores
 from tasuki.client.turns import ChatDigest, Turn, Turns, TurnSample
 from tasuki.client.types import FinishReason, Sample, SamplingParams, TrainingSample
-from tasuki.client.version_spans import continued, unfinished
+from tasuki.client.version_spans import Decode, continued, stopped, unfinished
 from tasuki.client.worker_process import WorkerProcess
 from tasuki.wire.errors import InvalidArgument, PeerUnavailable
 
@@ -150,6 +150,7 @@ class ChatTokenizer(Protocol):
         self, messages: Sequence[Mapping[str, Any]], place: int, fields: Row, *, last_token_id: int | None
     ) -> list[int]: ...
     def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, Any]: ...
+    def decode_whole(self, token_ids: NDArray[np.int32]) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,7 +220,7 @@ class Asked:
         told = {"token_ids": token_ids, "log_probs": log_probs, "context": context, "finish_reason": reason, "shown": shown}
         return {**answer, **told, "turn": len(turns.turns) - 1}
 
-    async def draw(self, client: AsyncClient, *, is_carried: bool) -> Sample:
+    async def draw(self, client: AsyncClient, *, is_carried: bool, decode: Decode) -> Sample:
         """is_carried: whether a changeover cuts it at once; what is drawn until then has FinishReason.CUT."""
         prompt = np.concatenate([self.token_ids_before, self.new_token_ids])
         if not is_carried:
@@ -234,7 +235,10 @@ class Asked:
             sample = await client.generate_if_served(part)
         except PeerUnavailable:
             sample = None
-        return before if sample is None or not len(sample.token_ids) else continued(before, sample, max_new_tokens=most)
+        if sample is None or not len(sample.token_ids):
+            return before
+        joined = continued(before, sample, max_new_tokens=most)
+        return stopped(joined, self.sampling.stop, decode) if len(before.token_ids) else joined
 
 
 def shown_message(answer: Mapping[str, Any], stop: Sequence[str]) -> dict[str, Any]:

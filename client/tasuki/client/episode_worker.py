@@ -22,10 +22,10 @@ BLOCKED = 77
 
 
 def serve(connection_fd: int) -> NoReturn:
-    """Tells the signature of the function, then runs episodes, until the client has ended."""
+    """Tells the signature of the function and the process's id, then runs episodes, until the client has ended."""
     connection = become_worker(connection_fd)
     (source,) = connection.recv()
-    send_answer(connection, [read_signature(*source, is_async=True)])
+    send_answer(connection, [read_signature(*source, is_async=True), os.getpid()])
     asyncio.run(_Episodes(connection, source).run())
     raise AssertionError("runs until the client has ended")
 

@@ -31,6 +31,7 @@ from tasuki.client.turns import Turns
 from tasuki.client.types import FinishReason, Phase, Sample, SamplingParams
 from tasuki.client.worker_process import WorkerEnded, WorkerProcess
 from tasuki.wire.errors import InvalidArgument, RewardFailed
+from tasuki.wire.process_tree import parent_and_state
 
 _LOOK_EVERY_S = 0.1
 _GRACE_S = 10.0
@@ -78,6 +79,8 @@ class EpisodePool:
         self._source = source_of(function, tuple(str(Path(folder).absolute()) for folder in folders))
         self._workers = [self._start() for _ in range(num_workers)]
         self._starting = set(self._workers)
+        self._stopped: dict[WorkerProcess, float] = {}
+        """Since when a worker's process has been stopped by a signal."""
         self._ids, self._key = itertools.count(), uuid.uuid4().hex
         self._aside = Aside("tasuki-episodes")
         self._carried: Batch | None = None
@@ -256,6 +259,7 @@ class EpisodePool:
                 continue
             if worker in self._starting:
                 self._starting.discard(worker)
+                worker.pid = message[1]
             elif (episode := batch.running.get(message[0])) is not None:
                 self._take(client, batch, episode, *message[1:])
             elif self._carried is not None:
@@ -307,7 +311,8 @@ class EpisodePool:
         self._draw(client, batch, episode, number, turn)
 
     def _draw(self, client: Client, batch: Batch, episode: Episode, number: int, asked: Asked) -> None:
-        generated = client.submit(partial(asked.draw, is_carried=batch.is_carried))
+        assert self._tokenizer is not None
+        generated = client.submit(partial(asked.draw, is_carried=batch.is_carried, decode=self._tokenizer.decode_whole))
         batch.generated[episode.id, number] = generated
         episode.num_open += 1
         episode.runs_since = None
@@ -343,10 +348,16 @@ class EpisodePool:
         self._send(batch, episode, number, told)
 
     def _overdue(self, batch: Batch) -> list[tuple[WorkerProcess, str]]:
-        """Workers with an episode that has not ended in time: its code blocks the worker's event loop."""
-        limit = time.monotonic() - self._timeout_s - _GRACE_S
-        late = {batch.worker_of[one.id] for one in batch.running.values() if one.runs_since and one.runs_since < limit}
-        return [(worker, f"blocked its worker for over {self._timeout_s:g} s; it was killed") for worker in late]
+        """Workers that are stopped, or with an episode that has not ended in time: its code blocks the worker's event loop."""
+        now = time.monotonic()
+        limit = now - self._timeout_s - _GRACE_S
+        late = [batch.worker_of[one.id] for one in batch.running.values() if one.runs_since and one.runs_since < limit]
+        found = dict.fromkeys(late, f"blocked its worker for over {self._timeout_s:g} s; it was killed")
+        stopped = [worker for worker in self._workers if parent_and_state(worker.pid)[1] == "T"]
+        self._stopped = {worker: self._stopped.get(worker, now) for worker in stopped}
+        too_long = [worker for worker, since in self._stopped.items() if since < now - _GRACE_S]
+        found |= dict.fromkeys(too_long, f"had its worker stopped for over {_GRACE_S:g} s; it was killed")
+        return list(found.items())
 
     def _lost(self, batch: Batch, worker: WorkerProcess, how: str) -> list[Episode]:
         """Replaces a worker. Returns its episodes, which begin again; those lost too often have failed."""
@@ -385,6 +396,7 @@ class EpisodePool:
                 raise InvalidArgument("episode.function", f"cannot use {self._function}: its import {error}") from error
             if answer is not None:
                 self._starting.discard(worker)
+                worker.pid = answer[1]
                 signature = Signature(*answer[0])
                 if not signature.problem and signature.taken is not None and "policy" not in signature.taken:
                     signature = signature._replace(problem="it does not take `policy`")

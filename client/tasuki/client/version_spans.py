@@ -1,12 +1,15 @@
 """Versions by token of what is drawn over several changeovers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tasuki.client.encode import TokenIds
 from tasuki.client.types import FinishReason, Sample, VersionSpan, joined_routes
+
+Decode = Callable[[NDArray[np.int32]], str]
 
 
 def spans_of(sample: Sample) -> Sequence[VersionSpan]:
@@ -50,4 +53,36 @@ def continued(before: Sample, after: Sample, *, max_new_tokens: int) -> Sample:
         prompt_token_ids=before.prompt_token_ids,
         version_spans=spans if len(spans) > 1 else (),
         routed_experts=joined_routes([one.routed_experts for one in (before, after) if len(one.token_ids)]),
+    )
+
+
+def stopped(sample: Sample, stop: Sequence[str], decode: Decode) -> Sample:
+    """The sample up to the token that completes the first of the stop texts; rollout does not see one that a cut has split."""
+
+    def has_stop(num_tokens: int) -> bool:
+        text = decode(sample.token_ids[:num_tokens])
+        return any(one in text for one in stop)
+
+    most = len(sample.token_ids)
+    if not stop or not has_stop(most):
+        return sample
+    least = 1
+    while least < most:
+        middle = (least + most) // 2
+        least, most = (least, middle) if has_stop(middle) else (middle + 1, most)
+    if most == len(sample.token_ids) and sample.finish_reason is FinishReason.LENGTH:  # as rollout tells it
+        return sample
+    spans, left = list[VersionSpan](), most
+    for span in spans_of(sample):
+        spans.append(VersionSpan(num_tokens=min(left, span.num_tokens), policy_version=span.policy_version))
+        left -= spans[-1].num_tokens
+    spans = merged([span for span in spans if span.num_tokens])
+    return replace(
+        sample,
+        token_ids=sample.token_ids[:most],
+        rollout_log_probs=sample.rollout_log_probs[:most],
+        finish_reason=FinishReason.STOP,
+        policy_version=spans[-1].policy_version,
+        version_spans=spans if len(spans) > 1 else (),
+        routed_experts=sample.routed_experts[: len(sample.prompt_token_ids) + most - 1],
     )

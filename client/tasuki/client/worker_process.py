@@ -58,6 +58,8 @@ class WorkerProcess:
                 pass_fds=fds,
                 start_new_session=True,  # Ctrl-C interrupts the run alone
             )
+        self.pid = self._process.pid
+        """Of the nest; an episode's worker tells its own."""
         self._pidfd = os.pidfd_open(self._process.pid)
         with suppress(WorkerEnded):  # told by `answer`
             self.ask(list(sources), timeout_s=start_s)

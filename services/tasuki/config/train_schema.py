@@ -357,8 +357,6 @@ class TrainConfig(Schema):
             yield "max_staleness", problem
         if self.max_batches > 1:
             yield key, "above 1 and max_batches above 1 exclude each other"
-        if self.stop:
-            yield key, "above 1 and stop exclude each other: a changeover may cut a text that ends a completion"
         if self.advantages.estimator is Estimator.GREEDY_BASELINE:
             yield key, 'above 1 does not go with advantages.estimator = "greedy_baseline"'
         if not loss.truncates and not loss.correction.masks and loss.old_policy is not OldPolicy.ROLLOUT:

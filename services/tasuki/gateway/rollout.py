@@ -1,7 +1,6 @@
 """Completions of callers who never ask for a phase: they wait while the trainer has the GPUs, and go on after a changeover."""
 
 import asyncio
-from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
@@ -10,8 +9,8 @@ from numpy.typing import NDArray
 
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.generation import Part
-from tasuki.client.types import FinishReason, Phase, Sample, SamplingParams, VersionSpan
-from tasuki.client.version_spans import continued, merged, spans_of, unfinished
+from tasuki.client.types import FinishReason, Phase, Sample, SamplingParams
+from tasuki.client.version_spans import Decode, continued, stopped, unfinished
 from tasuki.wire.errors import NodeDown, PeerUnavailable, TasukiError
 from tasuki.wire.stages import Stage
 
@@ -19,7 +18,6 @@ _LOOK_EVERY_S, _LONGEST_PAUSE_S, _LOOK_TIMEOUT_S = 0.1, 2.0, 10.0
 _LOST_S = 120.0
 """Time that requests wait for rollout while the node's phase is ROLLOUT."""
 _TIMEOUT_S = 3600.0
-Decode = Callable[[NDArray[np.int32]], str]
 
 
 class Rollout:
@@ -28,7 +26,7 @@ class Rollout:
     context_length: int
 
     def __init__(self, target: str, *, decode: Decode, acquires: bool = False) -> None:
-        """decode: text of token ids, in which stop texts are found that a changeover has split.
+        """decode: text of token ids with special ones, in which stop texts are found that a changeover has split.
 
         acquires: whether to bring the node to phase ROLLOUT first, and again if rollout was restarted in it.
         """
@@ -135,33 +133,3 @@ class Rollout:
             except TasukiError:
                 pass
             await asyncio.sleep(_LOOK_EVERY_S)
-
-
-def stopped(sample: Sample, stop: Sequence[str], decode: Decode) -> Sample:
-    """The sample up to the token that completes the first of the stop texts; rollout does not see one that a cut has split."""
-
-    def has_stop(num_tokens: int) -> bool:
-        text = decode(sample.token_ids[:num_tokens])
-        return any(one in text for one in stop)
-
-    most = len(sample.token_ids)
-    if not stop or not has_stop(most):
-        return sample
-    least = 1
-    while least < most:
-        middle = (least + most) // 2
-        least, most = (least, middle) if has_stop(middle) else (middle + 1, most)
-    spans, left = list[VersionSpan](), most
-    for span in spans_of(sample):
-        spans.append(VersionSpan(num_tokens=min(left, span.num_tokens), policy_version=span.policy_version))
-        left -= spans[-1].num_tokens
-    spans = merged([span for span in spans if span.num_tokens])
-    return replace(
-        sample,
-        token_ids=sample.token_ids[:most],
-        rollout_log_probs=sample.rollout_log_probs[:most],
-        finish_reason=FinishReason.STOP,
-        policy_version=spans[-1].policy_version,
-        version_spans=spans if len(spans) > 1 else (),
-        routed_experts=sample.routed_experts[: len(sample.prompt_token_ids) + most - 1],
-    )

@@ -69,7 +69,7 @@ def run(config: NodeConfig, *, listen: str, key_file: Path | None, acquires: boo
 
     async def serve() -> None:
         with bound(listen) as port:
-            async with Rollout(client_target(config), decode=tokenizer.decode, acquires=acquires) as rollout:
+            async with Rollout(client_target(config), decode=tokenizer.decode_whole, acquires=acquires) as rollout:
                 sessions = Sessions(rollout, tokenizer, model=config.model.path.name, key=key)
                 async with serving(gateway(sessions), port, cert=cert, key=tls_key):
                     sys.stdout.write(f"OPENAI_BASE_URL=http{'s' if cert else ''}://{listen}/v1\n")

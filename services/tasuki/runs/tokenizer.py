@@ -153,6 +153,10 @@ class ModelTokenizer:
         """Decodes without special tokens such as end of sequence."""
         return self._tokenizer.decode(token_ids.tolist())
 
+    def decode_whole(self, token_ids: NDArray[np.int32]) -> str:
+        """Decodes with special tokens, as the engine does to find stop texts."""
+        return self._tokenizer.decode(token_ids.tolist(), has_special=True)
+
     def _marked(self, template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> ChatTokens:
         text, spans = template.render_marked(messages, variables)
         answers = [message for message in messages if message["role"] == ASSISTANT]
