@@ -70,8 +70,6 @@ def stopped(sample: Sample, stop: Sequence[str], decode: Decode) -> Sample:
     while least < most:
         middle = (least + most) // 2
         least, most = (least, middle) if has_stop(middle) else (middle + 1, most)
-    if most == len(sample.token_ids) and sample.finish_reason is FinishReason.LENGTH:  # as rollout tells it
-        return sample
     spans, left = list[VersionSpan](), most
     for span in spans_of(sample):
         spans.append(VersionSpan(num_tokens=min(left, span.num_tokens), policy_version=span.policy_version))
