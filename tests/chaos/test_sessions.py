@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Crowd:
     """A gateway and the processes of its agents."""
 
     def __init__(self, node: RunningNode, folder: Path, *, num_turns: int) -> None:
-        self.folder, self.num_lines, self._listen = folder, 0, f"127.0.0.1:{free_port()}"
+        self.folder, self._listen = folder, f"127.0.0.1:{free_port()}"
         tokenizer = char_tokenizer()
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(node.model)
@@ -65,11 +65,12 @@ class Crowd:
         self.agents[name] = subprocess.Popen(argv, env=ENVIRONMENT)
         return name
 
-    def told(self) -> list[Mapping[str, Any]]:
+    def told(self, names: Iterable[str]) -> list[Mapping[str, Any]]:
         """What the agents have told; the last line of one that was killed may be incomplete."""
         lines: list[Mapping[str, Any]] = []
-        for file in sorted(self.folder.glob("agents-*.jsonl")):
-            for line in file.read_text().splitlines():
+        for name in names:
+            file = self.folder / f"{name}.jsonl"
+            for line in file.read_text().splitlines() if file.exists() else ():
                 with suppress(ValueError):
                     lines.append(json.loads(line))
         return lines
@@ -117,7 +118,7 @@ def check(node: RunningNode, client: Client, crowd: Crowd, *, most: int) -> dict
     client.acquire(Phase.ROLLOUT)
     (crowd.folder / "stop").touch()
     crowd.join()
-    told = crowd.told()
+    told = crowd.told(list(crowd.agents))
     ended = {(one["agent"], one["number"]): one for one in told if "turns" in one}
     spans = Counter[int]()
     for one in ended.values():
@@ -129,11 +130,13 @@ def check(node: RunningNode, client: Client, crowd: Crowd, *, most: int) -> dict
         assert not versions or sum(span["num_tokens"] for span in sample["version_spans"]) == len(sample["loss_mask"])
         spans[len(versions)] += 1
     again = random.Random(SEED).sample(sorted(ended), min(most, len(ended)))
-    for name in range(0, len(again), 100):
-        crowd.start_agents(f"{agent}/{number}" for agent, number in again[name : name + 100])
+    names = [
+        crowd.start_agents(f"{agent}/{number}" for agent, number in again[first : first + 100])
+        for first in range(0, len(again), 100)
+    ]
     crowd.join()
-    repeated = crowd.told()[len(told) :]
-    assert len(repeated) == len(again)
+    repeated = crowd.told(names)
+    assert sorted((one["agent"], one["number"]) for one in repeated) == sorted(again)
     for one in repeated:
         known = ended[one["agent"], one["number"]]
         assert (one["turns"], one["ends"]) == (known["turns"], known["ends"]), f"episode {one['agent']}/{one['number']}"
@@ -207,10 +210,9 @@ def test_sessions_outlive_services_and_a_gateway_that_are_killed_and_stopped(tmp
                 time.sleep(_STOPPED_S)
                 made.gateway.send_signal(signal.SIGCONT)
 
-        told: Sequence[Any] = []
+        told = list[tuple[str, str, str]]()
         for name, number, is_within in strikes:
             changeover(client, serves_s=1.0)
-            num_lines = len(made.told())
             client.acquire(Phase.ROLLOUT)
             time.sleep(random_.uniform(0.0, 0.5))
             if is_within:
@@ -218,11 +220,10 @@ def test_sessions_outlive_services_and_a_gateway_that_are_killed_and_stopped(tmp
             else:
                 strike(name, number)
                 changeover(client, serves_s=1.0)
-            new = [one for one in made.told()[num_lines:] if "error" in one]
-            told = [*told, [name, number.name, "changeover" if is_within else "episode", len(new)]]
+            told.append((name, number.name, "changeover" if is_within else "episode"))
         report = check(node, client, made, most=500)
-        lost = [one for one in made.told() if "error" in one]
+        lost = [one for one in made.told(made.agents) if "error" in one]
     write_report("services", {"strikes": told, **report})
     num_gateways = sum(name == "gateway" and number is signal.SIGKILL for name, number, _ in strikes)
     assert all(one["is_lost"] for one in lost), "only what the killed gateway answered may fail"
-    assert len(lost) <= 40 * 3 * num_gateways
+    assert len(lost) <= 40 * 2 * num_gateways
