@@ -46,9 +46,10 @@ def main() -> int:
 def served(output: Path, python: str, script: str) -> Iterator[None]:
     """Runs a server beside the training, whose episodes are then the server's."""
     task, argv = (output / "task").resolve(), [python, str(HERE / script)]
-    environment = {**os.environ, "LOOK_UP_TASK": str(task)}  # noqa: TID251 - the server's is the user's
+    environment = {**os.environ, "LOOK_UP_TASK": f"{task}set"}  # noqa: TID251 - the server's is the user's
     if script == "verifiers_server.py":
         argv.append("look_up_env")
+        shutil.copytree(task, f"{task}set")
         rows = subprocess.run(argv, env=environment, cwd=HERE, stdout=subprocess.PIPE, check=True).stdout.splitlines(True)
         num_eval = len((task / "eval.jsonl").read_bytes().splitlines())
         (task / "eval.jsonl").write_bytes(b"".join(rows[:num_eval]))
@@ -61,7 +62,9 @@ def served(output: Path, python: str, script: str) -> Iterator[None]:
     config.write_text(config.read_text().replace('function = "agent:solve"', f'server = "http://127.0.0.1:{port}/run"'))
     with subprocess.Popen([*argv, str(port)], env=environment, cwd=HERE) as server:
         try:
-            while server.poll() is None and not answers(port):
+            while not answers(port):
+                if server.poll() is not None:
+                    sys.exit(f"the server has ended with code {server.returncode}")
                 time.sleep(0.2)
             yield
         finally:
