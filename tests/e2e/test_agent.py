@@ -1,4 +1,4 @@
-"""The agent of the examples learns to use its tool."""
+"""The agent of the examples learns to use its tool, as a function and on OpenAI's SDK."""
 
 import json
 import subprocess
@@ -12,8 +12,9 @@ from tests.conftest import ENVIRONMENT, ROOT, assert_clean_audit
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_the_agent_learns_to_look_up_what_it_cannot_know(tmp_path: Path):
-    argv = [sys.executable, "client/examples/agent/run.py", str(tmp_path / "agent")]
+@pytest.mark.parametrize("options", [[], ["--server", "openai_server.py"]], ids=["function", "openai"])
+def test_the_agent_learns_to_look_up_what_it_cannot_know(tmp_path: Path, options: list[str]):
+    argv = [sys.executable, "client/examples/agent/run.py", str(tmp_path / "agent"), *options]
     ran = subprocess.run(argv, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=800, check=False)
     assert ran.returncode == 0, ran.stderr
     summary = json.loads((tmp_path / "agent" / "summary.json").read_text())
