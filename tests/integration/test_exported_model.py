@@ -73,6 +73,7 @@ def test_mxfp4_is_exported_in_bfloat16(mesh: DeviceMesh, tmp_path: Path) -> None
 
 
 PATTERNS = {"exclude_modules": ["0.self_attn.o_proj"], "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"o_proj": 9.0}}
+DORA = {"use_dora": True, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 LORA = {"rank": 3, "alpha": 5, "target_modules": ["o_proj"]}
 EXPORTED = [
     (kind, lora)
@@ -81,7 +82,9 @@ EXPORTED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "lora"), [*EXPORTED, ("qwen3_moe", LORA | {"experts": True}), ("llama", LORA | PATTERNS)])
+@pytest.mark.parametrize(
+    ("kind", "lora"), [*EXPORTED, ("qwen3_moe", LORA | {"experts": True}), ("llama", LORA | PATTERNS), ("qwen2", LORA | DORA)]
+)
 def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
     mesh: DeviceMesh, tmp_path: Path, kind: str, lora: dict[str, object] | None
 ) -> None:
@@ -113,12 +116,20 @@ def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
     assert all(end[name].dtype == start[name].dtype and torch.equal(end[name], start[name]) for name in tower)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
-def test_adapters_of_experts_are_published_and_exported_as_peft_merges_them(
-    mesh: DeviceMesh, tmp_path: Path, kind: str
+MERGED = [
+    ("qwen3_moe", {"experts": True}),
+    ("glm4_moe", {"experts": True}),
+    ("qwen2", PATTERNS),
+    ("qwen2", DORA | {"alpha": 40}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), MERGED)
+def test_adapters_are_published_and_exported_as_peft_merges_them(
+    mesh: DeviceMesh, tmp_path: Path, kind: str, options: dict[str, object]
 ) -> None:
     folder = save_checkpoint(make_model(kind, seed=2), tmp_path / "start")
-    learner = moved(start_learner(folder, mesh=mesh, rollout={"dtype": "float32"}, lora=LORA | {"experts": True}))
+    learner = moved(start_learner(folder, mesh=mesh, rollout={"dtype": "float32"}, lora=LORA | options))
     backend = fsdp(learner)
     backend.export_model(tmp_path / "model")
     exported, start = (load_file(path / "model.safetensors") for path in (tmp_path / "model", folder))
@@ -129,11 +140,12 @@ def test_adapters_of_experts_are_published_and_exported_as_peft_merges_them(
     merged.save_pretrained(tmp_path / "merged")
     expected = load_file(tmp_path / "merged" / "model.safetensors")
     assert exported.keys() == expected.keys() == set(imported.layout())
+    changed = {name for name in exported if not torch.equal(exported[name], start[name].float())}
+    assert changed and all("_proj" in name for name in changed)
     for name, tensor in exported.items():
         assert torch.equal(imported.gathered(name), tensor), name
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7)
-        is_adapted = "o_proj" in name or ".experts." in name
-        assert torch.equal(tensor, start[name].float()) is not is_adapted, name
+        assert (name in changed) is not torch.equal(expected[name], start[name].float()), name
     imported.close()
     backend.close()
 

@@ -10,8 +10,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -191,21 +189,6 @@ def test_a_checkpoint_of_the_same_shapes_but_another_model_is_refused(
         return
     with pytest.raises(InvalidArgument, match=problem):
         learner.load_checkpoint(tmp_path / "saved")
-
-
-def test_adapters_begin_as_pefts_gaussian(mesh: DeviceMesh, model: Path) -> None:
-    learner = start_learner(model, mesh=mesh, lora={"rank": 4, "init": "gaussian", "target_modules": ["q_proj", "o_proj"]})
-    network = trained(learner, Role.POLICY).network.causal_lm
-    config = LoraConfig(r=4, init_lora_weights="gaussian", target_modules=["q_proj", "o_proj"])
-    theirs = inject_adapter_in_model(config, AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
-    torch.manual_seed(0)
-    for layer in theirs.modules():
-        if isinstance(layer, LoraLayer):
-            layer.reset_lora_parameters("default", "gaussian")
-    expected = dict(theirs.named_parameters())
-    adapters = {name: param for name, param in network.named_parameters() if ".lora_" in name}
-    assert len(adapters) == 2 * 2 * 2
-    assert all(torch.equal(param.full_tensor(), expected[name]) for name, param in adapters.items())
 
 
 def test_a_sleep_keeps_every_byte_of_the_critic(mesh: DeviceMesh, model: Path, samples: Samples) -> None:

@@ -39,7 +39,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "kind": tuple(KINDS),
     "expert_parallel": (False, True),
     "sequence_parallel": (1, 2),
-    "lora": ("", "linear", "experts"),
+    "lora": ("", "linear", "dora", "experts"),
     "is_replayed": (True, False),
     "prefix_sharing": (False, True),
     "checkpointing": ("none", "attention", "full", "offloaded"),
@@ -81,12 +81,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for kind, settings in KINDS.items():
         save_checkpoint(make_model(kind, seed=3, **settings), folder / kind)
-        for adapter, experts in (("linear", None), ("experts", list(EXPERTS))):
-            if kind == "gpt_oss" and experts:
+        for adapter in AXES["lora"][1:]:
+            if (kind, adapter) == ("gpt_oss", "experts"):
                 continue
             torch.manual_seed(5)
-            config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, target_parameters=experts, init_lora_weights=False)
-            get_peft_model(loaded(folder / kind), config).save_pretrained(folder / f"{kind}-{adapter}")
+            options: dict[str, Any] = {
+                "target_parameters": list(EXPERTS) if adapter == "experts" else None,
+                "use_dora": adapter == "dora",
+            }
+            config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights=False, **options)
+            made = get_peft_model(loaded(folder / kind), config)
+            for name, param in made.named_parameters():
+                if "magnitude" in name:
+                    param.data.mul_(torch.rand_like(param) + 0.5)
+            made.save_pretrained(folder / f"{kind}-{adapter}")
     return folder
 
 
@@ -106,7 +114,8 @@ def asked(models: Path, case: dict[str, Any]) -> dict[str, Any]:
     own = ("kind", "is_replayed", "lora")
     settings = {key: value for key, value in case.items() if key not in own and value is not None and value != 0.0}
     if lora := case["lora"]:
-        settings["lora"] = {**LORA, "path": str(models / f"{case['kind']}-{lora}"), "experts": lora == "experts"}
+        path = str(models / f"{case['kind']}-{lora}")
+        settings["lora"] = {**LORA, "path": path, "experts": lora == "experts", "use_dora": lora == "dora"}
     return {"model": str(models / case["kind"]), "is_replayed": case["is_replayed"], "settings": settings}
 
 

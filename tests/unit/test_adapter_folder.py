@@ -34,7 +34,7 @@ def tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
         (lambda folder: (folder / FILE).unlink(), "adapter_model.safetensors is missing"),
         (lambda folder: (folder / FILE).write_bytes(b"x" * 40), "is no safetensors file"),
         (lambda folder: settings(folder, peft_type="IA3"), "peft_type 'IA3'; only LORA"),
-        (lambda folder: settings(folder, use_dora=True), "use_dora True, which is not supported"),
+        (lambda folder: settings(folder, use_dora=True), "trainer.lora.use_dora: is False"),
         (lambda folder: settings(folder, modules_to_save=["lm_head"]), "modules_to_save ['lm_head']"),
         (lambda folder: settings(folder, bias="all"), "bias 'all'"),
         (lambda folder: settings(folder, rank_pattern={"q_proj": 2}), "trainer.lora.rank_pattern: is {}"),

@@ -18,6 +18,7 @@ from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape
 from tasuki.planner.node import GB, node_of
+from tasuki.planner.step_bytes import _outputs
 from tasuki.planner.trainer_bytes import trained_shards
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
 from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts
@@ -25,8 +26,9 @@ from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, base_parame
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.sealed_json import sealed
-from tests.models import CONFIGS
+from tests.models import CONFIGS, make_model
 from tests.planned import config_of
+from tests.saved_tensors import kept_bytes
 
 
 def shape_of(model: torch.nn.Module) -> ModelShape:
@@ -86,6 +88,7 @@ def test_adapters_of_experts_are_trained_in_float32_and_planned(kind: str) -> No
         ({"exclude_modules": ["q_proj"], "alpha_pattern": {"q_proj": 2.0}}, "alpha_pattern: q_proj matches no layer"),
         ({"rank_pattern": {"(q": 2}}, "is no regular expression"),
         ({"init": "gaussian", "path": "x"}, "init"),
+        ({"use_dora": True, "experts": True}, "use_dora is not for experts"),
     ],
 )
 def test_names_and_patterns_without_effect_are_refused_by_key(changes: dict[str, object], words: str) -> None:
@@ -100,7 +103,7 @@ def test_layers_ranks_and_scalings_of_patterns_are_pefts_and_planned() -> None:
         "rank_pattern": {"model.layers.0.mlp.(up|gate)_proj": 6, "self_attn.[qo]_proj": 3, "q_proj": 9},
         "alpha_pattern": {r"layers\.1\..*_proj": 10.0, "down_proj": 3.5},
     }
-    model, lora = on_meta("llama"), LoraConfig(rank=4, alpha=8, use_rslora=True, **given)
+    model, lora = on_meta("llama"), LoraConfig(rank=4, alpha=8, use_rslora=True, use_dora=True, **given)
     shape, peft = (
         shape_of(model),
         PeftConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=list(lora.target_modules), **given),
@@ -116,6 +119,25 @@ def test_layers_ranks_and_scalings_of_patterns_are_pefts_and_planned() -> None:
     add_adapters(model, lora)
     planned = trained_shards(node_of(config_of(trainer={"lora": lora.model_dump()}), shape, gpu_bytes=GB, host_bytes=GB))
     assert sorted(planned) == sorted(tuple(param.shape) for _, param in trained_parameters(model))
+
+
+def test_dora_is_served_merged() -> None:
+    with pytest.raises(ValueError, match=r'rollout.lora = "adapter" cannot serve DoRA \(trainer.lora.use_dora\)'):
+        config_of(trainer={"lora": {"use_dora": True}}, rollout={"lora": "adapter"})
+
+
+def test_what_dora_keeps_for_backward_is_planned() -> None:
+    sizes: dict[tuple[bool, int], int] = {}
+    for use_dora in (False, True):
+        model, lora = make_model("llama", seed=0), LoraConfig(rank=4, use_dora=use_dora)
+        add_adapters(model, lora)
+        for num_tokens in (16, 48):
+            with kept_bytes(model.parameters()) as kept:
+                output = model(torch.arange(num_tokens)[None], use_cache=False).logits
+            sizes[use_dora, num_tokens] = sum(kept.values())
+            assert output.requires_grad
+    more = [(sizes[use_dora, 48] - sizes[use_dora, 16]) // 32 for use_dora in (False, True)]
+    assert more[1] - more[0] == 4 * sum(_outputs(lora, shape_of(model), index) for index in range(2)) > 0
 
 
 REFUSED = {

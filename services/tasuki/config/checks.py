@@ -46,9 +46,10 @@ def check_config(config: "NodeConfig") -> None:
     _check_kind_of_device(config)
     if config.rollout.lora == "adapter" and config.trainer.lora is None:
         raise SettingsConflict("rollout.lora", '= "adapter" needs a table [trainer.lora]')
-    if config.served_adapter is not None and config.served_adapter.experts:
-        problem = '= "adapter" cannot serve adapters of experts (trainer.lora.experts); leave it at "merged"'
-        raise SettingsConflict("rollout.lora", problem)
+    for key, what in (("experts", "adapters of experts"), ("use_dora", "DoRA")):
+        if config.served_adapter is not None and getattr(config.served_adapter, key):
+            problem = f'= "adapter" cannot serve {what} (trainer.lora.{key}); leave it at "merged"'
+            raise SettingsConflict("rollout.lora", problem)
     unserved = [name for name in UNSERVED_LINEAR if config.served_adapter and name in config.served_adapter.target_modules]
     if unserved:
         raise SettingsConflict(

@@ -42,6 +42,8 @@ class LoraConfig(Schema):
     """The adapters' output is scaled by `alpha / rank`."""
     use_rslora: Bool = False
     """Scale by `alpha / sqrt(rank)` instead: rsLoRA, for high ranks (arXiv:2312.03732)."""
+    use_dora: Bool = False
+    """Train a magnitude of each output, too: DoRA (arXiv:2402.09353). Merged only, and not for experts."""
     path: Path | None = None
     """Adapter to start from, a folder of PEFT's with the same rank, alpha, scaling and layers. Without it the policy is the model."""
     init: Literal["default", "gaussian"] = "default"
@@ -66,6 +68,8 @@ class LoraConfig(Schema):
     def _starts_once(self) -> "LoraConfig":
         if self.path is not None and self.init != "default":
             raise ValueError(f'init = "{self.init}" has no effect with path, which has A and B; remove one of them')
+        if self.use_dora and self.experts:
+            raise ValueError("use_dora is not for experts, as in PEFT; remove one of them")
         return self
 
     def __hash__(self) -> int:
@@ -227,7 +231,7 @@ class TrainerConfig(OptimizerConfig):
         if self.critic is None or self.critic.lora_rank is None:
             return None
         return (self.lora or LoraConfig()).model_copy(
-            update={"rank": self.critic.lora_rank, "path": None, "rank_pattern": {}, "alpha_pattern": {}}
+            update={"rank": self.critic.lora_rank, "path": None, "rank_pattern": {}, "alpha_pattern": {}, "use_dora": False}
         )
 
     @model_validator(mode="after")

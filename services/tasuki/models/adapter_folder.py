@@ -17,7 +17,11 @@ ADAPTER_FILE = "adapter_model.safetensors"
 _CONFIG_FILE = "adapter_config.json"
 _NEUTRAL = {"bias": "none", "megatron_core": "megatron.core", "qalora_group_size": 16}
 """Values without effect that PEFT writes; others are null, false or empty."""
-_COMPARED = {"rank": "r", "alpha": "lora_alpha", **{key: key for key in ("use_rslora", "rank_pattern", "alpha_pattern")}}
+_COMPARED = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    **{key: key for key in ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern")},
+}
 """PEFT's names of keys in [trainer.lora] that must agree."""
 _NO_MATTER = {
     *("init_lora_weights", "target_modules", "exclude_modules", "peft_type", "peft_version", "lora_dropout"),
@@ -67,6 +71,8 @@ def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
     for layer, (num_rows, num_columns) in lora.layers(model).items():
         a, b = (f"base_model.model.{layer}.lora_{part}.weight" for part in "AB")
         wanted |= {a: (lora.rank_of(layer), num_columns), b: (num_rows, lora.rank_of(layer))}
+        if lora.use_dora:
+            wanted[f"base_model.model.{layer}.lora_magnitude_vector"] = (num_rows,)
     for name, shape in model.parameters().items():
         if lora.experts and name.endswith(EXPERTS):
             # See trainer/backends/fsdp/lora/adapters.py.

@@ -4,6 +4,7 @@ import functools
 import math
 
 from tasuki.algorithms.vocabulary_tiles import most_logits
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.shape import EXPERTS, SPLIT_BY_COLUMNS, ModelShape
 from tasuki.planner.kept_bytes import (
     kept_in_mlp,
@@ -243,6 +244,7 @@ def _layer_activations(node: Node, index: int) -> int:
         compute_bytes=compute,
         lora_rank=None if node.lora is None else node.lora.max_rank,
         has_expert_adapters=node.lora is not None and node.lora.experts,
+        scaled_outputs=0 if node.lora is None or not node.lora.use_dora else _outputs(node.lora, model, index),
         is_fused=node.device == "cuda",
         keeps_product=_keeps_product(node),
     )
@@ -255,6 +257,12 @@ def _layer_activations(node: Node, index: int) -> int:
         repeats = max(1, num_shared // model.num_kv_heads)
         each += (model.query_size + 2 * (repeats - 1) * model.kv_size) * compute
     return node.rank_tokens * each
+
+
+@functools.lru_cache
+def _outputs(lora: LoraConfig, model: ModelShape, index: int) -> int:
+    """Outputs of a layer's linear layers with adapters, per token."""
+    return sum(shape[0] for layer, shape in lora.layers(model).items() if layer.startswith(f"model.layers.{index}."))
 
 
 def _kept_in_mlp(node: Node, index: int) -> int:

@@ -139,9 +139,12 @@ def trained_shards(node: Node) -> _Shapes:
 
 @lru_cache
 def _adapter_shards(model: ModelShape, num_ranks: int, lora: LoraConfig) -> _Shapes:
-    ranks = ((lora.rank_of(layer), shape) for layer, shape in lora.layers(model).items())
-    pairs = (((-(-rank // num_ranks), columns), (-(-rows // num_ranks), rank)) for rank, (rows, columns) in ranks)
-    return tuple(chain.from_iterable(pairs))
+    shapes: list[tuple[int, ...]] = []
+    for layer, (rows, columns) in lora.layers(model).items():
+        rank, own_rows = lora.rank_of(layer), -(-rows // num_ranks)
+        magnitudes = [(own_rows,)] if lora.use_dora else []
+        shapes += [(-(-rank // num_ranks), columns), (own_rows, rank), *magnitudes]
+    return tuple(shapes)
 
 
 @lru_cache

@@ -65,7 +65,7 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
         parameters = model.parameters()
         for index, (name, shape) in enumerate(parameters.items()):
             told(index, len(parameters))
-            a_name, b_name = adapter_names(name)
+            a_name, b_name, magnitude_name = adapter_names(name)
             if policy.lora_rank is None:
                 tensor = read(name)
             else:
@@ -73,13 +73,15 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
                 load_shards(source, checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=names))
             if a_name in sizes:
                 a, b = read(a_name), read(b_name)
-                adapter |= dict([in_file(a_name, a), in_file(b_name, b)])
+                magnitude = read(magnitude_name) if magnitude_name in sizes else None
+                parts = {a_name: a, b_name: b} | ({} if magnitude is None else {magnitude_name: magnitude})
+                adapter |= dict(in_file(*part) for part in parts.items())
                 scaling = lora.scaling_of(name.removesuffix(".weight"))
                 if len(shape) == 3:
                     tensor = merged_experts(tensor, a, b, scaling=scaling).to(dtype)
                 else:
                     base, tensor = tensor, torch.empty(shape, dtype=dtype)
-                    merge(tensor, base=base, factors=(b, a), scaling=scaling)
+                    merge(tensor, base=base, factors=(b, a), scaling=scaling, magnitude=magnitude)
             shards = checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=names)
             writer.add({shard.name: shard.local for shard in shards})
         constants = [

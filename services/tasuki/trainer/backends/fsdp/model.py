@@ -28,7 +28,7 @@ from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.attention.trial import choose_kernel, fault_with_shared_prompts
 from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts, ungathered_parameters
 from tasuki.trainer.backends.fsdp.host_buffers import HostShards
-from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters, load_adapters
+from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters, initialize_magnitudes, load_adapters
 from tasuki.trainer.backends.fsdp.shards import constant_shards, head_shards, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import engine_placement, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
@@ -196,6 +196,8 @@ def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) 
     _materialize(policy, source, region=region)
     if source.base is None:
         load_shards(source.path, local_shards(policy.causal_lm) + constant_shards(policy.causal_lm))
+    if source.lora is not None and source.lora.path is None:
+        initialize_magnitudes(policy.causal_lm)
     if source.model.shape.is_tied:
         check_head(read_stored(source.path), source.model.shape, first=source.mesh.get_local_rank(), step=source.mesh.size())
     return policy

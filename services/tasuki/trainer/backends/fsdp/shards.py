@@ -13,8 +13,14 @@ from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import find_family
 from tasuki.models.family import CheckpointNames
 from tasuki.models.shape import ROUTER_BIAS
-from tasuki.trainer.backends.fsdp.lora.adapters import adapter_parameters, adapter_tensors, base_parameters, write_adapter
-from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
+from tasuki.trainer.backends.fsdp.lora.adapters import (
+    adapted_parameters,
+    adapter_parameters,
+    adapter_tensors,
+    base_parameters,
+    write_adapter,
+)
+from tasuki.trainer.backends.fsdp.lora.merged_weights import merged
 from tasuki.trainer.durable.atomic_folder import delete_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
 from tasuki.trainer.durable.model_folder import SafetensorsWriter, copy_other_files
 from tasuki.weights.shards import Shard, checkpoint_shards
@@ -83,11 +89,10 @@ def export_model(path: Path, *, causal_lm: nn.Module, source: Path, dtype: torch
     """
     aside = start_aside(path, mode=0o777)  # less the umask: a model may be shared
     writer = SafetensorsWriter(aside, dtype=dtype)
-    merged = MergedWeights(causal_lm)
-    adapted = {**merged.by_name, **{each.name: each for each in merged.experts}}
+    adapted = adapted_parameters(causal_lm)
     try:
         for name, param in base_parameters(causal_lm):
-            tensor = adapted[name].merged(dtype) if name in adapted else param
+            tensor = merged(adapted[name], dtype) if name in adapted else param
             tensors = {shard.name: shard.local for shard in whole_tensors(causal_lm, name, tensor)}
             on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
         constants = constant_shards(causal_lm)

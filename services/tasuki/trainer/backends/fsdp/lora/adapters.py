@@ -7,6 +7,7 @@ PEFT renames parameters: `q_proj.weight` becomes `q_proj.base_layer.weight`, nex
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +20,7 @@ from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.adapter_folder import ADAPTER_FILE
 from tasuki.models.shape import EXPERTS
 from tasuki.trainer.backends.fsdp.expert_parallel import GroupedExperts
+from tasuki.trainer.backends.fsdp.lora.dora import Dora, row_norms
 from tasuki.trainer.durable.model_folder import save_tensors
 
 if TYPE_CHECKING:
@@ -27,15 +29,15 @@ if TYPE_CHECKING:
 _BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
 _EXPERT_A, _EXPERT_B = "_lora_A", "_lora_B"
 """Ends of names of experts' adapters: `experts.gate_up_proj_lora_A` [E, rank, in] and `..._lora_B` [E, out, rank]."""
-_ADAPTERS = (_A, _B, _EXPERT_A, _EXPERT_B)
+_MAGNITUDE = ".lora_magnitude_vector.default.weight"
+_ADAPTERS = (_A, _B, _EXPERT_A, _EXPERT_B, _MAGNITUDE)
 
 
-def adapter_names(weight: str) -> tuple[str, str]:
-    """Names of A and B of an adapted weight."""
-    if weight.endswith(EXPERTS):
-        return weight + _EXPERT_A, weight + _EXPERT_B
+def adapter_names(weight: str) -> tuple[str, str, str]:
+    """Names of A and B of an adapted weight, and of DoRA's magnitudes."""
     layer = weight.removesuffix(".weight")
-    return layer + _A, layer + _B
+    ends = (_EXPERT_A, _EXPERT_B) if weight.endswith(EXPERTS) else (_A, _B)
+    return layer + ends[0], layer + ends[1], layer + _MAGNITUDE
 
 
 def in_file(name: str, param: Tensor) -> tuple[str, Tensor]:
@@ -45,7 +47,8 @@ def in_file(name: str, param: Tensor) -> tuple[str, Tensor]:
     columns of B by rank and then by expert.
     """
     if not name.endswith((_EXPERT_A, _EXPERT_B)):
-        return f"base_model.model.{name.replace('.default.', '.')}", param
+        name = name.removesuffix(".weight") if ".lora_magnitude_vector." in name else name
+        return f"base_model.model.{name.replace('.default', '')}", param
     experts, _, matrix = name.rpartition(".")
     inside = _BASE if matrix.startswith("gate_up_proj") else ""
     stacked = param.flatten(0, 1) if name.endswith(_EXPERT_A) else param.permute(1, 2, 0).flatten(1)
@@ -69,6 +72,7 @@ def _peft_config(config: LoraConfig) -> "PeftConfig":
         r=config.rank,
         lora_alpha=alpha,
         use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
         target_modules=targets,
         target_parameters=experts,
         exclude_modules=list(config.exclude_modules) or None,
@@ -84,9 +88,12 @@ def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
     The model must have these layers (config.checks.check_lora_targets).
     """
     from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
 
     inject_adapter_in_model(_peft_config(config.model_copy(update={"experts": False})), causal_lm)
     for module in causal_lm.modules():
+        if config.use_dora and isinstance(module, LoraLayer):
+            module.lora_variant["default"] = cast(Any, Dora)
         if config.experts and isinstance(module, GroupedExperts):
             _adapt(module, config)
     for _, param in trained_parameters(causal_lm):
@@ -120,6 +127,16 @@ def initialize_adapters(causal_lm: nn.Module, *, init: str, seed: int) -> None:
 
 
 @torch.no_grad()
+def initialize_magnitudes(causal_lm: nn.Module) -> None:
+    """Initializes DoRA's magnitudes, if there are any, so that the policy equals the loaded base model."""
+    for adapter in adapted_parameters(causal_lm).values():
+        if adapter.magnitude is not None:
+            a, base = adapter.a.to_local(), adapter.base.to_local()
+            zeros = a.new_zeros(1, base.shape[1]), base.new_zeros(len(base), 1)
+            adapter.magnitude.to_local().copy_(row_norms(base, *zeros, scaling=1.0))
+
+
+@torch.no_grad()
 def load_adapters(causal_lm: nn.Module, folder: Path) -> None:
     """Reads the adapters from PEFT's folder, which config.checks has judged. Every rank reads the whole file: nothing is sent."""
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
@@ -138,35 +155,42 @@ def base_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def adapter_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """A and B of every adapter, named `<layer>.lora_A.weight` and `<layer>.lora_B.weight`."""
+    """A and B of every adapter, named `<layer>.lora_A.weight` and `<layer>.lora_B.weight`, and DoRA's magnitudes."""
     for name, param in causal_lm.named_parameters():
         if name.endswith(_ADAPTERS):
             yield name.replace(".default.", "."), param
 
 
-def adapted_parameters(causal_lm: nn.Module) -> dict[str, tuple[DTensor, DTensor, DTensor, float]]:
-    """W, A, B and scaling of every adapted weight, by its name; empty without adapters. Those of experts have three dimensions."""
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A sharded weight W [out, in] with A [rank, in], B [out, rank] and DoRA's magnitudes [out]; of experts with a dimension [E] before.
+
+    They keep their memory for the life of the process.
+    """
+
+    name: str
+    base: DTensor
+    a: DTensor
+    b: DTensor
+    scaling: float
+    magnitude: DTensor | None = None
+
+
+def adapted_parameters(causal_lm: nn.Module) -> dict[str, Adapter]:
+    """The adapter of every adapted weight, by its name; empty without adapters."""
     params = cast(dict[str, DTensor], {name: param.detach() for name, param in causal_lm.named_parameters()})
-    layers = [name.removesuffix(_A) for name in params if name.endswith(_A)]
-    linear = {
-        f"{layer}.weight": (
-            params[f"{layer}{_BASE}.weight"],
-            params[f"{layer}{_A}"],
-            params[f"{layer}{_B}"],
-            cast(Any, causal_lm.get_submodule(layer)).scaling["default"],
-        )
-        for layer in layers
-    }
-    matrices = [name.removesuffix(_EXPERT_A) for name in params if name.endswith(_EXPERT_A)]
-    return linear | {
-        name: (
-            params[name],
-            params[name + _EXPERT_A],
-            params[name + _EXPERT_B],
-            cast(Any, causal_lm.get_submodule(name.rpartition(".")[0])).scaling,
-        )
-        for name in matrices
-    }
+    found: dict[str, Adapter] = {}
+    for name in params:
+        if name.endswith(_A):
+            layer = name.removesuffix(_A)
+            scaling = cast(Any, causal_lm.get_submodule(layer)).scaling["default"]
+            factors = params[f"{layer}{_BASE}.weight"], params[name], params[layer + _B]
+            found[f"{layer}.weight"] = Adapter(f"{layer}.weight", *factors, scaling, params.get(layer + _MAGNITUDE))
+        elif name.endswith(_EXPERT_A):
+            weight = name.removesuffix(_EXPERT_A)
+            scaling = cast(Any, causal_lm.get_submodule(weight.rpartition(".")[0])).scaling
+            found[weight] = Adapter(weight, params[weight], params[name], params[weight + _EXPERT_B], scaling)
+    return found
 
 
 def trained_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,7 +1,6 @@
 """Weights with their adapters merged, W + scaling B A, each rank's slice by itself, for publishing and exporting."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,8 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tasuki.models.families import find_family
-from tasuki.trainer.backends.fsdp.lora.adapters import adapted_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import Adapter, adapted_parameters
+from tasuki.trainer.backends.fsdp.lora.dora import row_norms
 from tasuki.weights.checksum import MODULUS
 from tasuki.weights.copies import ViewChecksum, prepare_checksums
 from tasuki.weights.export import Place
@@ -29,46 +29,25 @@ Factors = tuple[Tensor, Tensor]
 """The part of B and of A for a slice of a weight, in float32."""
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedWeight:
-    """A sharded weight W [out, in] and its adapter, A [rank, in] and B [out, rank]. They keep their memory for the life of the process."""
-
-    name: str
-    base: DTensor
-    a: DTensor
-    b: DTensor
-    scaling: float
-
-    @property
-    def is_split_by_rows(self) -> bool:
-        """Whether each rank has rows of W and B, and a part of A, as FSDP2 splits them."""
-        return all(each.placements == (Split(0),) for each in (self.base, self.a, self.b))
-
-    @torch.no_grad()
-    def merged(self, dtype: torch.dtype) -> DTensor:
-        """The merged weight, sharded like W, rounded once. Collective."""
-        local = torch.empty_like(self.base.to_local(), dtype=dtype)
-        merge(local, base=self.base.to_local(), factors=_cut(self), scaling=self.scaling)
-        mesh, placements = self.base.device_mesh, self.base.placements
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=self.base.shape, stride=self.base.stride())
+@torch.no_grad()
+def merged(weight: Adapter, dtype: torch.dtype) -> DTensor:
+    """The merged weight, sharded like W, rounded once. Collective."""
+    base, mesh, placements = weight.base.to_local(), weight.base.device_mesh, weight.base.placements
+    if base.dim() == 3:
+        local = merged_experts(base, weight.a.to_local(), weight.b.to_local(), scaling=weight.scaling).to(dtype)
+    else:
+        local = torch.empty_like(base, dtype=dtype)
+        merge(local, base=base, factors=_cut(weight), scaling=weight.scaling, magnitude=_magnitude(weight))
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=weight.base.shape, stride=weight.base.stride())
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptedExperts:
-    """The matrices W [E, out, in] of a layer's experts and their adapters, A [E, rank, in] and B [E, out, rank], split alike by expert."""
+def _is_split_by_rows(weight: Adapter) -> bool:
+    """Whether each rank has rows of W and B, and a part of A, as FSDP2 splits them."""
+    return all(each.placements == (Split(0),) for each in (weight.base, weight.a, weight.b))
 
-    name: str
-    base: DTensor
-    a: DTensor
-    b: DTensor
-    scaling: float
 
-    @torch.no_grad()
-    def merged(self, dtype: torch.dtype) -> DTensor:
-        """The merged matrices, sharded like W, rounded once."""
-        local = merged_experts(self.base.to_local(), self.a.to_local(), self.b.to_local(), scaling=self.scaling).to(dtype)
-        mesh, placements = self.base.device_mesh, self.base.placements
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=self.base.shape, stride=self.base.stride())
+def _magnitude(weight: Adapter) -> Tensor | None:
+    return None if weight.magnitude is None else weight.magnitude.to_local()
 
 
 def merged_experts(base: Tensor, a: Tensor, b: Tensor, *, scaling: float) -> Tensor:
@@ -84,14 +63,14 @@ class MergedWeights:
 
     def __init__(self, causal_lm: nn.Module) -> None:
         adapted = adapted_parameters(causal_lm)
-        weights = [AdaptedWeight(name, *given) for name, given in adapted.items() if given[0].dim() == 2]
-        self.by_name = {weight.name: weight for weight in weights}
-        self.experts = [AdaptedExperts(name, *given) for name, given in adapted.items() if given[0].dim() == 3]
+        self.by_name = {name: weight for name, weight in adapted.items() if weight.base.dim() == 2}
+        self.experts = [weight for weight in adapted.values() if weight.base.dim() == 3]
+        weights = list(self.by_name.values())
         # FSDP renames the class of modules that it shards.
         self._checkpoint = find_family(type(causal_lm).__name__.removeprefix("FSDP")).checkpoint
         names = {weight.name for weight in weights if weight.base.to_local().numel()}
         self.names = frozenset(names.union(*(each.keys() for each in map(self._tensors_of, self.experts))))
-        self._is_by_rows = all(weight.is_split_by_rows for weight in weights)
+        self._is_by_rows = all(map(_is_split_by_rows, weights))
         self._groups = _grouped(weights) if self._is_by_rows else [[weight] for weight in weights]
         self._tables: list[MergeTable | None] | None = None
         self._tables_for: list[int] = []
@@ -110,7 +89,7 @@ class MergedWeights:
                 written[name] = places[name]
         return _sums(written)
 
-    def _tensors_of(self, experts: AdaptedExperts, *, is_merged: bool = False) -> dict[str, Tensor]:
+    def _tensors_of(self, experts: Adapter, *, is_merged: bool = False) -> dict[str, Tensor]:
         """This rank's checkpoint tensors of a matrix; their values, if merged."""
         base = experts.base
         _, offsets = compute_local_shape_and_global_offset(base.shape, base.device_mesh, base.placements)
@@ -136,7 +115,8 @@ class MergedWeights:
         for group in self._groups:
             for weight, factors in zip(group, _split(group) if self._is_by_rows else map(_cut, group), strict=True):
                 if weight.name in places:
-                    merge(places[weight.name].held, base=weight.base.to_local(), factors=factors, scaling=weight.scaling)
+                    held, base, magnitude = places[weight.name].held, weight.base.to_local(), _magnitude(weight)
+                    merge(held, base=base, factors=factors, scaling=weight.scaling, magnitude=magnitude)
         return _sums(places)
 
     def _prepared(self, places: Mapping[str, Place]) -> "list[MergeTable | None] | None":
@@ -147,7 +127,8 @@ class MergedWeights:
         return self._tables
 
     def _make_tables(self, places: Mapping[str, Place]) -> "list[MergeTable | None] | None":
-        if not self._is_by_rows or not any(place.held.is_cuda for place in places.values()):
+        has_magnitudes = any(weight.magnitude is not None for weight in self.by_name.values())
+        if not self._is_by_rows or has_magnitudes or not any(place.held.is_cuda for place in places.values()):
             return None
         from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable
 
@@ -174,9 +155,16 @@ def _sums(places: Mapping[str, Place]) -> Mapping[str, int]:
 
 
 @torch.no_grad()
-def merge(held: Tensor, *, base: Tensor, factors: Factors, scaling: float) -> None:
-    """Writes a merged slice to `held`: summed in float32, rounded once."""
+def merge(held: Tensor, *, base: Tensor, factors: Factors, scaling: float, magnitude: Tensor | None = None) -> None:
+    """Writes a merged slice to `held`: summed in float32, rounded once. magnitude: DoRA's, of rows that are whole."""
     rows, columns = factors
+    if magnitude is not None:
+        factor = magnitude.to(base.dtype).float() / row_norms(base, columns, rows, scaling=scaling)
+        at_once = max(1, _GROUP_BYTES // (4 * base.shape[1]))
+        for first in range(0, len(held), at_once):
+            some = slice(first, first + at_once)
+            held[some] = torch.addmm(base[some].float(), rows[some], columns, alpha=scaling) * factor[some, None]
+        return
     if held.is_cuda:
         from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable
 
@@ -187,9 +175,9 @@ def merge(held: Tensor, *, base: Tensor, factors: Factors, scaling: float) -> No
     held.copy_(torch.addmm(base.float(), rows, columns, alpha=scaling))
 
 
-def _grouped(weights: Sequence[AdaptedWeight]) -> list[list[AdaptedWeight]]:
+def _grouped(weights: Sequence[Adapter]) -> list[list[Adapter]]:
     """Runs of weights of one rank and scaling whose A together have up to _GROUP_BYTES."""
-    groups: list[list[AdaptedWeight]] = []
+    groups: list[list[Adapter]] = []
     num_bytes = 0
     for weight in weights:
         size = weight.a.numel() * weight.a.element_size()
@@ -203,7 +191,7 @@ def _grouped(weights: Sequence[AdaptedWeight]) -> list[list[AdaptedWeight]]:
     return groups
 
 
-def _gathered(group: Sequence[AdaptedWeight]) -> Tensor:
+def _gathered(group: Sequence[Adapter]) -> Tensor:
     """A of weights that are split by rows, side by side: [rank, all columns]. Collective."""
     rank, mesh = group[0].a.shape[0], group[0].a.device_mesh
     local_a = torch.cat([weight.a.to_local() for weight in group], dim=1)
@@ -215,13 +203,13 @@ def _gathered(group: Sequence[AdaptedWeight]) -> Tensor:
     return all_a[:rank]
 
 
-def _split(group: Sequence[AdaptedWeight]) -> Iterator[Factors]:
+def _split(group: Sequence[Adapter]) -> Iterator[Factors]:
     """Factors of weights that are split by rows. Collective."""
     columns = _gathered(group).split([weight.a.shape[1] for weight in group], dim=1)
     return ((weight.b.to_local(), each) for weight, each in zip(group, columns, strict=True))
 
 
-def _cut(weight: AdaptedWeight) -> Factors:
+def _cut(weight: Adapter) -> Factors:
     """Factors of a weight that is split in any way. Collective."""
     return _cut_as(weight.base, weight.b, dim=0), _cut_as(weight.base, weight.a, dim=1)
 
