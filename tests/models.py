@@ -4,6 +4,7 @@ import json
 import string
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -37,11 +38,16 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLTextConfig,
     SmolLM3Config,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import tasuki.trainer.modules.qwen_vl  # noqa: F401  registers its class with transformers
 from tasuki.models.families import find_family
+from tasuki.models.family import TOWER_KEYS
 from tasuki.models.shape import ROUTER_BIAS
 from tasuki.trainer.backends.fsdp.shards import constant_shards
 from tasuki.weights.shards import Shard, checkpoint_shards
@@ -82,6 +88,7 @@ _LATENT = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 _MSCALE = {"mscale": 0.8, "mscale_all_dim": 0.8}
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
 # Gated delta nets in all layers but the last. Half of each head is rotated.
 _DELTA = {
     "head_dim": 16,
@@ -91,14 +98,19 @@ _DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
     "partial_rotary_factor": 0.5,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [2, 1, 1],
-        "mrope_interleaved": True,
-    },
+    "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
 }
+TOWER = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [],
+}
+IMAGE_TOKEN = 127
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
     "llama_tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
@@ -129,6 +141,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=48,
+    ),
+    "qwen3_vl": lambda: Qwen3VLTextConfig(
+        **_SIZES,
+        head_dim=16,
+        tie_word_embeddings=False,
+        rope_parameters={**_MROPE, "mrope_section": [4, 2, 2]},
+        vision_config=TOWER | {"deepstack_visual_indexes": [0, 1]},
+        image_token_id=IMAGE_TOKEN,
     ),
     "mistral": lambda: MistralConfig(**_SIZES, head_dim=24, sliding_window=None),
     "smollm3": lambda: SmolLM3Config(**_SIZES, no_rope_layers=[1, 0]),
@@ -215,8 +235,8 @@ def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
         if name.endswith(ROUTER_BIAS):
             buffer.data = buffer.data.float()
     copy.load_state_dict(model.state_dict())
-    if isinstance(model.config, Qwen3_5TextConfig | Qwen3_5MoeTextConfig):
-        copy = _with_tower(copy)
+    if type(model.config) in _WITH_TOWER:
+        copy = with_tower(copy)
     copy.save_pretrained(folder)
     if isinstance(model.config, Qwen3_5MoeTextConfig):
         # transformers takes the experts apart, as published models of this family do not.
@@ -243,15 +263,26 @@ def quantize_experts(folder: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-def _with_tower(text: PreTrainedModel) -> PreTrainedModel:
-    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
-    vision = {**tower, "num_position_embeddings": 64, "deepstack_visual_indexes": []}
-    has_experts = isinstance(text.config, Qwen3_5MoeTextConfig)
-    config = (Qwen3_5MoeConfig if has_experts else Qwen3_5Config)(
-        text_config=text.config.to_dict(), vision_config=vision, tie_word_embeddings=text.config.tie_word_embeddings
+_WITH_TOWER: dict[type[PreTrainedConfig], tuple[Any, Any]] = {
+    Qwen3_5TextConfig: (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    Qwen3_5MoeTextConfig: (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+    Qwen3VLTextConfig: (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+}
+
+
+def with_tower(text: PreTrainedModel) -> PreTrainedModel:
+    """transformers' vision model of this text, with the tower beside it, or a new one."""
+    config_class, architecture = _WITH_TOWER[type(text.config)]
+    table, own = text.config.to_dict(), getattr(text.config, "vision_config", None)
+    config = config_class(
+        text_config={key: value for key, value in table.items() if key not in TOWER_KEYS},
+        vision_config=TOWER if own is None else own,
+        image_token_id=IMAGE_TOKEN,
+        tie_word_embeddings=text.config.tie_word_embeddings,
     )
-    architecture = Qwen3_5MoeForConditionalGeneration if has_experts else Qwen3_5ForConditionalGeneration
-    whole = architecture._from_config(config, dtype=torch.bfloat16)
+    whole = architecture._from_config(config, dtype=text.dtype)
+    if own is not None:
+        whole.model.visual.load_state_dict(text.visual.state_dict())
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     return whole

@@ -231,6 +231,7 @@ def _models_without_a_test() -> list[str]:
         "qwen3_moe",
         "qwen3_5",
         "qwen3_next",
+        "qwen3_vl",
         "mistral",
         "gemma2",
         "gemma3_causal",

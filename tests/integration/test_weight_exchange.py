@@ -112,7 +112,7 @@ MIXTURES = (
     "qwen3_next",
 )
 # SGLang has no model file for Phi 3, and computes Gemma 2's norms while loading them.
-SHARED = [kind for kind in CONFIGS if kind not in (*MIXTURES, "gemma2", "phi3", "qwen3_5")]
+SHARED = [kind for kind in CONFIGS if kind not in (*MIXTURES, "gemma2", "phi3", "qwen3_5", "qwen3_vl")]
 
 
 # Fused layers can be shared only with one rank per service.

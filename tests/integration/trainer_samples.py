@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
 from tasuki.algorithms.losses.ppo import PpoLoss
@@ -82,7 +83,8 @@ def plain_step_of(model: torch.nn.Module, samples: list[TrainingSample]) -> Plai
     kl = (ref - log_probs).exp() - (ref - log_probs) - 1
     loss = ((-torch.minimum(surrogate, clipped) + KL_COEF * kl) * mask).sum() / num_tokens
     loss.backward()
-    gradients = {name: param.grad.clone() for name, param in model.named_parameters() if param.requires_grad}
+    named = {_short(name): param for name, param in model.named_parameters()}
+    gradients = {name: param.grad.clone() for name, param in named.items() if param.requires_grad}
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
     torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY).step()
     gap = (log_probs - old).abs() * mask
@@ -95,8 +97,13 @@ def plain_step_of(model: torch.nn.Module, samples: list[TrainingSample]) -> Plai
         log_prob_gap_max=gap.max().item(),
         grad_norm=grad_norm.item(),
         gradients=gradients,
-        parameters={name: param.detach().clone() for name, param in model.named_parameters()},
+        parameters={name: param.detach().clone() for name, param in named.items()},
     )
+
+
+def _short(name: str) -> str:
+    """Name in the trainer's module of a parameter of a vision model."""
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
 def plain_log_probs(folder: Path, samples: list[TrainingSample], *, dtype: torch.dtype) -> list[list[float]]:
@@ -110,6 +117,10 @@ def _plain_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
     """Loads a model with torch's fused attention, or with plain attention if its attention logits are capped or it has sinks."""
     config = AutoConfig.from_pretrained(folder)
     is_plain = config.model_type == "gpt_oss" or getattr(config, "attn_logit_softcapping", None) is not None
+    if config.model_type == "qwen3_vl":
+        whole: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
+        whole.model.visual.requires_grad_(False)
+        return whole
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager" if is_plain else "sdpa")
 
 

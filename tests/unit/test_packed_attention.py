@@ -16,6 +16,7 @@ from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.attention.trial import choose_kernel
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
+from tasuki.trainer.backends.fsdp.lora.adapters import trained_parameters
 from tasuki.trainer.backends.fsdp.model import Policy
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.modules.routing import replace_routers
@@ -48,7 +49,7 @@ def pack(lengths: tuple[int, ...], *, seed: int = 0) -> TokenBatch:
 def policy_of(causal_lm: PreTrainedModel, *, checkpointing: Checkpointing = Checkpointing.NONE) -> Policy:
     """Builds a policy from a copy of the model."""
     causal_lm = deepcopy(causal_lm)
-    causal_lm.set_attn_implementation(IMPLEMENTATION)
+    causal_lm.config._attn_implementation = IMPLEMENTATION  # a tower keeps its own
     replace_routers(causal_lm)
     set_checkpointing(causal_lm, checkpointing, on_host=None)
     causal_lm.train()
@@ -78,7 +79,7 @@ def test_a_pack_equals_its_sequences_one_by_one(kind: str, checkpointing: Checkp
     (found_N * weights_N).sum().backward()
     (exact_N * weights_N).sum().backward()
     exact = dict(causal_lm.named_parameters())
-    for name, param in policy.causal_lm.named_parameters():
+    for name, param in trained_parameters(policy.causal_lm):
         # Sums over all tokens, of terms that mostly cancel.
         tolerance = 2e-5 if name.endswith(("dt_bias", "A_log")) else 2e-6
         assert (param.grad - exact[name].grad).norm() <= tolerance * max(1.0, exact[name].grad.norm()), name

@@ -29,6 +29,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3NextConfig,
+    Qwen3VLTextConfig,
     SmolLM3Config,
 )
 
@@ -98,6 +99,7 @@ CONFIGS = {
     "qwen3": Qwen3Config(**TINY, head_dim=32),
     "qwen3 with biases": Qwen3Config(**TINY, head_dim=32, attention_bias=True),
     "qwen3-moe": Qwen3MoeConfig(**TINY, **EXPERTS),
+    "qwen3-vl": Qwen3VLTextConfig(**TINY, head_dim=32),
     "qwen3.5": Qwen3_5TextConfig(**TINY, **DELTA, full_attention_interval=2),
     "qwen3.5, attention": Qwen3_5TextConfig(**TINY, head_dim=32, full_attention_interval=1),
     "qwen3.5-moe, attention": Qwen3_5MoeTextConfig(

@@ -21,6 +21,7 @@ from tasuki.trainer.attention.flash import Fa4Sequences
 from tasuki.trainer.attention.packed import sequences_of
 from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.attention.trial import fault_with_shared_prompts
+from tasuki.trainer.backends.fsdp.lora.adapters import trained_parameters
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.samples import NO_PREFIX, Samples
 from tasuki.trainer.ranks.wire import decode_columns, encode_samples
@@ -131,7 +132,7 @@ def test_every_family_computes_the_same(kind: str, checkpointing: Checkpointing)
         log_probs_N, entropy_N = policy(token_batch(each, device=CPU))
         (log_probs_N * weights_N).sum().backward()
         scores.append((log_probs_N, entropy_N))
-        gradients.append({name: param.grad.clone() for name, param in policy.causal_lm.named_parameters()})
+        gradients.append({name: param.grad.clone() for name, param in trained_parameters(policy.causal_lm)})
         policy.zero_grad()
     for found, exact in zip(*scores, strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)

@@ -45,6 +45,12 @@ NEXT: dict[str, Any] = {
     "decoder_sparse_step": 1, "norm_topk_prob": True, "partial_rotary_factor": 0.25, "tie_word_embeddings": False,
     "use_sliding_window": False, "router_aux_loss_coef": 0.001, "output_router_logits": False,
 }  # fmt: skip
+VISION: dict[str, Any] = {
+    "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "patch_size": 16, "temporal_patch_size": 2,
+    "spatial_merge_size": 2, "in_channels": 3, "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
+    "hidden_act": "gelu_pytorch_tanh", "initializer_range": 0.02, "model_type": "qwen3_vl",
+}  # fmt: skip
+MROPE = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
 HYBRID = {"cache_implementation": "hybrid", "attention_bias": False, "attention_dropout": 0.0, "query_pre_attn_scalar": 256}
 
 
@@ -70,14 +76,26 @@ def table(
     return sizes | NOTES | rest
 
 
-def vision(
+def hybrid(
     architecture: str, hidden: int, inner: int, layers: int, heads: tuple[int, int], *, is_tied: bool = False, **rest: Any
 ) -> dict[str, Any]:
-    """The text of a vision model of 248,320 tokens."""
+    """The text of a vision model of 248,320 tokens, with gated delta nets."""
     text = table(architecture, hidden, inner, layers, heads, 248320, 262144, **DELTA | rest)
-    for key in ("architectures", "rope_theta", "rope_scaling"):
-        text.pop(key)
     text["layer_types"] = ["linear_attention" if (layer + 1) % 4 else "full_attention" for layer in range(layers)]
+    return vision(text, is_tied=is_tied)
+
+
+def qwen3_vl(hidden: int, inner: int) -> dict[str, Any]:
+    rope = {"rope_theta": 5000000, "rope_scaling": MROPE}
+    text = table("Qwen3VLForConditionalGeneration", hidden, inner, 36, (32, 8), 151936, 262144, head_dim=128, **rope)
+    return text | {"attention_bias": False, "attention_dropout": 0.0}
+
+
+def vision(text: dict[str, Any], *, is_tied: bool, **tower: Any) -> dict[str, Any]:
+    """With a vision tower beside it."""
+    (architecture,) = text.pop("architectures")
+    for key in ("rope_theta", "rope_scaling") if "rope_parameters" in text else ():
+        text.pop(key)
     beside = {
         "image_token_id": 248056,
         "video_token_id": 248057,
@@ -86,11 +104,12 @@ def vision(
     }
     model_type = text["model_type"].removesuffix("_text")
     whole = {"architectures": [architecture], "model_type": model_type, "tie_word_embeddings": is_tied}
-    return {**whole, "text_config": text, "vision_config": {"depth": 24}, **beside}
+    return {**whole, "text_config": text, "vision_config": VISION | {"out_hidden_size": text["hidden_size"]} | tower, **beside}
 
 
 # As on huggingface.co: HuggingFaceTB/SmolLM2-135M and SmolLM3-3B, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B,
-# Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3.5-4B, -27B and -35B-A3B, Qwen/Qwen3-Next-80B-A3B-Instruct,
+# Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-VL-4B-Instruct and -8B-Instruct,
+# Qwen/Qwen3.5-4B, -27B and -35B-A3B, Qwen/Qwen3-Next-80B-A3B-Instruct,
 # mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, microsoft/phi-4, THUDM/GLM-4-9B-0414, zai-org/GLM-4.5-Air,
 # openai/gpt-oss-20b and -120b, deepseek-ai/DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash, allenai/OLMo-2-1124-7B,
 # mistralai/Mixtral-8x7B-v0.1.
@@ -112,9 +131,12 @@ PUBLISHED = [
     (30_532_122_624, table("Qwen3MoeForCausalLM", 2048, 6144, 48, (32, 4), 151936, 40960, head_dim=128, num_experts=128,
                            num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
                            mlp_only_layers=[], router_aux_loss_coef=0.001, output_router_logits=False)),
-    (4_205_751_296, vision("Qwen3_5ForConditionalGeneration", 2560, 9216, 32, (16, 4), is_tied=True)),
-    (26_895_998_464, vision("Qwen3_5ForConditionalGeneration", 5120, 17408, 64, (24, 4), linear_num_value_heads=48)),
-    (34_660_610_688, vision("Qwen3_5MoeForConditionalGeneration", 2048, 512, 40, (16, 2), num_experts=256, num_experts_per_tok=8,
+    (4_437_815_808, vision(qwen3_vl(2560, 9728), is_tied=True)),
+    (8_767_123_696, vision(qwen3_vl(4096, 12288), is_tied=False, depth=27, hidden_size=1152, intermediate_size=4304,
+                           deepstack_visual_indexes=[8, 16, 24])),
+    (4_205_751_296, hybrid("Qwen3_5ForConditionalGeneration", 2560, 9216, 32, (16, 4), is_tied=True)),
+    (26_895_998_464, hybrid("Qwen3_5ForConditionalGeneration", 5120, 17408, 64, (24, 4), linear_num_value_heads=48)),
+    (34_660_610_688, hybrid("Qwen3_5MoeForConditionalGeneration", 2048, 512, 40, (16, 2), num_experts=256, num_experts_per_tok=8,
                             moe_intermediate_size=512, shared_expert_intermediate_size=512)),
     (79_674_391_296, table("Qwen3NextForCausalLM", 2048, 5120, 48, (16, 2), 151936, 262144, **NEXT, rope_theta=10000000,
                            num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512)),

@@ -159,6 +159,7 @@ def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShap
         raise InvalidArgument("rollout.tp_size", problem)
     models, shared = [model] if critic is None else [model, critic], trainer.sequence_parallel
     _check_delta_nets(config, models)
+    _check_towers(config, models)
     for each in models:
         heads, kv_heads = each.num_heads, each.num_kv_heads
         if heads % shared:
@@ -187,6 +188,13 @@ def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShap
             needed_tokens=longest,
             total_tokens=tokens,
         )
+
+
+def _check_towers(config: "NodeConfig", models: "Sequence[ModelShape]") -> None:
+    for model in models:
+        if model.tower is not None and model.tower.num_heads % config.rollout.tp_size:
+            problem = f"{model.tower.num_heads} heads of the vision tower cannot be split over {config.rollout.tp_size} ranks"
+            raise InvalidArgument("rollout.tp_size", problem)
 
 
 def _check_delta_nets(config: "NodeConfig", models: "Sequence[ModelShape]") -> None:

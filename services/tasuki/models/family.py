@@ -7,6 +7,7 @@ from typing import Any
 from tasuki.models import rope
 from tasuki.models.config_json import Config, elements, flag, is_number, number, size, unsupported
 from tasuki.models.shape import ModelShape
+from tasuki.models.tower import TOWER
 from tasuki.wire.errors import InvalidArgument
 
 
@@ -43,6 +44,7 @@ class Model:
             frozenset(self.constant_buffers)
             | self.shape.constants().keys()
             | {f"{ROTARY}.{name}" for name in self.rotary_buffers}
+            | (frozenset() if self.shape.tower is None else {f"{TOWER}rotary_pos_emb.inv_freq"})
         )
 
 
@@ -68,6 +70,8 @@ class CheckpointNames:
 
     def tensor(self, parameter: str) -> str:
         """Checkpoint name of a parameter other than an expert's."""
+        if parameter.startswith(TOWER):
+            return _DECODER + parameter
         name = parameter.replace(".mlp.", f".{self.block}.")
         return f"{self.decoder}.{name.removeprefix(_DECODER)}" if name.startswith(_DECODER) else name
 
@@ -121,6 +125,8 @@ class Family:
     checkpoint: CheckpointNames = field(default_factory=CheckpointNames)
     text_module: str = ""
     """For a checkpoint with a vision tower, transformers' class of its text alone, which config.json describes in `text_config`."""
+    has_tower: bool = False
+    """Whether the tower is loaded, for images."""
     untrained: tuple[str, ...] = ()
     """Starts of names of a checkpoint's tensors that are neither loaded nor trained, and exported unchanged."""
     rope_notes: frozenset[str] = frozenset()
@@ -169,7 +175,7 @@ _KINDS_OF_NOTES: Mapping[str, tuple[type, ...]] = {
 }  # fmt: skip
 # By key, the model types whose class in transformers takes no null.
 _NEVER_NULL: Mapping[str, tuple[str, ...]] = {
-    "head_dim": ("qwen3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma2", "gemma3_text", "glm4", "gpt_oss"),
+    "head_dim": ("qwen3", "qwen3_vl_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma2", "gemma3_text", "glm4", "gpt_oss"),
     "max_window_layers": ("qwen2", "qwen3"),
     "num_key_value_heads": ("qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "mistral", "gemma2", "gemma3_text", "glm4",
         "glm4_moe", "mixtral", "gpt_oss"),
@@ -230,6 +236,9 @@ _VISION_KEYS = frozenset({
 })  # fmt: skip
 
 
+TOWER_KEYS = ("vision_config", "image_token_id")
+
+
 def text_config(config: Config, family: Family) -> dict[str, Any]:
     """A vision model's `text_config` as a config.json of its text alone.
 
@@ -248,7 +257,8 @@ def text_config(config: Config, family: Family) -> dict[str, Any]:
     is_tied = flag(config, "tie_word_embeddings")
     if flag(text, "tie_word_embeddings", default=is_tied) is not is_tied:
         raise unsupported(config, "tie_word_embeddings", "text_config has another value, and trainer and engine read one each")
-    return {**text, "tie_word_embeddings": is_tied, "architectures": [family.text_module]}
+    beside = {key: config[key] for key in TOWER_KEYS if key in config} if family.has_tower else {}
+    return {**text, **beside, "tie_word_embeddings": is_tied, "architectures": [family.text_module]}
 
 
 def computing_keys(family: Family) -> frozenset[str]:

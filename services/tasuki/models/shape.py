@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from tasuki.models.config_json import Config, architecture_of, flag, num_layers, size
+from tasuki.models.tower import TOWER, Tower
 from tasuki.wire.errors import InvalidArgument
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -142,6 +143,8 @@ class ModelShape:
     delta: DeltaNet | None = None
     has_output_gate: bool = False
     """Whether attention's result is scaled by a sigmoid, whose inputs are projected beside the queries, head by head."""
+    tower: Tower | None = None
+    """The vision tower beside the text, which is not trained."""
     num_draft_layers: int = 0
     """Layers of the checkpoint after the last, for speculation: neither loaded nor trained."""
 
@@ -182,7 +185,7 @@ class ModelShape:
         return shapes if self.is_tied else shapes | {"lm_head.weight": table}
 
     def units(self) -> tuple[Shapes, ...]:
-        """The root, then the layers in order: all parameters, each once."""
+        """The root, then the layers in order: all parameters but the tower's, each once."""
         return _units(self)
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
@@ -191,7 +194,11 @@ class ModelShape:
         named = {name if name.startswith("lm_head") else f"model.{name}": shape for name, shape in root.items()}
         for index, layer in enumerate(layers):
             named |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-        return named
+        return named | {TOWER + name: shape for name, shape in self.tower_parameters().items()}
+
+    def tower_parameters(self) -> Shapes:
+        """Parameters of the vision tower, an FSDP2 unit; empty without one."""
+        return {} if self.tower is None else self.tower.parameters()
 
     def constants(self) -> dict[str, tuple[int, ...]]:
         """Float32 tensors of a checkpoint that are not trained, named as the module's buffers."""
@@ -210,12 +217,14 @@ class ModelShape:
         )
 
     def count_by_kind(self) -> dict[str, int]:
-        """Parameters in embedding, LM head, attention, MLP, experts, router and norms; leaves out empty kinds."""
+        """Parameters in embedding, LM head, attention, MLP, experts, router, norms and vision tower; leaves out empty kinds."""
         counts: dict[str, int] = {}
         for unit in self.units():
             for name, shape in unit.items():
                 kind = _kind(name)
                 counts[kind] = counts.get(kind, 0) + math.prod(shape)
+        if self.tower is not None:
+            counts["vision tower"] = sum(map(math.prod, self.tower.parameters().values()))
         return counts
 
     @property
@@ -295,6 +304,8 @@ def unshared_base(shape: ModelShape, *, num_ranks: int) -> str | None:
         return "has latent attention, which the engine holds otherwise"
     if shape.delta is not None:
         return "has gated delta nets, whose projections the engine fuses"
+    if shape.tower is not None:
+        return "has a vision tower, which the engine holds otherwise"
     if shape.architecture == "Gemma2ForCausalLM" or shape.has_fused_qkv:
         return "has weights that the engine changes when it loads them"
     if num_ranks == 1:

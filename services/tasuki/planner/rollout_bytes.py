@@ -60,6 +60,7 @@ def _engine_weights(model: ModelShape, tp_size: int, element_bytes: int, device:
         for unit in whole.units()
         for name, numel in _rank_tensors(unit, tp_size).items()
     ]
+    tensors += [numel * element_bytes for numel in _tower_tensors(model.tower_parameters(), tp_size)]
     if model.has_whole_embedding:
         # In addition to the part counted above.
         tensors.append(model.vocab_size * model.hidden_size * (tp_size - 1) // tp_size * element_bytes)
@@ -138,6 +139,20 @@ def engine_step(node: Node) -> int:
     copies = DRAFT_BLOCKS * drafts if drafts else 2
     sampling = running_requests(node.config) * model.vocab_size * 4 * copies
     return _PREFILL_TOKENS * width * node.engine_bytes + sampling
+
+
+def _tower_tensors(tower: Shapes, tp_size: int) -> list[int]:
+    """Elements of a rank's parameters of a vision tower: linear layers are split, biases of those by columns are whole."""
+    whole = ("patch_embed.proj.weight", ".proj.bias", "linear_fc2.bias")
+    padded = {
+        name: (-(-shape[0] // VOCABULARY_STEP) * VOCABULARY_STEP, *shape[1:])
+        for name, shape in tower.items()
+        if "pos_embed" in name
+    }
+    return [
+        math.prod(shape) if "norm" in name or name.endswith(whole) else -(-math.prod(shape) // tp_size)
+        for name, shape in {**tower, **padded}.items()
+    ]
 
 
 def _rank_tensors(unit: Shapes, tp_size: int) -> dict[str, int]:

@@ -6,6 +6,7 @@ import math
 from tasuki.algorithms.vocabulary_tiles import most_logits
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.shape import EXPERTS, SPLIT_BY_COLUMNS, ModelShape
+from tasuki.models.tower import Tower
 from tasuki.planner.kept_bytes import (
     kept_in_mlp,
     kept_in_parallel_experts,
@@ -42,6 +43,8 @@ def step_moments(node: Node) -> dict[str, Bytes]:
     whole = _whole_gradients(node, _largest_table(node.model))
     table = {Part.LAYERS: _gathered(node, layers=0), Part.WHOLE_GRADIENTS: whole}
     moments = {"loss": _at_loss(node), "layer": _at_layer(node), "table": table}
+    if node.model.tower is not None:
+        moments["tower"] = _at_tower(node, node.model.tower)
     if node.device == "cpu":
         return moments
     return {name: parts | {Part.TORCH_CACHE: _cached(node, moment=name)} for name, parts in moments.items()}
@@ -133,6 +136,26 @@ def _at_layer(node: Node) -> Bytes:
     }
 
 
+def _at_tower(node: Node, tower: Tower) -> Bytes:
+    """Peak of the tower's forward pass, in a block's attention or MLP, with all tokens images; nothing of the text is kept yet."""
+    compute, hidden = node.compute_bytes, tower.hidden_size
+    # Hidden states and their norm; queries, keys and values, and both of them rotated, in float32; or the MLP before and after its GELU.
+    attention = 3 * hidden * compute + 2 * 2 * hidden * _FLOAT32
+    per_patch = 2 * hidden * compute + max(attention, 2 * tower.intermediate_size * compute)
+    num_patches = node.micro_batch_tokens * tower.merge_size**2
+    pixels = num_patches * math.prod(tower.patch_shape) * (_FLOAT32 + (compute if compute < _FLOAT32 else 0))
+    return {
+        Part.LAYERS: _gathered(node, layers=0) + sum(map(math.prod, node.model.tower_parameters().values())) * compute,
+        Part.ACTIVATIONS: num_patches * per_patch + pixels + _kept_of_images(node),
+    }
+
+
+def _kept_of_images(node: Node) -> int:
+    """Embeddings of images, for the text's input and after its first layers, in a micro-batch of image tokens alone."""
+    tower = node.model.tower
+    return 0 if tower is None else node.micro_batch_tokens * tower.out_size * (1 + len(tower.deepstack)) * node.compute_bytes
+
+
 def _flowing_in_mlp(node: Node, index: int) -> int:
     """Elements per token, besides what is kept, at the peak of the MLP's backward.
 
@@ -213,6 +236,7 @@ def _kept(node: Node) -> int:
         num_present * _layer_input(node)
         + num_outputs * _attention_output(node)
         + routing
+        + _kept_of_images(node)
         + sum(_layer_activations(node, index) for index in range(first_kept, num_layers))
     )
 

@@ -34,11 +34,14 @@ def trainer_tags(node: Node) -> Bytes:
 
 
 def frozen_bytes(node: Node) -> int:
-    """Bytes of rank 0's weights that no step changes: bases of adapters, and a reference. Without an arena's rounding."""
+    """Bytes of rank 0's weights that no step changes: bases of adapters, vision towers, and a reference. Without an arena's rounding."""
     frozen = [network for network in node.networks() if network.lora is not None and not network.shares_base]
     if node.has_reference and not node.config.reference_is_on_host:
         frozen.append(node)
-    return sum(size for network in frozen for size in _frozen_shards(network))
+    towers = [_tower_shards(network.model, network.num_ranks) for network in node.networks() if network.lora is None]
+    return sum(size for network in frozen for size in _frozen_shards(network)) + sum(
+        size for tower in towers for size in _sizes(tower, node.param_bytes)
+    )
 
 
 def gradient_bytes(node: Node) -> int:
@@ -92,7 +95,7 @@ def _kept_tensors(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (() if node.shares_base else _frozen_shards(node)) + trained, trained
     # `to_empty` allocates a tied tensor once per name; torch keeps the first allocation in the tag's pool.
     twice = trained[:1] if node.model.is_tied and node.device == "cuda" else ()
-    return trained + twice, trained
+    return _sizes(shards(node), node.param_bytes) + twice, trained
 
 
 def _frozen_shards(node: Node) -> tuple[int, ...]:
@@ -118,7 +121,12 @@ def export_arena(node: Node) -> int:
 
 def shards(node: Node) -> _Shapes:
     """Rank 0's part of every parameter, in order of creation. FSDP2 splits dim 0 and pads all ranks alike."""
-    return _shards(node.model, node.num_ranks)
+    return _shards(node.model, node.num_ranks) + _tower_shards(node.model, node.num_ranks)
+
+
+@lru_cache
+def _tower_shards(model: ModelShape, num_ranks: int) -> _Shapes:
+    return tuple((-(-shape[0] // num_ranks), *shape[1:]) for shape in model.tower_parameters().values())
 
 
 @lru_cache
@@ -130,9 +138,9 @@ def _shards(model: ModelShape, num_ranks: int) -> _Shapes:
 
 
 def trained_shards(node: Node) -> _Shapes:
-    """Shards with gradients: all of them, or those of adapters."""
+    """Shards with gradients: all but a vision tower's, or those of adapters."""
     if node.lora is None:
-        return shards(node)
+        return _shards(node.model, node.num_ranks)
     linear = _adapter_shards(node.model, node.num_ranks, node.lora)
     return linear + (_expert_adapter_shards(node.model, node.num_ranks, node.lora.rank) if node.lora.experts else ())
 

@@ -9,6 +9,7 @@ from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.paths import model_source
 from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import LoraConfig
+from tasuki.models.families import FAMILIES
 from tasuki.planner.kv_tokens import graph_requests, running_requests, state_slots
 from tasuki.planner.rollout_bytes import MEASURED_FREE
 from tasuki.rollout.model import NEXT, ModelFacts
@@ -60,9 +61,13 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
     }
     if model.routes is not None:
         arguments["enable_return_routed_experts"] = True
+    if model.architecture in FAMILIES and FAMILIES[model.architecture].text_module:
+        # Text in, and images as patches: SGLang's processor of images would read some of them otherwise than the trainer. Its tower is to
+        # interpolate positions as transformers does.
+        arguments |= {"enable_multimodal": False, "enable_precise_embedding_interpolation": True}
     if model.full_attention_interval is not None:
-        # Text alone, also of a vision model. Unless given, states would take half of the cache's memory.
-        arguments |= {"enable_multimodal": False, "max_mamba_cache_size": state_slots(config)}
+        # Unless given, states would take half of the cache's memory.
+        arguments["max_mamba_cache_size"] = state_slots(config)
     if rollout.max_running_requests is not None:
         arguments["max_running_requests"] = rollout.max_running_requests
     if choices.kv_tokens is not None:

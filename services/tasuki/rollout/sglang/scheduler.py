@@ -328,7 +328,7 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         install_unrotated()
     if setup.config is not None and shape is not None and setup.config.trainer.router_replay:
         install_routes(shape, device=str(device))
-    if shape is not None and find_family(shape.architecture).text_module:
+    if shape is not None and find_family(shape.architecture).text_module and shape.tower is None:
         install_text_only()
     if shape is not None and shape.delta is not None and device == "cpu":
         install_delta_nets()

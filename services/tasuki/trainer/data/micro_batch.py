@@ -14,8 +14,9 @@ from torch import Tensor
 from tasuki.algorithms.aggregation import denominator, token_weights
 from tasuki.algorithms.batch import LossBatch
 from tasuki.algorithms.loss_types import LossConfig
+from tasuki.models.image_tokens import image_positions
 from tasuki.models.routes import Routes
-from tasuki.trainer.data.samples import NO_PREFIX, Samples, ranges, starts
+from tasuki.trainer.data.samples import NO_PREFIX, SampleImages, Samples, ranges, starts
 
 # All ranks must run the model equally often. A rank without samples runs it on this token, which is not counted.
 _DUMMY_TOKEN_ID = 0
@@ -30,6 +31,7 @@ class SequencePart:
 
 
 WHOLE = SequencePart()
+NO_IMAGE = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +52,20 @@ class SharedPrompts:
     """Tokens of each prompt."""
     num_suffix: tuple[int, ...]
     """Tokens that continue each prompt."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageBatch:
+    """Images of a micro-batch, each once, and where their embeddings go in one part of the tokens."""
+
+    pixels_PD: Tensor
+    """float32."""
+    grids_U3: Tensor
+    """int64."""
+    places_I: Tensor
+    """int64: positions in T."""
+    rows_I: Tensor
+    """int64: row of the embedding of each, among those of all images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +95,10 @@ class TokenBatch:
     order_N: Tensor | None = None
     """int64: permutation of all parts' completion tokens to the order of the samples; None if they are in order."""
     prompts: SharedPrompts | None = None
+    positions_3T: Tensor | None = None
+    """int64: time, row and column of each token, if the model has a vision tower."""
+    images: ImageBatch | None = None
+    """None without images."""
     routes_TR: Tensor | None = None
     """int16: the experts of each token in every layer, -1 where routers choose; None: everywhere."""
     num_dummies: int = 0
@@ -113,6 +133,7 @@ def token_batch(samples: Samples, *, device: torch.device, part: SequencePart = 
     tokens, places = (
         slice(bound[part.index], bound[part.index + 1]) for bound in (width * np.arange(part.num_parts + 1), bounds)
     )
+    positions_3T, images = (None, None) if samples.images is None else _images(samples, samples.images, packed, tokens, device)
     completion_N = samples.token_ids_T[samples.is_completion_T][order_N]
     temperature_N = samples.columns.get("temperature", np.ones(len(order_N), dtype=np.float32))[order_N]
     return TokenBatch(
@@ -126,11 +147,43 @@ def token_batch(samples: Samples, *, device: torch.device, part: SequencePart = 
         num_places=tuple(np.diff(bounds).tolist()),
         order_N=_tensor(np.argsort(order_N), device=device) if (np.diff(packed.places_N) < 0).any() else None,
         prompts=_shared_prompts(packed, device=device),
+        positions_3T=positions_3T,
+        images=images,
         routes_TR=None
         if samples.routes_TR is None
         else _tensor(_routes(samples.routes_TR, packed, num_dummies)[tokens], device=device),
         num_dummies=min(width, max(0, num_dummies - width * (part.num_parts - 1 - part.index))),
     )
+
+
+def _images(
+    samples: Samples, images: SampleImages, packed: "Packing", tokens: slice, device: torch.device
+) -> tuple[Tensor, ImageBatch | None]:
+    """Positions [3, T] of a part of the tokens, 0 for dummies, and the images of all parts."""
+    bounds_S = _cumulative(images.num_images_S)
+    positions_3T = [np.empty((3, 0), dtype=np.int64)]
+    for num_tokens, first, end in zip(samples.num_tokens_S.tolist(), bounds_S[:-1], bounds_S[1:], strict=True):
+        grids = images.grids_U3[images.image_I[first:end]]
+        starts_I = images.start_I[first:end].tolist()
+        positions_3T.append(image_positions(num_tokens, starts=starts_I, grids=grids, merge_size=images.merge_size))
+    length_I = images.num_tokens_U[images.image_I]
+    first_I = np.repeat(starts(samples.num_tokens_S), images.num_images_S) + images.start_I
+    image_T, row_T = np.full(len(samples.token_ids_T), NO_IMAGE), np.zeros(len(samples.token_ids_T), dtype=np.int64)
+    rows = ranges(first_I, length_I)
+    image_T[rows], row_T[rows] = np.repeat(images.image_I, length_I), ranges(np.zeros_like(length_I), length_I)
+    image_T, row_T = image_T[packed.rows_T], row_T[packed.rows_T]
+    kept_U, kept_T = np.unique(image_T[image_T != NO_IMAGE], return_inverse=True)
+    row_T[image_T != NO_IMAGE] += starts(images.num_tokens_U[kept_U])[kept_T]
+    part_3T = np.zeros((3, tokens.stop), dtype=np.int64)
+    part_3T[:, : len(packed.rows_T)] = np.concatenate(positions_3T, axis=1)[:, packed.rows_T][:, : tokens.stop]
+    places_I = np.flatnonzero(image_T[tokens] != NO_IMAGE)
+    batch = ImageBatch(
+        pixels_PD=_tensor(images.pixels_of(kept_U), device=device),
+        grids_U3=_tensor(images.grids_U3[kept_U], device=device),
+        places_I=_tensor(places_I, device=device),
+        rows_I=_tensor(row_T[tokens][places_I], device=device),
+    )
+    return _tensor(part_3T[:, tokens], device=device), batch if len(kept_U) else None
 
 
 def _routes(routes_TR: Routes, packed: "Packing", num_dummies: int) -> NDArray[np.int16]:

@@ -4,7 +4,7 @@ Shape suffixes: S samples, T their tokens, N their completion tokens, concatenat
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,51 @@ COLUMNS = ("loss_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "
 """Per-token fields that a sample may have."""
 NO_PREFIX = -1
 """Value in `prefix_S` of a sample that shares its prompt with none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleImages:
+    """Images of prompts. Shape suffixes: I images of all samples, U distinct ones, P their patches, D numbers of a patch."""
+
+    num_images_S: NDArray[np.int64]
+    image_I: NDArray[np.int64]
+    """Which of the distinct images each one is, sample by sample."""
+    start_I: NDArray[np.int64]
+    """Place of its first token in its sample."""
+    grids_U3: NDArray[np.int64]
+    """Frames, rows and columns of patches."""
+    pixels_PD: NDArray[np.float32]
+    """Patches of the distinct images, one image after the other."""
+    merge_size: int
+    """Rows and columns of patches that one token stands for."""
+
+    @property
+    def num_tokens_U(self) -> NDArray[np.int64]:
+        """Tokens of each distinct image."""
+        return self.grids_U3.prod(axis=1) // self.merge_size**2
+
+    def of(self, sample: int) -> NDArray[np.int64]:
+        """Which distinct images a sample has."""
+        first = int(self.num_images_S[:sample].sum())
+        return self.image_I[first : first + int(self.num_images_S[sample])]
+
+    def select(self, chosen: NDArray[np.int64]) -> "SampleImages":
+        """The images of these samples."""
+        rows_I = ranges(starts(self.num_images_S)[chosen], self.num_images_S[chosen])
+        kept_U, image_I = np.unique(self.image_I[rows_I], return_inverse=True)
+        return replace(
+            self,
+            num_images_S=self.num_images_S[chosen],
+            image_I=image_I,
+            start_I=self.start_I[rows_I],
+            grids_U3=self.grids_U3[kept_U],
+            pixels_PD=self.pixels_of(kept_U),
+        )
+
+    def pixels_of(self, kept_U: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Patches of these distinct images."""
+        num_patches_U = self.grids_U3.prod(axis=1)
+        return self.pixels_PD[ranges(starts(num_patches_U)[kept_U], num_patches_U[kept_U])]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +77,7 @@ class Samples:
     versions by which a token is older than its sample, if samples of several versions are among them."""
     prefix_S: NDArray[np.int32] | None = None
     """Samples with equal numbers have the same prompt, computed once within a micro-batch; NO_PREFIX shares none."""
+    images: SampleImages | None = None
     routes_TR: Routes | None = None
     """[T, R]: the experts of each token in every layer; zeros for a sample's last token. None: routers choose."""
 
@@ -60,6 +106,7 @@ class Samples:
             token_ids_T=self.token_ids_T[rows_T],
             columns={name: column[rows_N] for name, column in self.columns.items()},
             prefix_S=None if self.prefix_S is None else self.prefix_S[chosen],
+            images=None if self.images is None else self.images.select(chosen),
             routes_TR=None if self.routes_TR is None else self.routes_TR[rows_T],
         )
 

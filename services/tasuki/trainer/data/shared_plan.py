@@ -108,12 +108,13 @@ class _Flops:
 
 
 def _groups_of_prompts(samples: Samples) -> list[list[int]]:
-    """Positions of the samples of each prompt with more than one. Samples whose prompts passed other experts share none."""
+    """Positions of the samples of each prompt with more than one. Those with other images, or routed to other experts, share none."""
     groups: dict[bytes, list[int]] = defaultdict(list)
     prompts = zip(starts(samples.num_tokens_S).tolist(), samples.num_prompt_S.tolist(), strict=True)
     for position, (first, length) in enumerate(prompts):
         routes = b"" if samples.routes_TR is None else samples.routes_TR[first : first + length].tobytes()
-        groups[samples.token_ids_T[first : first + length].tobytes() + routes].append(position)
+        images = b"" if samples.images is None else samples.images.of(position).tobytes()
+        groups[samples.token_ids_T[first : first + length].tobytes() + routes + images].append(position)
     return [group for group in groups.values() if len(group) > 1]
 
 

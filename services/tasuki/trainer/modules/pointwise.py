@@ -112,7 +112,7 @@ def _fused(module: nn.Module) -> nn.Module | None:
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         norm: Any = module
         return RmsNorm(norm.weight, norm.variance_epsilon)
-    if type(module).__name__.endswith("MLP") and not hasattr(module, "experts"):
+    if type(module).__name__.endswith("MLP") and hasattr(module, "down_proj") and not hasattr(module, "experts"):
         config: Any = module.config
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         return GatedMlp(module, activation) if activation in _ACTIVATIONS else None

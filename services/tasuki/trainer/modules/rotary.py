@@ -21,6 +21,7 @@ _ROTATED = (
     "Qwen2Attention",
     "Qwen3Attention",
     "Qwen3MoeAttention",
+    "Qwen3VLTextAttention",
 )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import find_family, read_model_shape
+from tasuki.models.tower import TOWER
 from tasuki.trainer.backends.fsdp.checkpoint import RoleFacts, computing_settings, read_facts, read_tensors
 from tasuki.trainer.backends.fsdp.lora.adapters import adapter_names, in_file, write_adapter
 from tasuki.trainer.backends.fsdp.lora.merged_weights import merge, merged_experts
@@ -66,10 +67,10 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
         for index, (name, shape) in enumerate(parameters.items()):
             told(index, len(parameters))
             a_name, b_name, magnitude_name = adapter_names(name)
-            if policy.lora_rank is None:
+            if policy.lora_rank is None and not name.startswith(TOWER):
                 tensor = read(name)
             else:
-                tensor = torch.empty(shape, dtype=held)
+                tensor = torch.empty(shape, dtype=torch.float32 if policy.lora_rank is None else held)
                 load_shards(source, checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=names))
             if a_name in sizes:
                 a, b = read(a_name), read(b_name)

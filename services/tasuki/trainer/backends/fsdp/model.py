@@ -20,7 +20,7 @@ from tasuki.algorithms.lm_head import token_log_probs
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import FAMILIES, read_model
-from tasuki.models.family import Model
+from tasuki.models.family import TOWER_KEYS, Model
 from tasuki.models.stored_tensors import check_head, read_stored
 from tasuki.trainer.attention.delta_trial import choose_delta
 from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
@@ -36,6 +36,7 @@ from tasuki.trainer.durable.model_folder import load_shards
 from tasuki.trainer.modules.compiled_blocks import compile_blocks
 from tasuki.trainer.modules.gated_delta import replace_delta_nets
 from tasuki.trainer.modules.pointwise import fuse_pointwise
+from tasuki.trainer.modules.qwen_vl import text_inputs
 from tasuki.trainer.modules.rotary import fuse_rotation
 from tasuki.trainer.modules.routing import EXPERTS, Routers, replace_routers
 from tasuki.trainer.replicas import mesh_device
@@ -106,9 +107,10 @@ class Critic(nn.Module):
 
 def _hidden_states(causal_lm: PreTrainedModel, batch: TokenBatch, attention: PackedAttention) -> Tensor:
     """[N, H]: last hidden states at the positions of this rank's part that predict a completion token."""
+    positions_T = batch.position_ids_T if batch.positions_3T is None else batch.positions_3T
     outputs = causal_lm.model(
-        input_ids=batch.input_ids_T.unsqueeze(0),
-        position_ids=batch.position_ids_T.unsqueeze(0),
+        **text_inputs(causal_lm, batch),
+        position_ids=positions_T.unsqueeze(-2),
         use_cache=False,
         layer_attention=attention.over(batch),
     )
@@ -146,6 +148,8 @@ def read_model_config(path: Path) -> PreTrainedConfig:
         return config
     text = config.get_text_config()
     text.update({"architectures": [module], "tie_word_embeddings": config.tie_word_embeddings})
+    if FAMILIES[architecture].has_tower:
+        text.update({key: config.to_dict()[key] for key in TOWER_KEYS})
     return text
 
 
@@ -294,7 +298,7 @@ def reshard(network: Policy | Critic) -> None:
 def _shard(
     network: Policy | Critic, source: NetworkSource, *, placement: Callable[[nn.Parameter], Shard | None] | None
 ) -> None:
-    """Creates the FSDP2 groups: each layer, embedding, last norm and LM head, and the root with the rest.
+    """Creates the FSDP2 groups: each layer, embedding, last norm, LM head and vision tower, and the root with the rest.
 
     A tied embedding is used at both ends of a pass, so it belongs to the root, which stays gathered in between. placement: of layers'
     parameters; None shards all by rows. Spread experts are in no group.
@@ -325,6 +329,8 @@ def _shard(
         if is_policy:
             # Backward starts with it.
             fully_shard(head, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    if (tower := getattr(network.causal_lm, "visual", None)) is not None:
+        fully_shard(tower, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(network, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if mesh.size() == 1:
         return
@@ -388,6 +394,9 @@ def set_buffers(causal_lm: PreTrainedModel, model: Model, *, device: torch.devic
     decoder = cast(Any, causal_lm).model
     with torch.device(device):
         decoder.rotary_emb = type(decoder.rotary_emb)(config=causal_lm.config)
+        if model.shape.tower is not None:
+            rotary = cast(Any, causal_lm).visual.rotary_pos_emb
+            cast(Any, causal_lm).visual.rotary_pos_emb = type(rotary)(rotary.dim)
     constants = {name: torch.zeros(shape, device=device) for name, shape in model.shape.constants().items()}
     computed = {name: torch.tensor(value, device=device) for name, value in model.constant_buffers.items()}
     for name, value in (constants | computed).items():

@@ -1,0 +1,110 @@
+"""Images in the trainer, against transformers' vision model."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tasuki.models.families import read_model
+from tasuki.models.image_tokens import image_starts
+from tasuki.models.tower import Tower
+from tasuki.trainer.data.micro_batch import SequencePart, token_batch
+from tasuki.trainer.data.shared_plan import _groups_of_prompts
+from tasuki.wire.errors import InvalidArgument, UnsupportedModel
+from tests.models import IMAGE_TOKEN, make_model, with_tower
+from tests.unit.test_packed_attention import policy_of
+from tests.vision import image_samples, plain_image_log_probs
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def text() -> Any:
+    return make_model("qwen3_vl", seed=5)
+
+
+@pytest.fixture(scope="module")
+def tower(text: Any) -> Tower:
+    found = read_model({**text.config.to_dict(), "architectures": [type(text).__name__]}).shape.tower
+    assert found is not None
+    return found
+
+
+def test_packed_images_score_and_train_as_transformers_does(text: Any, tower: Tower) -> None:
+    whole, policy, samples = with_tower(text), policy_of(text), image_samples(tower)
+    expected_N = plain_image_log_probs(whole, samples)
+    packed_N, _ = policy(token_batch(samples, device=CPU))
+    torch.testing.assert_close(packed_N, expected_N, rtol=0, atol=1e-5)
+    separate = [policy(token_batch(samples.select([index]), device=CPU))[0] for index in range(len(samples))]
+    torch.testing.assert_close(torch.cat(separate), expected_N, rtol=0, atol=1e-5)
+    packed_N.sum().backward()
+    expected_N.sum().backward()
+    exact = {name.replace("language_model.", ""): param for name, param in whole.named_parameters()}
+    for name, param in policy.causal_lm.named_parameters():
+        assert (param.grad is None) is name.startswith("visual.")
+        if param.grad is not None:
+            torch.testing.assert_close(param.grad, exact[name].grad, rtol=1e-4, atol=1e-5)
+    policy.causal_lm.get_buffer("visual.rotary_pos_emb.inv_freq").mul_(1.5)
+    assert not torch.allclose(policy(token_batch(samples, device=CPU))[0], expected_N, atol=1e-3)
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_parts_have_the_whole_batchs_images_in_their_own_places(tower: Tower, num_parts: int) -> None:
+    samples = image_samples(tower)
+    whole = token_batch(samples, device=CPU)
+    parts = [token_batch(samples, device=CPU, part=SequencePart(index, num_parts)) for index in range(num_parts)]
+    width, places, rows = len(parts[0].input_ids_T), list[int](), list[int]()
+    assert whole.images is not None and whole.positions_3T is not None
+    for index, part in enumerate(parts):
+        assert part.images is not None and part.positions_3T is not None
+        assert torch.equal(part.images.pixels_PD, whole.images.pixels_PD)
+        places += (part.images.places_I + width * index).tolist()
+        rows += part.images.rows_I.tolist()
+        kept = whole.positions_3T[:, width * index : width * (index + 1)]
+        assert torch.equal(part.positions_3T[:, : kept.shape[1]], kept)
+    assert (places, rows) == (whole.images.places_I.tolist(), whole.images.rows_I.tolist())
+
+
+def test_an_image_of_several_samples_is_encoded_once_and_prompts_with_other_images_are_not_shared(tower: Tower) -> None:
+    samples = image_samples(tower)
+    assert samples.images is not None
+    chosen = samples.select([5, 0, 4])
+    batch = token_batch(chosen, device=CPU)
+    assert chosen.images is not None and batch.images is not None
+    assert batch.images.grids_U3.tolist() == [[1, 4, 6]] and len(batch.images.places_I) == 3 * 6
+    assert _groups_of_prompts(samples) == [[4, 5]]
+    samples.images.image_I[-1] = 3
+    assert _groups_of_prompts(samples) == []
+
+
+def test_image_tokens_that_fit_no_image_are_refused(tower: Tower) -> None:
+    grids, image = np.array([[1, 4, 4]]), [IMAGE_TOKEN] * 4
+    assert image_starts([5, *image, 6], grids, tower) == [1]
+    for token_ids in ([5, *image, IMAGE_TOKEN], [5, *image[:3]], [*image[:2], 5, *image[:2]]):
+        with pytest.raises(InvalidArgument, match="images"):
+            image_starts(token_ids, grids, tower)
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("vision_config", {"vision_config": 3}),
+        ("image_token_id", {"image_token_id": None}),
+        ("depth", {"vision_config": {"depth": 0}}),
+        ("hidden_act", {"vision_config": {"hidden_act": "silu"}}),
+        ("window_size", {"vision_config": {"window_size": 112}}),
+        ("out_hidden_size", {"vision_config": {"out_hidden_size": 32}}),
+        ("deepstack_visual_indexes", {"vision_config": {"deepstack_visual_indexes": [1, 0]}}),
+        ("rms_norm_eps", {"rms_norm_eps": 1e-5}),
+    ],
+)
+def test_what_trainer_and_engine_would_read_otherwise_of_a_tower_is_refused_by_name(
+    text: Any, key: str, changes: dict[str, Any]
+) -> None:
+    table = {**text.config.to_dict(), "architectures": [type(text).__name__]}
+    for name, value in changes.items():
+        table[name] = table[name] | value if isinstance(value, dict) else value
+    with pytest.raises((InvalidArgument, UnsupportedModel)) as refused:
+        read_model(table)
+    assert refused.value.metadata["field"] == key

@@ -1,0 +1,78 @@
+"""Samples with images of random sizes, and what transformers computes of them."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tasuki.models.tower import Tower
+from tasuki.trainer.data.samples import SampleImages, Samples, starts
+from tests.models import IMAGE_TOKEN
+
+GRIDS_U3 = np.array([[1, 4, 6], [1, 2, 2], [1, 10, 4], [1, 20, 22]])
+IMAGES_OF = ([0], [], [1, 2], [3, 0], [0], [0])
+"""Images of each sample: the last two have the same prompt but for the image of another, and a prompt in common."""
+
+
+def image_samples(tower: Tower, *, seed: int = 0) -> Samples:
+    """Prompts with none, one and two images between random tokens; a completion has an image token that is text."""
+    random = np.random.default_rng(seed)
+    prompts, completions, starts_I = [list[int]() for _ in IMAGES_OF], list[list[int]](), list[int]()
+    for prompt, images in zip(prompts, IMAGES_OF, strict=True):
+        prompt += _text(random, 2, 6)
+        for image in images:
+            starts_I.append(len(prompt))
+            prompt += [IMAGE_TOKEN] * tower.num_tokens(GRIDS_U3[image]) + _text(random, 1, 4)
+        completions.append(_text(random, 2, 9))
+    prompts[-1] = prompts[-2]
+    starts_I[-1] = starts_I[-2]
+    completions[2][0] = IMAGE_TOKEN
+    num_completion_S = np.array(list(map(len, completions)))
+    return Samples(
+        num_prompt_S=np.array(list(map(len, prompts))),
+        num_completion_S=num_completion_S,
+        policy_version_S=np.zeros(len(prompts), dtype=np.uint64),
+        token_ids_T=np.concatenate([[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]),
+        columns={"loss_mask": np.ones(num_completion_S.sum(), dtype=np.float32)},
+        images=SampleImages(
+            num_images_S=np.array(list(map(len, IMAGES_OF))),
+            image_I=np.concatenate(IMAGES_OF).astype(np.int64),
+            start_I=np.array(starts_I),
+            grids_U3=GRIDS_U3,
+            pixels_PD=random.standard_normal((GRIDS_U3.prod(axis=1).sum(), np.prod(tower.patch_shape)), dtype=np.float32),
+            merge_size=tower.merge_size,
+        ),
+    )
+
+
+def _text(random: Any, least: int, most: int) -> list[int]:
+    return random.integers(3, IMAGE_TOKEN, random.integers(least, most)).tolist()
+
+
+def plain_image_log_probs(whole: PreTrainedModel, samples: Samples) -> Tensor:
+    """[N]: transformers' log-probs of each completion token, sample by sample. whole: transformers' vision model."""
+    model: Any = whole
+    images = samples.images
+    assert images is not None
+    scores: list[Tensor] = []
+    for index, first in enumerate(starts(samples.num_tokens_S).tolist()):
+        num_prompt, num_tokens = int(samples.num_prompt_S[index]), int(samples.num_tokens_S[index])
+        ids_1T = torch.tensor(samples.token_ids_T[first : first + num_tokens])[None].long()
+        is_image_1T = ids_1T == IMAGE_TOKEN
+        is_image_1T[:, num_prompt:] = False
+        embeddings, places, added = model.get_input_embeddings()(ids_1T), None, {}
+        if len(own := images.of(index)):
+            one = images.select(np.array([index]))
+            order = np.concatenate([[np.flatnonzero(np.unique(own) == each)[0]] for each in own])
+            pixels = torch.tensor(np.concatenate([one.pixels_of(np.array([each])) for each in order]))
+            places = torch.tensor(one.grids_U3[order])
+            found = model.model.visual(pixels, grid_thw=places)
+            embeddings = embeddings.masked_scatter(is_image_1T[..., None], found.pooler_output)
+            added = {"visual_pos_masks": is_image_1T, "deepstack_visual_embeds": found.deepstack_features}
+        positions, _ = model.model.get_rope_index(ids_1T, is_image_1T.int(), image_grid_thw=places)
+        hidden = model.model.language_model(inputs_embeds=embeddings, position_ids=positions, **added).last_hidden_state
+        log_probs_TV = torch.log_softmax(model.lm_head(hidden)[0], dim=-1)
+        scores.append(log_probs_TV[num_prompt - 1 : -1].gather(1, ids_1T[0, num_prompt:, None])[:, 0])
+    return torch.cat(scores)
