@@ -29,7 +29,15 @@ PROMPTS = [list(range(3, 60)), [5, 6, 7]]
 
 
 GLM = {"n_routed_experts": 8, "num_hidden_layers": 3}
-KINDS = {"qwen3_moe": {"num_experts": 8}, "glm4_moe": GLM, "deepseek_v2": GLM}
+KINDS = {
+    "qwen3_moe": {"num_experts": 8},
+    "mixtral": {"num_local_experts": 8},
+    "gpt_oss": {"num_local_experts": 8},
+    "glm4_moe_lite": {"n_routed_experts": 8},
+    "glm4_moe": GLM,
+    "deepseek_v2": GLM,
+    "deepseek_v3": GLM,
+}
 """The first layer of GLM and DeepSeek is dense."""
 
 
@@ -45,7 +53,7 @@ def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def process(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
-    settings = ("trainer.router_replay=true", "rollout.dtype=float32")
+    settings = ("rollout.dtype=float32",)
     rollout = start_rollout(tmp_path_factory.mktemp("node"), model, *settings)
     wait_until_serving(rollout)
     yield rollout

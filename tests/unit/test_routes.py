@@ -15,7 +15,10 @@ from tasuki.client.generation import draw
 from tasuki.client.turns import Turn, Turns
 from tasuki.client.types import FinishReason, Sample, TrainingSample
 from tasuki.client.version_spans import continued, unfinished
+from tasuki.config.checks import replays_routes
+from tasuki.config.schema import NodeConfig
 from tasuki.models.routes import RouteShape
+from tasuki.models.shape import ModelShape
 from tasuki.planner.node import Part
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
@@ -31,6 +34,8 @@ from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.routes import Whole, in_parts
 from tests.planned import node_with
 from tests.unit.training_samples import make_sample
+
+MOE = MODELS["qwen3-30b-a3b"]
 
 SHAPE = RouteShape(num_layers=2, experts_per_token=2, num_experts=8, sparse_layers=(1,))
 WIDE = replace(SHAPE, num_experts=300)
@@ -167,11 +172,29 @@ def test_turns_join_their_experts_to_one_for_each_token_but_the_last() -> None:
 
 def test_the_engines_copy_of_its_tokens_experts_is_planned() -> None:
     settings: dict[str, Any] = {"num_ranks": 8, "rollout": {"tp_size": 4}, "kv_tokens": 100_000}
-    without = plan(node_with("qwen3-30b-a3b", **settings))
-    replaying = node_with("qwen3-30b-a3b", **settings, trainer={"router_replay": True})
+    without = plan(node_with("qwen3-30b-a3b", **settings, trainer={"router_replay": False}))
+    replaying = node_with("qwen3-30b-a3b", **settings)
     planned = plan(replaying)
     num_bytes = 8 * (planned.kv_pool.num_tokens + 9) * 48 * 8
     for stage, other in zip(planned.stages, without.stages, strict=True):
         assert stage.host[Part.ROUTES] == num_bytes == stage.host_bytes - other.host_bytes
     dense = replace(replaying, model=MODELS["qwen2.5-7b"])
     assert Part.ROUTES not in plan(dense).stages[0].host
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "is_replayed"),
+    [
+        (MOE, {}, True),
+        (MOE, {"trainer": {"router_replay": False}}, False),
+        (MOE, {"device": "cuda", "rollout": {"engine": {"speculative_algorithm": "NGRAM"}}}, False),
+        (MOE, {"sft": {"dataset": "rows.jsonl", "output_dir": "out"}}, False),
+        (replace(MOE, delta=cast(Any, object())), {}, False),
+        (MODELS["qwen2.5-7b"], {"trainer": {"router_replay": True}}, False),
+    ],
+)
+def test_experts_are_replayed_by_default_where_the_engine_reports_them(
+    model: ModelShape, settings: dict[str, Any], is_replayed: bool
+) -> None:
+    config = NodeConfig.model_validate({"state_dir": "node", "model": {"path": "model"}, **settings})
+    assert replays_routes(config, model) is is_replayed

@@ -26,6 +26,8 @@ HEARTBEAT_S = 0.25
 """Interval of a process's heartbeat."""
 MISSED_BEATS = 4
 """Missing heartbeats after which a process counts as hung, at least."""
+REPLAYS_ROUTES = True
+"""What trainer.router_replay = "auto" is where it is possible."""
 
 
 class SettingsConflict(ValueError):
@@ -123,7 +125,7 @@ def _check_kind_of_device(config: "NodeConfig") -> None:
     if config.device == "cpu" and config.trainer.attention_backend in ("fa4", "varlen"):
         problem = f'= "{config.trainer.attention_backend}" needs device = "cuda": leave it out'
         raise SettingsConflict("trainer.attention_backend", problem)
-    if config.trainer.router_replay and "speculative_algorithm" in config.rollout.engine:
+    if config.trainer.router_replay is True and "speculative_algorithm" in config.rollout.engine:
         problem = (
             "= true is not for rollout.engine.speculative_algorithm: SGLang's drafts overflow its routes; remove one of them"
         )
@@ -136,6 +138,14 @@ def _check_kind_of_device(config: "NodeConfig") -> None:
         raise SettingsConflict("rollout.dtype", problem)
     if config.device == "cuda" and config.memory.host_budget_bytes is not None:
         raise SettingsConflict("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
+
+
+def replays_routes(config: "NodeConfig", model: "ModelShape") -> bool:
+    """Whether the policy replays the experts of rollout. "auto" does for a mixture in RL, where its engine can report them."""
+    replay, drafts = config.trainer.router_replay, "speculative_algorithm" in config.rollout.engine
+    if replay == "auto":
+        replay = REPLAYS_ROUTES and config.sft is None and model.delta is None and not drafts
+    return replay and model.num_experts > 0
 
 
 def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShape | None" = None) -> None:
@@ -221,7 +231,7 @@ def _check_delta_nets(config: "NodeConfig", models: "Sequence[ModelShape]") -> N
         raise InvalidArgument(
             "trainer.compile", f'= "blocks" is not for {name}, whose compiled layers are not tested; leave it out'
         )
-    if trainer.router_replay:
+    if trainer.router_replay is True:
         raise InvalidArgument("trainer.router_replay", f"= true is not for {name}, whose routes are not tested; leave it out")
     if "speculative_algorithm" in rollout.engine:
         problem = f"is not for {name}, whose states an engine of ours does not keep for drafts; leave it out"

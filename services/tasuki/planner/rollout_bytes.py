@@ -4,6 +4,7 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
+from tasuki.config.checks import replays_routes
 from tasuki.config.engine_arguments import DRAFT_BLOCKS, draft_tokens
 from tasuki.memory.granularity import arena_bytes
 from tasuki.models.routes import RouteShape
@@ -112,7 +113,7 @@ def kv_pool(node: Node, *, taken_bytes: int) -> KvPool:
 
 def host_routes(node: Node, pool: KvPool) -> int:
     """Experts of the cache's tokens, which a rank keeps in host memory, pinned on a GPU, with trainer.router_replay."""
-    routes = RouteShape.of(node.model) if node.trainer.router_replay else None
+    routes = RouteShape.of(node.model) if replays_routes(node.config, node.model) else None
     return 0 if routes is None else (pool.num_tokens + _CONTEXT_SLACK + 1) * routes.token_bytes
 
 

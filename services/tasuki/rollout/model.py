@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasuki.config.checks import replays_routes
 from tasuki.config.schema import NodeConfig
 from tasuki.models import families, rope
 from tasuki.models.families import FAMILIES
@@ -64,7 +65,7 @@ def read_model(config: NodeConfig) -> ModelFacts:
             architecture = model.shape.architecture
             problem = f"{architecture} caps logits, which SGLang's CPU attention does not support; serve it on GPUs"
             raise UnsupportedModel(f"model.path: {problem}", architecture=architecture, field="device")
-        routes = RouteShape.of(model.shape) if config.trainer.router_replay else None
+        routes = RouteShape.of(model.shape) if replays_routes(config, model.shape) else None
     longest = _size(text, "max_position_embeddings", path)
     wanted = config.rollout.context_length
     if wanted is not None and wanted > longest:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from tasuki.config.checks import replays_routes
 from tasuki.config.choices import read_choices
 from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import model_source, node_targets, socket_dir, training_log_path
@@ -113,11 +114,12 @@ async def _training(ranks: TrainerRanks, *, ready: RankReady, config: NodeConfig
     """The ranks as one trainer, once they are ready. Raises as read_choices and sample_costs."""
     boot_id = uuid.uuid4().hex
     state = TrainerState(roles_by_name(ready.roles), gate=CommandGate(failpoints, boot_id=boot_id), boot_id=boot_id)
+    model = read_model_shape(model_source(config))
     limits = BatchLimits(
         vocab_size=ready.vocab_size,
         context_length=ready.context_length,
         micro_batch_tokens=read_choices(config.state_dir).micro_batch_tokens,
-        routes=RouteShape.of(read_model_shape(model_source(config))) if config.trainer.router_replay else None,
+        routes=RouteShape.of(model) if replays_routes(config, model) else None,
         has_aux_loss=config.trainer.router_aux_loss_coef > 0,
     )
     _log.info("ready ranks=%d micro_batch_tokens=%d", ranks.num_ranks, limits.micro_batch_tokens)

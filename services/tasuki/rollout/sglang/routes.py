@@ -3,6 +3,8 @@
 SGLang's buffers are indexed by a token's slot in the KV cache, so that cached prefixes have theirs; a pause of the cache forgets both.
 """
 
+from typing import Any
+
 import torch
 
 from tasuki.models.routes import RouteShape
@@ -29,3 +31,18 @@ def install_routes(model: ModelShape, *, device: str) -> None:
             self.buffer = torch.zeros((max_batch_size, num_layers, topk_size), dtype=dtype, device=device)
 
     base.BaseHostCache, base.BaseDeviceCache = HostRoutes, DeviceRoutes
+    if model.architecture == "MixtralForCausalLM":
+        _name_layers()
+
+
+def _name_layers() -> None:
+    """Tells Mixtral's choice of experts its layer, which SGLang 0.5.17 does not: the engine ends when it keeps the first routes."""
+    from sglang.srt.models import mixtral
+
+    create = mixtral.MixtralMoE.__init__
+
+    def named(self: Any, *args: Any, **kwargs: Any) -> None:
+        create(self, *args, **kwargs)
+        self.topk.layer_id = self.experts.layer_id
+
+    mixtral.MixtralMoE.__init__ = named

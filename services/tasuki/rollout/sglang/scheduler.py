@@ -21,6 +21,7 @@ from sglang.srt.model_executor import model_runner
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import PortArgs, ServerArgs
 
+from tasuki.config.checks import replays_routes
 from tasuki.config.choices import read_choices
 from tasuki.config.engine_arguments import DRAFT_BLOCKS
 from tasuki.config.gpus import gpu_not_shown
@@ -326,7 +327,7 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         install_oss(device=device)
     if shape is not None and shape.architecture == UNROTATED:
         install_unrotated()
-    if setup.config is not None and shape is not None and setup.config.trainer.router_replay:
+    if setup.config is not None and shape is not None and replays_routes(setup.config, shape):
         install_routes(shape, device=str(device))
     if shape is not None and find_family(shape.architecture).text_module and shape.tower is None:
         install_text_only()

@@ -81,7 +81,10 @@ def _routes(messages: Sequence[TrainingSample], routes: RouteShape) -> Routes | 
     if not any(message.routed_experts for message in messages):
         return None
     if (num_bytes := sum(len(message.routed_experts) for message in messages)) > _MAX_ROUTE_BYTES:
-        problem = f"take {num_bytes} bytes in one call, which the training log cannot hold; at most {_MAX_ROUTE_BYTES}: make several calls"
+        problem = (
+            f"take {num_bytes} bytes in one call, which the training log cannot hold; at most {_MAX_ROUTE_BYTES}: make "
+            "several calls, or set trainer.router_replay to false"
+        )
         raise InvalidArgument("samples[].routed_experts", problem)
     num_tokens_S = [len(message.prompt_token_ids) + len(message.completion_token_ids) for message in messages]
     routes_TR = np.zeros((sum(num_tokens_S), routes.num_layers * routes.experts_per_token), routes.dtype)
