@@ -190,7 +190,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         rope_parameters=_YARN,
     ),
     "deepseek_v3": lambda: DeepseekV3Config(
-        **{**_SIZES, **_LATENT},
+        **{**_SIZES, **_LATENT, "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
         q_lora_rank=20,
         scoring_func="sigmoid",
         topk_method="noaux_tc",

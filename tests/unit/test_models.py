@@ -258,7 +258,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
         ("gpt_oss", "hidden_act_alpha", 1.0),
         ("gpt_oss", "tie_word_embeddings", True),
         ("gpt_oss", "layer_types", ["sliding_attention", "chunked_attention"]),
-        *((kind, "n_group", 2) for kind in LATENT),
+        *((kind, "n_group", 2) for kind in LATENT if kind != "deepseek_v3"),
         *((kind, "attention_bias", True) for kind in LATENT),
         *((kind, "rope_interleave", False) for kind in LATENT),
         *((kind, "num_key_value_heads", 2) for kind in LATENT),
@@ -305,6 +305,11 @@ def test_what_a_family_does_not_support_is_refused_by_name(kind: str, key: str, 
         ("glm4_moe_lite", {"first_k_dense_replace": ...}, "first_k_dense_replace"),
         # The engine's table of angles has 8 * 32 positions.
         ("deepseek_v3", {"max_position_embeddings": 257}, "max_position_embeddings"),
+        # Eight experts, of which each token passes two.
+        ("deepseek_v3", {"n_group": 3}, "n_group"),
+        ("deepseek_v3", {"n_group": 8}, "n_group"),
+        ("deepseek_v3", {"topk_group": 5}, "topk_group"),
+        ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 3}, "topk_group"),
     ],
 )
 def test_what_the_engine_of_latent_attention_reads_is_asked_for(kind: str, changes: dict[str, Any], field: str) -> None:

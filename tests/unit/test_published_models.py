@@ -32,6 +32,11 @@ YARN = {
     "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
     "mscale_all_dim": 0.707,
 }  # fmt: skip
+V3 = {
+    "q_lora_rank": 1536, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8,
+    "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 DELTA: dict[str, Any] = {
     "attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256,
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
@@ -111,8 +116,8 @@ def vision(text: dict[str, Any], *, is_tied: bool, **tower: Any) -> dict[str, An
 # Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-VL-4B-Instruct and -8B-Instruct,
 # Qwen/Qwen3.5-4B, -27B and -35B-A3B, Qwen/Qwen3-Next-80B-A3B-Instruct,
 # mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, microsoft/phi-4, THUDM/GLM-4-9B-0414, zai-org/GLM-4.5-Air,
-# openai/gpt-oss-20b and -120b, deepseek-ai/DeepSeek-V2-Lite, moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash, allenai/OLMo-2-1124-7B,
-# mistralai/Mixtral-8x7B-v0.1.
+# openai/gpt-oss-20b and -120b, deepseek-ai/DeepSeek-V2-Lite and -V3-0324, moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash,
+# allenai/OLMo-2-1124-7B, mistralai/Mixtral-8x7B-v0.1.
 PUBLISHED = [
     (134_515_008, table("LlamaForCausalLM", 576, 1536, 30, (9, 3), 49152, 8192, tie_word_embeddings=True, is_llama_config=True,
                         rope_interleaved=False, pretraining_tp=1, **{"transformers.js_config": {"kv_cache_dtype": "float32"}})),
@@ -158,6 +163,8 @@ PUBLISHED = [
     (15_960_108_544, table("DeepseekV3ForCausalLM", 2048, 11264, 27, (16, 16), 163840, 8192, **DEEPSEEK, rope_theta=50000.0,
                            rms_norm_eps=1e-5, routed_scaling_factor=2.446, topk_method="noaux_tc", scoring_func="sigmoid",
                            norm_topk_prob=True, num_nextn_predict_layers=0)),
+    (671_026_404_352, table("DeepseekV3ForCausalLM", 7168, 18432, 61, (128, 128), 129280, 163840,
+                            **DEEPSEEK | V3, rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0})),
     (29_943_390_976, table("Glm4MoeLiteForCausalLM", 2048, 10240, 47, (20, 20), 154880, 202752,
                            **LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256}, q_lora_rank=768, rms_norm_eps=1e-5,
                            moe_intermediate_size=1536, n_shared_experts=1, num_experts_per_tok=4, routed_scaling_factor=1.8,

@@ -21,7 +21,7 @@ LATENT_KEYS: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("aux_loss_alpha", "seq_aux", "ep_size")),
     "attention_bias": (False,),
     "rope_interleave": (True,),
-    # Neither groups nor sparse layers between dense ones are tested.
+    # Neither groups but V3's nor sparse layers between dense ones are tested.
     "n_group": (1,),
     "topk_group": (1,),
     "moe_layer_freq": (1,),
@@ -57,6 +57,16 @@ def shared_and_routed(config: Config, *, dense: int = 1, shared: int = 1, has_ro
         "dense_layers": frozenset(range(min(first, num_layers(config)))),
         "num_draft_layers": size(config, "num_nextn_predict_layers") if has_drafts else 0,
     }
+
+
+def _check_groups(config: Config) -> None:
+    """Raises InvalidArgument unless the chosen groups have enough experts, and each at least two, of which both sides add the scores."""
+    experts, groups, chosen = (size(config, key) for key in ("n_routed_experts", "n_group", "topk_group"))
+    if experts % groups or (groups > 1 and experts < 2 * groups):
+        raise InvalidArgument("n_group", f"{groups} groups need as many experts each, two or more; there are {experts} experts")
+    if chosen > groups or size(config, "num_experts_per_tok") > chosen * (experts // groups):
+        problem = f"{chosen} of {groups} groups do not have {config['num_experts_per_tok']} experts to choose"
+        raise InvalidArgument("topk_group", problem)
 
 
 def latent_attention(config: Config) -> dict[str, Any]:
@@ -125,13 +135,20 @@ FAMILIES = (
         checks=(partial(require, keys=_READ_BY_ENGINE),),
         **_LATENT,
     ),
-    # V3 and models of its form, such as Moonlight: sigmoids, ranked with a constant bias.
+    # V3 and models of its form, such as Moonlight: sigmoids, ranked with a constant bias, in the best groups.
     Family(
         architecture="DeepseekV3ForCausalLM",
         model_type="deepseek_v3",
-        keys={**LATENT_KEYS, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "norm_topk_prob": (True,)},
+        keys={
+            **LATENT_KEYS,
+            "n_group": None,
+            "topk_group": None,
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "norm_topk_prob": (True,),
+        },
         shape_of=lambda config: {**latent_attention(config), **shared_and_routed(config, dense=3)},
-        checks=(partial(require, keys=_READ_BY_ENGINE),),
+        checks=(partial(require, keys=_READ_BY_ENGINE), _check_groups),
         **_LATENT,
     ),
 )

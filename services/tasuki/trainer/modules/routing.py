@@ -102,19 +102,34 @@ class BiasedRouter(Router):
         super().__init__(given.gate, num_chosen=given.top_k)
         self.register_buffer("e_score_correction_bias", given.gate.e_score_correction_bias)
         self._scale: float = given.routed_scaling_factor
-        assert given.norm_topk_prob and given.n_group == 1, "the family refuses others"
+        self._num_groups: int = given.n_group
+        self._num_chosen_groups: int = given.topk_group
+        assert given.norm_topk_prob, "the family refuses others"
 
     def forward(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden_TH = hidden_TH.flatten(0, -2)
         logits_TE = linear(hidden_TH.float(), self.weight.float())
         scores_TE = logits_TE.sigmoid()
-        weights_TK, chosen_TK = self._choose(scores_TE, scores_TE.detach() + self.e_score_correction_bias)
+        ranking_TE = scores_TE.detach() + self.e_score_correction_bias
+        if self._num_groups > 1:
+            ranking_TE = self._in_best_groups(ranking_TE)
+        weights_TK, chosen_TK = self._choose(scores_TE, ranking_TE)
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
         return logits_TE, weights_TK * self._scale, chosen_TK
 
     def _probs(self, scores_TE: Tensor) -> Tensor:
         """Normalized as in DeepSeek-V3 (arXiv:2412.19437) eq. 19."""
         return scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+
+    def _in_best_groups(self, ranking_TE: Tensor) -> Tensor:
+        """The ranking with -inf outside the groups that rank first, by the sum of their two best experts.
+
+        Sorts, because results of `routing_operators` are kept for recomputation. Source: DeepSeek-V3 (arXiv:2412.19437) sec. 2.1.2.
+        """
+        by_group_TGE = ranking_TE.unflatten(-1, (self._num_groups, -1))
+        order_TG = by_group_TGE.sort(descending=True).values[..., :2].sum(dim=-1).argsort(descending=True)
+        is_left_TG = torch.ones_like(order_TG, dtype=torch.bool).scatter(-1, order_TG[:, : self._num_chosen_groups], False)
+        return by_group_TGE.masked_fill(is_left_TG.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 class ChosenRouter(Router):
