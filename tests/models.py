@@ -263,6 +263,24 @@ def quantize_experts(folder: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
+def quantize_matrices(folder: Path) -> dict[str, torch.Tensor]:
+    """Replaces the matrices of all layers but routers by FP8. Returns all tensors as they are dequantized."""
+    stored = load_file(folder / "model.safetensors")
+    whole = dict(stored)
+    for name in [name for name in stored if name.endswith("_proj.weight") or "_proj_with" in name]:
+        rows, columns = stored[name].shape
+        scales = torch.rand(-(-rows // 128), -(-columns // 128), generator=torch.Generator().manual_seed(rows)) + 0.01
+        factors = torch.kron(scales, torch.ones(128, 128))[:rows, :columns]
+        stored[name] = (stored[name] / factors).to(torch.float8_e4m3fn)
+        stored[name + "_scale_inv"] = scales
+        whole[name] = stored[name].float() * factors
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    return whole
+
+
 _WITH_TOWER: dict[type[PreTrainedConfig], tuple[Any, Any]] = {
     Qwen3_5TextConfig: (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
     Qwen3_5MoeTextConfig: (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from tasuki.wire.errors import InvalidArgument
 from tests.integration.learning import fsdp, learn, start_learner, trained
 from tests.integration.one_rank import mesh, model
 from tests.integration.trainer_samples import LOSS, make_samples
-from tests.models import VOCAB_SIZE, make_model, quantize_experts, save_checkpoint
+from tests.models import VOCAB_SIZE, make_model, quantize_experts, quantize_matrices, save_checkpoint
 
 __all__ = ["mesh", "model"]
 
@@ -60,9 +61,17 @@ def test_an_export_has_the_bits_and_the_dtype_that_rollout_serves(
     backend.close()
 
 
-def test_mxfp4_is_exported_in_bfloat16(mesh: DeviceMesh, tmp_path: Path) -> None:
-    folder = save_checkpoint(make_model("gpt_oss", seed=1), tmp_path / "start")
-    expected = quantize_experts(folder)
+@pytest.mark.parametrize(
+    ("kind", "quantize"), [("gpt_oss", quantize_experts), ("deepseek_v3", quantize_matrices), ("draft", quantize_matrices)]
+)
+def test_what_was_quantized_is_exported_in_bfloat16(
+    mesh: DeviceMesh, tmp_path: Path, kind: str, quantize: Callable[[Path], dict[str, torch.Tensor]]
+) -> None:
+    folder = save_checkpoint(make_model(kind.replace("draft", "deepseek_v3"), seed=1), tmp_path / "start")
+    expected = {name: tensor.bfloat16() if tensor.dim() > 1 else tensor for name, tensor in quantize(folder).items()}
+    if kind == "draft":  # the second layer is for speculation, and not trained
+        config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+        (folder / "config.json").write_text(json.dumps(config))
     backend = fsdp(start_learner(folder, mesh=mesh, rollout={"dtype": "bfloat16"}))
     backend.export_model(tmp_path / "model")
     backend.close()

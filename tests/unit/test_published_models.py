@@ -33,8 +33,8 @@ YARN = {
     "mscale_all_dim": 0.707,
 }  # fmt: skip
 V3 = {
-    "q_lora_rank": 1536, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8,
-    "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
+    "q_lora_rank": 1536, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True, "num_nextn_predict_layers": 1,
 }  # fmt: skip
 DELTA: dict[str, Any] = {

@@ -13,7 +13,7 @@ from tasuki.trainer.backends.fsdp.model import ARCHITECTURES, read_model_config
 from tasuki.trainer.durable.model_folder import load_shards
 from tasuki.weights.shards import Shard
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
-from tests.models import CONFIGS, VOCAB_SIZE, make_model, quantize_experts, save_checkpoint
+from tests.models import CONFIGS, VOCAB_SIZE, make_model, quantize_experts, quantize_matrices, save_checkpoint
 from tests.slices import part_of
 
 
@@ -72,6 +72,19 @@ def test_rows_come_from_the_file_that_the_index_names(tmp_path: Path) -> None:
     shard = Shard("weight", (2, 2), (1, 0), torch.zeros(1, 2))
     load_shards(tmp_path, [shard])
     assert shard.local.tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize(("offsets", "sizes"), [((0, 0), (160, 64)), ((100, 3), (60, 40)), ((160, 0), (0, 64))])
+def test_fp8_is_read_block_by_block(offsets: tuple[int, ...], sizes: tuple[int, ...], tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model("deepseek_v3", seed=1, intermediate_size=160), tmp_path)
+    expected = quantize_matrices(folder)
+    assert read_model_config(folder).architectures == ["DeepseekV3ForCausalLM"]
+    assert check_stored(folder, read_model_shape(folder)).keys() == expected.keys()
+    for name, place in (("gate", slice(None)), ("down", slice(None, None, -1))):
+        name = f"model.layers.0.mlp.{name}_proj.weight"
+        shard = Shard(name, (160, 64)[place], offsets[place], torch.full(sizes[place], 7.0))
+        load_shards(folder, [shard])
+        assert torch.equal(shard.local, part_of(expected[name], shard.box))
 
 
 @pytest.mark.parametrize(

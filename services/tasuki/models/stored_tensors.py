@@ -24,6 +24,8 @@ _MAX_HEADER_BYTES = 100_000_000
 READ_DTYPES = ("F32", "BF16", "F16")
 MXFP4, BLOCKS, SCALES = "MXFP4", "_blocks", "_scales"
 """Dtype of a tensor that is stored as two, named with these suffixes, and read as one."""
+FP8, FP8_SCALES, FP8_BLOCK = "FP8", "_scale_inv", 128
+"""The same for a matrix beside the factors of its blocks, squares of this size, which are named with this suffix."""
 _BITS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
@@ -50,7 +52,7 @@ class StoredTensor:
     """Its first byte in the file."""
     num_bytes: int
     scales: Path | None = None
-    """With MXFP4, the file of its scales; the rest is of its blocks, but the shape."""
+    """With MXFP4 and FP8, the file of its scales; the rest is of its blocks, but the shape."""
 
 
 def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTensor]:
@@ -76,7 +78,9 @@ def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTen
 
 
 def _paired(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """With one tensor [E, inputs, outputs] for each pair of blocks [E, outputs, inputs / 32, 16] and scales [E, outputs, inputs / 32]."""
+    """With one tensor [E, inputs, outputs] for each pair of blocks [E, outputs, inputs / 32, 16] and scales [E, outputs, inputs / 32], and
+    one for each matrix in FP8 with its scales [rows / 128, columns / 128].
+    """
     for name in [name for name in stored if name.endswith(BLOCKS)]:
         whole = name.removesuffix(BLOCKS)
         blocks, scales = stored[name], stored.get(whole + SCALES)
@@ -88,6 +92,12 @@ def _paired(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
         stored[whole] = replace(
             stored.pop(name), dtype=MXFP4, shape=(num, 32 * groups, rows), scales=stored.pop(whole + SCALES).file
         )
+    for name in [name for name in stored if name.endswith(FP8_SCALES)]:
+        matrix, scales = stored.get(name.removesuffix(FP8_SCALES)), stored[name]
+        if matrix is None or (matrix.dtype, scales.dtype) != ("F8_E4M3", "F32"):
+            continue
+        if scales.shape == tuple(-(-size // FP8_BLOCK) for size in matrix.shape):
+            stored[name.removesuffix(FP8_SCALES)] = replace(matrix, dtype=FP8, scales=stored.pop(name).file)
     return stored
 
 
@@ -119,7 +129,7 @@ def check_stored(
                 f"{name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; {_AGAIN}, or correct config.json"
             )
             raise InvalidArgument(key, f"{tensor.file}: {problem}")
-        if tensor.dtype not in (*READ_DTYPES, MXFP4):
+        if tensor.dtype not in (*READ_DTYPES, MXFP4, FP8):
             problem = f"{name} is {tensor.dtype}, the trainer reads {', '.join(READ_DTYPES)}; convert the model to one of them"
             raise InvalidArgument(key, f"{tensor.file}: {problem}")
     if unread:

@@ -23,6 +23,7 @@ _CONTEXT_SLACK = 8
 _CPU_RUNNING_REQUESTS = 256
 _PLANNED_FRACTION = 1 - MEASURED_FREE
 OSS = "GptOssForCausalLM"
+_PLAIN = (OSS, NEXT, "DeepseekV3ForCausalLM")
 
 ADAPTER_ID = "policy"
 """Adapter name in requests, if the engine serves an adapter."""
@@ -102,7 +103,7 @@ def _model_overrides(model: ModelFacts) -> Mapping[str, Any]:
         keys = {"full_attention_interval": model.full_attention_interval}
         overrides |= {"text_config": keys} if model.rope_theta is None else {**keys, "rope_theta": model.rope_theta}
     # Their weights arrive dequantized, and some layers would have config.json's dtype instead of the engine's.
-    return overrides | ({"dtype": None, "quantization_config": None} if model.architecture in (OSS, NEXT) else {})
+    return overrides | ({"dtype": None, "quantization_config": None} if model.architecture in _PLAIN else {})
 
 
 def _further(engine: Mapping[str, Any], *, ours: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -69,6 +69,13 @@ def _check_groups(config: Config) -> None:
         raise InvalidArgument("topk_group", problem)
 
 
+def _refuse_other_quantization(config: Config) -> None:
+    stored = config.get("quantization_config")
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    if stored and (not isinstance(stored, dict) or stored != stored | blocks or stored.get("fmt", "e4m3") != "e4m3"):
+        raise unsupported(config, "quantization_config", "only fp8 (e4m3) in blocks of 128 x 128 is dequantized")
+
+
 def latent_attention(config: Config) -> dict[str, Any]:
     """Sizes of latent attention. Raises UnsupportedModel for a head size or heads of keys that they do not give."""
     rope_dim, heads = size(config, "qk_rope_head_dim"), size(config, "num_attention_heads")
@@ -143,12 +150,13 @@ FAMILIES = (
             **LATENT_KEYS,
             "n_group": None,
             "topk_group": None,
+            "quantization_config": None,
             "scoring_func": ("sigmoid",),
             "topk_method": ("noaux_tc",),
             "norm_topk_prob": (True,),
         },
         shape_of=lambda config: {**latent_attention(config), **shared_and_routed(config, dense=3)},
-        checks=(partial(require, keys=_READ_BY_ENGINE), _check_groups),
+        checks=(partial(require, keys=_READ_BY_ENGINE), _check_groups, _refuse_other_quantization),
         **_LATENT,
     ),
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import read_model_shape
 from tasuki.models.folder_files import INDEX_FILE, other_files
-from tasuki.models.stored_tensors import BLOCKS, SCALES, SINGLE_FILE, read_stored, untrained_tensors
+from tasuki.models.stored_tensors import BLOCKS, FP8, FP8_BLOCK, FP8_SCALES, SCALES, SINGLE_FILE, read_stored, untrained_tensors
 from tasuki.models.tokenizer import CHAT_TEMPLATES
 from tasuki.trainer.durable.mxfp4 import dequantized
 from tasuki.weights.shards import Shard
@@ -33,8 +33,8 @@ _MAX_FILE_BYTES = 4 * 2**30
 def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
     """Fills the shards from the safetensors of a Hugging Face folder, reading only their slices.
 
-    Dequantizes MXFP4, expert by expert. Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor that is
-    missing or misshapen.
+    Dequantizes MXFP4, expert by expert, and FP8. Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor
+    that is missing or misshapen.
     """
     stored = read_stored(folder)
     for shard in shards:
@@ -51,12 +51,24 @@ def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
             part = tuple(map(slice, shard.offsets, shard.box.ends))
             if stored_as.scales is None:
                 _fill(shard.local, opened[stored_as.file].get_slice(shard.name)[part])
+            elif stored_as.dtype == FP8:
+                matrix = opened[stored_as.file].get_slice(shard.name)[part].to(shard.local.device)
+                scales = opened[stored_as.scales].get_tensor(shard.name + FP8_SCALES)
+                shard.local.copy_(_scaled(matrix, scales, *part))
             else:
                 blocks = opened[stored_as.file].get_slice(shard.name + BLOCKS)
                 scales = opened[stored_as.scales].get_slice(shard.name + SCALES)
                 for index, local in enumerate(shard.local, start=shard.offsets[0]):
                     expert = (each[index : index + 1][0].to(local.device) for each in (blocks, scales))
                     local.copy_(dequantized(*expert).T[part[1:]])
+
+
+def _scaled(matrix: Tensor, scales: Tensor, rows: slice, columns: slice) -> Tensor:
+    """The part of a matrix in FP8 as float32. scales: of all blocks."""
+    for dim, part in enumerate((rows, columns)):
+        blocks = torch.arange(part.start, part.stop, device=scales.device) // FP8_BLOCK
+        scales = scales.index_select(dim, blocks)
+    return matrix.float() * scales.to(matrix.device)
 
 
 def _fill(local: Tensor, stored: Tensor) -> None:
@@ -94,12 +106,16 @@ class SafetensorsWriter:
             self._flush()
 
     def add_untrained(self, constants: Sequence[Shard], *, source: Path) -> None:
-        """Adds the constants, whole, and what is not trained as it is in `source`, all in their own dtypes."""
+        """Adds the constants, whole, and what is not trained as it is in `source`, all in their own dtypes but FP8."""
         stored = read_stored(source)
         self._pending |= {shard.name: shard.local.to("cpu", copy=True) for shard in constants}
         for name in untrained_tensors(stored, read_model_shape(source)):
             with _opened(stored[name].file) as file:
                 self._pending[name] = file.get_tensor(name)
+            if stored[name].dtype == FP8:
+                local = torch.empty(stored[name].shape, dtype=self._dtype)
+                load_shards(source, [Shard(name, local.shape, (0, 0), local)])
+                self._pending[name] = local
 
     def finish(self) -> None:
         """Writes the rest. Several files get Hugging Face's names and index."""
