@@ -90,10 +90,13 @@ def force(model: nn.Module, routes: Sequence[NDArray[np.int64]]) -> None:
             module.route_tokens_to_experts = routing(module)
 
 
+def _mixtures(model: Any) -> list[Any]:
+    return [layer.mlp for layer in model.model.layers if not hasattr(layer.mlp, "gate_proj")]
+
+
 def gates_of(model: Any) -> list[Any]:
     """The routers of the sparse layers."""
-    mlps = [layer.mlp for layer in model.model.layers]
-    return [mlp.router if hasattr(mlp, "router") else mlp.gate for mlp in mlps if not hasattr(mlp, "gate_proj")]
+    return [mlp.router if hasattr(mlp, "router") else mlp.gate for mlp in _mixtures(model)]
 
 
 def hidden_states(model: Any) -> list[list[Tensor]]:
@@ -110,12 +113,14 @@ def balancing_loss(model: Any, hidden_LTH: Sequence[Tensor], routes_TLK: Tensor 
     routes_TLK: takes the place of the routers' choice.
     """
     probs, chosen, num_chosen = list[Tensor](), list[Tensor](), model.config.num_experts_per_tok
-    for gate, hidden_TH in zip(gates_of(model), hidden_LTH, strict=True):
+    for mixture, gate, hidden_TH in zip(_mixtures(model), gates_of(model), hidden_LTH, strict=True):
         logits_TE = linear(hidden_TH, gate.weight, getattr(gate, "bias", None))
         bias_E = getattr(gate, "e_score_correction_bias", None)
         scores_TE = logits_TE.softmax(dim=-1) if bias_E is None else logits_TE.sigmoid()
         probs.append(scores_TE if bias_E is None else scores_TE / scores_TE.sum(dim=-1, keepdim=True))
-        chosen.append((scores_TE if bias_E is None else scores_TE + bias_E).topk(num_chosen).indices)
+        if routes_TLK is None:
+            is_own = bias_E is not None  # a biased layer's
+            chosen.append(mixture.route_tokens_to_experts(logits_TE)[0] if is_own else scores_TE.topk(num_chosen).indices)
     probs_TE, chosen_TK = torch.cat(probs), torch.cat(chosen if routes_TLK is None else list(routes_TLK.unbind(1)))
     if routes_TLK is None and gates_of(model)[0].__class__.__name__ in _ROUTERS:
         return torch.as_tensor(load_balancing_loss_func(tuple(each.log() for each in probs), probs_TE.shape[1], num_chosen))
