@@ -16,7 +16,7 @@ from tasuki.client.types import Phase
 from tasuki.config.lock import Instance
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.servicer import CoordinatorServicer, FleetHold
+from tasuki.coordinator.operations import CoordinatorServicer, FleetHold
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.lead import make_server

@@ -36,7 +36,7 @@ async def events(operation: Operation) -> list[StageEvent]:
 
 
 async def acquire(node: Node, phase: Phase, request_id: str = "") -> list[StageEvent]:
-    return await events(node.acquire(phase, request_id or f"to {phase} {len(node._operations)}"))
+    return await events(node.acquire(phase, request_id or f"to {phase} {len(node._begun)}"))
 
 
 class Hold:

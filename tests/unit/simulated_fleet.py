@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tasuki.config.schema import FleetConfig
-from tasuki.coordinator.operations import Operation
-from tasuki.coordinator.servicer import FleetHold
+from tasuki.coordinator.operations import FleetHold, Operation
 from tasuki.fleet.audit import FleetAudit, audit_fleet_journal
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal

@@ -21,8 +21,8 @@ from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.memory_record import MemoryRecord
 from tasuki.coordinator.observe.node_metrics import NodeMetrics, serve_metrics
+from tasuki.coordinator.operations import CoordinatorServicer
 from tasuki.coordinator.planning import Planning
-from tasuki.coordinator.servicer import CoordinatorServicer
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging, open_service_tracer

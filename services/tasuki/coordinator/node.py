@@ -44,7 +44,7 @@ class Node(Operated):
     ) -> None:
         """recovery_timeout_s: longest wait of a changeover for a missing service. admission: None admits every stage."""
         super().__init__(journal, boot_id=boot_id, trainer_target=trainer_target, rollout_target=rollout_target)
-        self._journal, self._peers = journal, peers
+        self._peers = peers
         self._restart, self._recovery_timeout_s = restart, recovery_timeout_s
         self._waiting = self._poison = ""
         """Service that is waited for, and the reason to restart rollout, as observed last; empty if none."""
@@ -64,7 +64,7 @@ class Node(Operated):
 
     async def look(self) -> NodeState:
         """State that the services report, after the running operation. Has no stage if they do not answer, or contradict each other."""
-        async with self._operations.turn():
+        async with self._turn():
             try:
                 await self._look()
             except (PeerUnavailable, StageOrder) as error:
@@ -73,13 +73,13 @@ class Node(Operated):
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """Operation that runs one stage. Raises ChangeoverRunning while another one runs."""
-        return self._operations.begin(f"stage {stage}", request_id, lambda: self._run_single(stage, request_id))
+        return self._operate(f"stage {stage}", request_id, lambda: self._run_single(stage, request_id))
 
     async def recover(self) -> None:
         """Observes the services once they answer, and brings a node in the middle of the ring to TRAIN."""
         while self._at is None:
             with suppress(DiskFull, PeerUnavailable, StageOrder):
-                async with self._operations.turn():
+                async with self._turn():
                     await self._look()
                     if self._at is not None and phase_of(self._at) is None:
                         _log.warning("event=recover at=%s", self._at)
@@ -90,7 +90,7 @@ class Node(Operated):
 
     async def _bring_to(self, phase: Phase, request_id: str) -> None:
         """Retries, as another changeover, if a service was lost on the way and has come back."""
-        async with self._operations.turn():
+        async with self._turn():
             for number in range(1, _MAX_TRIES + 1):
                 seen = await self._wait_ready(phase)
                 at = self._take(seen)
@@ -167,7 +167,7 @@ class Node(Operated):
 
     async def _run_single(self, stage: Stage, request_id: str) -> None:
         """Runs one stage, without undo. The stages from one phase to the next are journalled as one changeover."""
-        async with self._operations.turn():
+        async with self._turn():
             seen, at = await self._look()
             advance(at, stage)
             target = leads_to(at)
@@ -234,7 +234,7 @@ class Node(Operated):
     def _tell(self, event: StageEvent, at: Stage | None) -> None:
         """Sends an event to the running operation and the watchers; the node is at `at` after it."""
         self._at = at
-        self._operations.tell(event)
+        self.announce(event)
 
 
 def resolve_intents(journal: Journal, at: Stage) -> None:

@@ -59,7 +59,7 @@ class Fleet(Operated):
 
     async def look(self) -> NodeState:
         """Returns the state after running work has finished and every node was read. Raises the error of a node that does not answer."""
-        async with self._operations.turn():
+        async with self._turn():
             await self._look()
             return self.state()
 
@@ -71,7 +71,7 @@ class Fleet(Operated):
         """Reads all nodes after they joined. Completes a pending decision; otherwise returns nodes from the middle of the ring to TRAIN."""
         while not self._is_known:
             try:
-                async with self._operations.turn():
+                async with self._turn():
                     await self._look()
                     self._is_known = True
                     request_id = f"recovery-{self._journal.epoch}"
@@ -93,7 +93,7 @@ class Fleet(Operated):
 
         First completes a decision of an earlier life of the fleet, since it cannot be undone.
         """
-        async with self._operations.turn():
+        async with self._turn():
             for intent in self._journal.unresolved():  # the nodes, and not the journal, show how it ended
                 self._journal.failed(intent, Interrupted(f"the fleet stopped before {intent.stage} was answered"), seconds=0.0)
             if self._journal.pending() is not None:
@@ -104,7 +104,7 @@ class Fleet(Operated):
                 decision = self._journal.decision()
                 serve = all(serves(state, decision) for state in self._states)
                 if serve if phase is Phase.ROLLOUT else common_place(self._states) is TRAIN:
-                    self._operations.tell(held_event())
+                    self.announce(held_event())
                     return
                 try:
                     await self._try(phase, request_id)
@@ -127,7 +127,7 @@ class Fleet(Operated):
             states=self._states,
             journal=self._journal,
             peers=self._peers,
-            tell=self._operations.tell,
+            tell=self.announce,
             patience_s=self._patience_s,
             trace=trace,
         )
@@ -143,7 +143,7 @@ class Fleet(Operated):
         self._changeover_id = ""
         self._count(failure)
         self._policy_version = self._policy_version if version is None else version
-        self._operations.tell(ending(ended))
+        self.announce(ending(ended))
         if isinstance(failure, FleetEnded):
             self._end(failure)
         if failure is not None:

@@ -14,7 +14,7 @@ import grpc.aio
 from tasuki.config.lock import read_instance
 from tasuki.config.paths import fleet_calls_path, fleet_journal_path, fleet_target
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.servicer import CoordinatorServicer
+from tasuki.coordinator.operations import CoordinatorServicer
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.member import callable_node, check_member
