@@ -332,16 +332,14 @@ class Changeover:
         """Reports the results that are on disk by now."""
         while self._unreported:
             event = self._unreported.pop(0)
-            _log.info(
-                "event=stage changeover=%s stage=%s status=%s seconds=%.4f bytes=%d reason=%s",
-                event.changeover_id,
-                Stage.of(event.stage),
-                StageStatus.of(event.status),
-                event.seconds,
-                event.bytes,
-                event.error_reason or "-",
-            )
+            log_stage(event)
             self._tell(event, self.at)
+
+
+def log_stage(event: StageEvent) -> None:
+    text = "event=stage changeover=%s stage=%s status=%s seconds=%.4f bytes=%d reason=%s"
+    names, reason = (Stage.of(event.stage), StageStatus.of(event.status)), event.error_reason or "-"
+    _log.info(text, event.changeover_id, *names, event.seconds, event.bytes, reason)
 
 
 def started_event(intent: Intent) -> StageEvent:

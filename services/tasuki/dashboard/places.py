@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasuki.config.load import config_of, leaves
+from tasuki.config.load import config_of, leaves, put
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, lock_path
 from tasuki.config.paths import (
     archived_config_path,
@@ -142,15 +142,9 @@ def read_settings(output_dir: Path | None, config: NodeConfig | None) -> dict[st
 def _usual(config: NodeConfig) -> dict[str, Any]:
     """The defaults beside the keys without one; empty if they are no configuration by themselves."""
     table: dict[str, Any] = {}
-    given = config.model_dump(mode="json", exclude_none=True)
-    for key in _NAMED:
-        *tables, name = key.split(".")
-        source, target = given, table
-        for one in tables:
-            source = source.get(one, {})
-            target = target.setdefault(one, {}) if source else {}
-        if name in source:
-            target[name] = source[name]
+    for key, value in leaves(config.model_dump(mode="json", exclude_none=True)):
+        if key.startswith(_NAMED):
+            put(table, key, value)
     try:
         return config_of(table).model_dump(mode="json", exclude_none=True)
     except TasukiError:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from tasuki.coordinator.changeover import ChangeoverTrace, started_event
+from tasuki.coordinator.changeover import ChangeoverTrace, log_stage, started_event
 from tasuki.coordinator.journal import Outcome
 from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.nodes import NodePeer
@@ -25,7 +25,7 @@ from tasuki.fleet.rules import (
 )
 from tasuki.v1.coordinator_pb2 import NodeState, RunStageResponse, StageEvent
 from tasuki.wire.errors import DeadlineExceeded, FleetEnded, HeldByFleet, StaleEpoch, TasukiError
-from tasuki.wire.stages import RULES, Stage, StageStatus
+from tasuki.wire.stages import RULES, Stage
 
 _log = logging.getLogger("tasuki.fleet")
 _PAUSE_S = 0.2
@@ -128,14 +128,7 @@ class FleetChangeover:
         return answers
 
     def _report(self, event: StageEvent) -> None:
-        _log.info(
-            "event=stage changeover=%s stage=%s status=%s seconds=%.4f reason=%s",
-            self._id,
-            Stage.of(event.stage),
-            StageStatus.of(event.status),
-            event.seconds,
-            event.error_reason or "-",
-        )
+        log_stage(event)
         self._tell(event)
 
     async def _lead_all(self, until: Stage, decision: Decision | None = None) -> None:

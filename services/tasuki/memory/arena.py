@@ -355,7 +355,13 @@ class NativeAllocator:
         return list(self.arena(tag).buffers.items()) if self._cuda is None else self._cuda.blocks(tag)
 
     def usage(self) -> list[TagUsage]:
-        return [_tag_usage(tag, self.device, arena.usage()) for tag, arena in self._arenas.items()]
+        found: list[TagUsage] = []
+        for tag, arena in self._arenas.items():
+            usage = arena.usage()
+            sizes = {name: getattr(usage, name) for name in ("mapped_bytes", "total_bytes", "kept_bytes", "host_copy_bytes")}
+            is_paused = usage.state is ArenaState.PAUSED
+            found.append(TagUsage(tag=tag.number, device=self.device, is_paused=is_paused, **sizes))
+        return found
 
     def close(self) -> None:
         """Releases all addresses. Raises Busy while a tensor in a region lives."""
@@ -408,15 +414,3 @@ def _move(name: str, arenas: Sequence[Arena]) -> int:
 
 def _about(arenas: Sequence[Arena]) -> dict[str, Any]:
     return {"device": arenas[0].device if arenas else "", "tags": [arena.tag for arena in arenas]}
-
-
-def _tag_usage(tag: MemoryTag, device: str, usage: ArenaUsage) -> TagUsage:
-    return TagUsage(
-        tag=tag.number,
-        device=device,
-        mapped_bytes=usage.mapped_bytes,
-        total_bytes=usage.total_bytes,
-        is_paused=usage.state is ArenaState.PAUSED,
-        kept_bytes=usage.kept_bytes,
-        host_copy_bytes=usage.host_copy_bytes,
-    )

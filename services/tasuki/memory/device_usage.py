@@ -24,17 +24,14 @@ def resident_bytes() -> int:
 
 
 def _host(rank: int) -> DeviceUsage:
-    host, ours = host_memory(), resident_bytes()
-    total, free = host.total_bytes, host.available_bytes
-    return DeviceUsage(
-        device="cpu",
-        rank=rank,
-        total_bytes=total,
-        free_bytes=free,
-        process_bytes=ours,
-        torch_cached_bytes=0,
-        other_processes_bytes=max(0, total - free - ours),
-    )
+    host = host_memory()
+    return _usage("cpu", rank, free=host.available_bytes, total=host.total_bytes, ours=resident_bytes())
+
+
+def _usage(device: str, rank: int, *, free: int, total: int, ours: int, cached: int = 0) -> DeviceUsage:
+    usage = DeviceUsage(device=device, rank=rank, total_bytes=total, free_bytes=free, process_bytes=ours)
+    usage.torch_cached_bytes, usage.other_processes_bytes = cached, max(0, total - free - ours)
+    return usage
 
 
 def _gpu(device: str, rank: int, *, skip_torch_cache: bool) -> DeviceUsage:
@@ -47,16 +44,7 @@ def _gpu(device: str, rank: int, *, skip_torch_cache: bool) -> DeviceUsage:
         # In its own PID namespace a process does not find itself in NVML's list; what it knows of is then a lower bound.
         arenas = native.totals()
         ours = arenas.mapped_bytes + arenas.kept_bytes + reserved
-    ours = min(ours, total - free)
-    return DeviceUsage(
-        device=device,
-        rank=rank,
-        total_bytes=total,
-        free_bytes=free,
-        process_bytes=ours,
-        torch_cached_bytes=reserved - allocated,
-        other_processes_bytes=total - free - ours,
-    )
+    return _usage(device, rank, free=free, total=total, ours=min(ours, total - free), cached=reserved - allocated)
 
 
 def torch_pool(index: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import Any
 
 from tasuki.config.environment import OTLP_HEADERS, wait_policy
 from tasuki.config.paths import config_path, fleet_target, node_targets, socket_dir
@@ -38,47 +39,36 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
 
     Where trainer and engine may share memory, a trainer is restarted once the engine listens.
     """
-    targets = node_targets(config)
-    arguments = ["--config", str(config_path(config.state_dir))]
     # Killed engines leave sockets and files in the temporary folder; the run folder is removed with the node.
     shared = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(socket_dir(config.state_dir))}
     is_cpu = config.device == "cpu"
     threads = {"OMP_NUM_THREADS": str(rank_threads()), "OMP_WAIT_POLICY": wait_policy()} if is_cpu else {}
-    preload = ["--preload", "tasuki.trainer.serve"] if is_cpu else []
-    ranks = ["--num-ranks", str(config.trainer.num_ranks)]
-    python = [sys.executable, "-P", "-m"]
-    services: list[ServiceCommand] = []
-    if config.fleet is not None:
-        fleet = ServiceCommand(
-            name="fleet",
-            argv=[*python, "tasuki.fleet", *arguments],
-            target=fleet_target(config) if config.fleet.node_rank == 0 else "",
-            environment=shared,
-            final_codes=(EXIT_REFUSED, EXIT_FLEET_ENDED),
-        )
-        services.append(fleet)
-    return [
-        *services,
-        ServiceCommand(
-            name="coordinator",
-            argv=[*python, "tasuki.coordinator", *arguments],
-            target=targets["coordinator"],
-            environment=shared,
-        ),
-        ServiceCommand(
-            name="rollout",
-            argv=[*python, "tasuki.rollout", *arguments],
-            target=targets["rollout"],
-            environment={**shared, **threads},
-        ),
-        ServiceCommand(
-            name="trainer",
-            argv=[*python, "tasuki.trainer.launch", *ranks, *preload, "--", "-m", "tasuki.trainer", *arguments],
+    launch = ["tasuki.trainer.launch", "--num-ranks", str(config.trainer.num_ranks)]
+    launch += ["--preload", "tasuki.trainer.serve"] if is_cpu else []
+    targets = node_targets(config)
+
+    def service(name: str, *launcher: str, target: str, **options: Any) -> ServiceCommand:
+        module = [*launcher, f"tasuki.{name}", "--config", str(config_path(config.state_dir))]
+        environment = shared | options.pop("environment", {})
+        return ServiceCommand(name, [sys.executable, "-P", "-m", *module], target, environment, **options)
+
+    services = [
+        service("coordinator", target=targets["coordinator"]),
+        service("rollout", target=targets["rollout"], environment=threads),
+        service(
+            "trainer",
+            *launch,
+            "--",
+            "-m",
             target=targets["trainer"],
-            environment={**shared, "OMP_NUM_THREADS": "1", **threads},
+            environment={"OMP_NUM_THREADS": "1", **threads},
             after="rollout" if config.served_adapter is not None or not is_cpu else None,
         ),
     ]
+    if config.fleet is not None:
+        target = fleet_target(config) if config.fleet.node_rank == 0 else ""
+        services.insert(0, service("fleet", target=target, final_codes=(EXIT_REFUSED, EXIT_FLEET_ENDED)))
+    return services
 
 
 def listens(target: str) -> bool:

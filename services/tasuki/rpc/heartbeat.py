@@ -11,7 +11,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from tasuki.config.checks import HEARTBEAT_S
@@ -55,8 +55,7 @@ class Heartbeat:
     def __init__(self, state_dir: Path, process: str) -> None:
         """process: e.g. "coordinator", "trainer1" for a rank, "scheduler0"; the part before the digits names one kind of process."""
         self._path = pulse_dir(state_dir) / f"{process}-{os.getpid()}"
-        self._shared = self._open()
-        self._beats = self._progress = self._transferred = 0
+        self._shared, self._counters = self._open(), Pulse(0, 0, 0)
         self._transfer: Callable[[], int] | None = None
         self._transfer_progress = 0
         self._write = threading.Lock()
@@ -76,26 +75,26 @@ class Heartbeat:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Marks work that must progress. Not nested."""
-        self._move_on(1)
+        self._count(progress=1)
         try:
             yield
         finally:
-            self._move_on(1)
+            self._count(progress=1)
 
     def progressed(self) -> None:
         """Records progress of the running work."""
-        self._move_on(2)
+        self._count(progress=2)
 
     @contextmanager
     def transferring(self, progress: Callable[[], int]) -> Iterator[None]:
         """Marks a background transfer beside the running work. progress: a growing count, read at each beat. Not nested."""
         self._transfer_progress, self._transfer = progress(), progress
-        self._move_transfer_on(1)
+        self._count(transferred=1)
         try:
             yield
         finally:
             self._transfer = None
-            self._move_transfer_on(1)
+            self._count(transferred=1)
 
     def close(self) -> None:
         """Ends the pulse; none is expected afterwards."""
@@ -116,30 +115,17 @@ class Heartbeat:
             await asyncio.sleep(HEARTBEAT_S)
 
     def _beat(self) -> None:
-        transfer = self._transfer
-        progress = self._transfer_progress if transfer is None else transfer()
-        with self._write:
-            self._beats += 1
-            if self._transfer is not None and progress != self._transfer_progress:
-                self._transfer_progress = progress
-                self._transferred += 2
-            self._show()
+        transfer, known = self._transfer, self._transfer_progress
+        self._transfer_progress = known if transfer is None else transfer()
+        self._count(beats=1, transferred=2 if self._transfer is not None and self._transfer_progress != known else 0)
 
-    def _move_on(self, steps: int) -> None:
+    def _count(self, *, beats: int = 0, progress: int = 0, transferred: int = 0) -> None:
         with self._write:
-            self._progress += steps
-            self._show()
-
-    def _move_transfer_on(self, steps: int) -> None:
-        with self._write:
-            self._transferred += steps
-            self._show()
-
-    def _show(self) -> None:
-        if self._shared is None:
-            self._shared = self._open()
-        if self._shared is not None:
-            _COUNTERS.pack_into(self._shared, 0, self._beats, self._progress, self._transferred)
+            known = self._counters
+            self._counters = Pulse(known.beats + beats, known.progress + progress, known.transferred + transferred)
+            self._shared = self._shared or self._open()
+            if self._shared is not None:
+                _COUNTERS.pack_into(self._shared, 0, *astuple(self._counters))
 
     def _open(self) -> mmap.mmap | None:
         """Opens the pulse file; None if there is no room for it, since a full disk must not end the process."""

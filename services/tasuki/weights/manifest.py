@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from operator import gt
 
@@ -52,6 +52,9 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         return self.numel * ELEMENT_BYTES[self.dtype]
+
+
+_ENTRY_FIELDS = tuple(field.name for field in fields(Entry))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +146,7 @@ def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
         num_ranks=manifest.num_ranks,
         arena_bytes=manifest.arena_bytes,
         entries=[
-            weights_pb2.ManifestEntry(
-                name=entry.name,
-                dtype=entry.dtype,
-                global_shape=entry.global_shape,
-                offsets=entry.offsets,
-                sizes=entry.sizes,
-                arena_offset=entry.arena_offset,
-            )
-            for entry in manifest.entries
+            weights_pb2.ManifestEntry(**{name: getattr(entry, name) for name in _ENTRY_FIELDS}) for entry in manifest.entries
         ],
         device_uuid=manifest.device_uuid,
         chunk_bytes=manifest.chunk_bytes,
