@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tasuki.cli.arguments import make_parser
 from tasuki.config.load import load_config
-from tasuki.rpc.metric_names import ALL
+from tasuki.rpc.metrics import ALL
 from tools import api_page, config_page, error_pages, grafana_dashboard, knobs_table
 
 _ROOT = Path(__file__).parents[1]

@@ -20,7 +20,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasuki.rpc.metric_names import ALL
+from tasuki.rpc.metrics import ALL
 from tests.integration.rollout_process import left_of, shared_memory
 from tests.limits import limit_s
 from tests.otlp import ReceivedSpan, receiving

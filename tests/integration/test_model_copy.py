@@ -12,8 +12,7 @@ from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.paths import model_copy_dir, model_source
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.models import folder_files
-from tasuki.node.model_copy import preloaded_model, remove_model_copy
-from tasuki.node.processes import ResourceTracker
+from tasuki.node.processes import ResourceTracker, preloaded_model, remove_model_copy
 from tasuki.node.stop import stop_node
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
@@ -78,7 +77,7 @@ def test_a_copy_that_fails_is_told_and_done_without(config: NodeConfig, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     told: list[str] = []
-    monkeypatch.setattr("tasuki.node.model_copy.shutil.copyfile", fail)
+    monkeypatch.setattr("tasuki.node.processes.shutil.copyfile", fail)
     with preloaded_model(config, tell=told.append):
         assert model_source(config) == config.model.path
     assert "No space left on device" in told[0]

@@ -19,10 +19,9 @@ from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.paths import config_path, training_log_path
 from tasuki.config.save import save_config
 from tasuki.node.start import _begin_at_the_model
-from tasuki.runs.continuation import Continuation
 from tasuki.runs.earlier_run import EarlierRun, begun_at
 from tasuki.runs.folder import MetricsFile
-from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
+from tasuki.runs.resume import Continuation, begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import rl_run_settings
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError

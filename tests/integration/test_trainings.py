@@ -11,7 +11,7 @@ from tasuki.client.progress import Progress
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.load import load_config
-from tasuki.runs.continuation import Continuation
+from tasuki.runs.resume import Continuation
 from tests.models import make_model, save_checkpoint
 from tests.unit.loop_node import LoopClient
 from tests.unit.test_sft_loop import SftClient

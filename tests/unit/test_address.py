@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.rpc.calls import chunks
+from tasuki.rpc.commands import chunks
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.address import is_beyond_loopback, reachable, socket_folder, unix_target
 from tasuki.wire.channel import MAX_CHUNK_BYTES

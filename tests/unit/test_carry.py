@@ -18,7 +18,7 @@ from tasuki.client.step import Step
 from tasuki.client.types import FinishReason, Sample, TrainingSample
 from tasuki.client.version_spans import spans_of
 from tasuki.config.train_schema import AdvantageConfig, TrainConfig
-from tasuki.runs.continuation import Continuation
+from tasuki.runs.resume import Continuation
 from tests.unit.loop_node import ROWS, LoopClient, by_number, changed, equal, loop_of, steps_of, train_config
 from tests.unit.test_killed_loop import Go, Node, compare
 

@@ -7,8 +7,8 @@ import pytest
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState
 from tasuki.client.step import Step
-from tasuki.runs.continuation import Continuation, continuation
 from tasuki.runs.earlier_run import EarlierRun, RunHead
+from tasuki.runs.resume import Continuation, continuation
 from tasuki.wire.errors import VersionOrder
 
 CHECKPOINT = Path("/run/checkpoints/version-000004")

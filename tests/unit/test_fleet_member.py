@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tasuki.config.schema import FleetConfig, NodeConfig
-from tasuki.fleet.member import callable_node, check_member, check_rank
 from tasuki.fleet.membership import config_digest, config_keys, this_member
+from tasuki.fleet.nodes import callable_node, check_member, check_rank
 from tasuki.rpc.access import FleetFence, fleet_metadata
 from tasuki.rpc.methods import METHODS
 from tasuki.v1.fleet_pb2 import FleetCommand, FleetNode, JoinRequest

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tasuki.rpc.start_order import wait_to_leave
+from tasuki.rpc.memory import wait_to_leave
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2
 from tasuki.wire.stages import MemoryTag, Service
 

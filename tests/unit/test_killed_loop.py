@@ -19,8 +19,8 @@ from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import Phase, Role, SaveResult
 from tasuki.config.train_schema import AdvantageConfig, SftConfig, TrainConfig
-from tasuki.runs.continuation import Continuation, continuation
 from tasuki.runs.earlier_run import EarlierRun, RunHead
+from tasuki.runs.resume import Continuation, continuation
 from tasuki.wire.errors import GradientsNotFinite
 from tests.extent import IS_WHOLE
 from tests.unit.loop_node import ROWS, LoopClient, changed, loop_of, train_config

@@ -157,7 +157,7 @@ def _gateway(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from tasuki.cli.train import resume, run, told_how_to_continue
     from tasuki.node.hub import with_local_files
-    from tasuki.runs.recorded_run import find_run
+    from tasuki.runs.earlier_run import find_run
 
     train = resume if arguments.resume else run
     if arguments.config.is_dir():
@@ -209,7 +209,7 @@ def _fleet_state(arguments: argparse.Namespace) -> int:
 
 
 def _track(arguments: argparse.Namespace) -> int:
-    from tasuki.runs.recorded_run import find_run
+    from tasuki.runs.earlier_run import find_run
     from tasuki.trackers.adapters import tracker_environment
     from tasuki.trackers.sending import TRACK, run
 

@@ -21,9 +21,8 @@ from tasuki.config.schema import MetricsConfig, NodeConfig, TrackConfig
 from tasuki.config.train_schema import SamplesConfig
 from tasuki.node.exit_report import explained
 from tasuki.node.start import running_node
-from tasuki.runs.continuation import Continuation
-from tasuki.runs.earlier_run import begun_at
-from tasuki.runs.recorded_run import RecordedRun, evaluation_of, find_run
+from tasuki.runs.earlier_run import RecordedRun, begun_at, evaluation_of, find_run
+from tasuki.runs.resume import Continuation
 from tasuki.wire.errors import InvalidArgument, NodeRunning, PathNotFound
 
 

@@ -5,7 +5,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from tasuki.runs.recorded_run import find_run
+from tasuki.runs.earlier_run import find_run
 from tasuki.wire.errors import NotInstalled
 from tasuki.wire.extras import install_extras
 

@@ -28,7 +28,6 @@ from tasuki.node.processes import continue_children
 from tasuki.node.start import check_run, check_state_folder, running_node
 from tasuki.rpc.logs import check_telemetry
 from tasuki.runs.archive import archived
-from tasuki.runs.continuation import MakeLoop
 from tasuki.runs.earlier_run import EarlierRun, begun_at, reward_folders, run_has_ended
 from tasuki.runs.folder import (
     MetricsFile,
@@ -40,7 +39,7 @@ from tasuki.runs.folder import (
     write_summary,
 )
 from tasuki.runs.progress import duration
-from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
+from tasuki.runs.resume import MakeLoop, begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining, open_rewards, read_rl
 from tasuki.runs.sft_training import SftTraining, read_sft
 from tasuki.trackers.adapters import check_installed

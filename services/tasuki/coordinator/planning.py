@@ -15,7 +15,7 @@ from tasuki.planner.choose import plan_node
 from tasuki.planner.node import MARGIN, Part
 from tasuki.planner.plan import Plan, StagePlan
 from tasuki.planner.residency import expected_seconds, stay_and_leave
-from tasuki.rpc.metric_names import MEMORY_PLANNED
+from tasuki.rpc.metrics import MEMORY_PLANNED
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.wire.stages import MemoryTag, Service, Stage
 

@@ -17,8 +17,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.operations import CoordinatorServicer
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
-from tasuki.fleet.member import callable_node, check_member
-from tasuki.fleet.nodes import FleetNodes, Joined, NodePeer, answered
+from tasuki.fleet.nodes import FleetNodes, Joined, NodePeer, answered, callable_node, check_member
 from tasuki.fleet.rank_store import RankStoreServicer
 from tasuki.fleet.rollout_front import CallSeeds, RolloutFront
 from tasuki.fleet.trainer_front import Deal, TrainerFront

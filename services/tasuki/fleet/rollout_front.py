@@ -17,7 +17,7 @@ from tasuki.fleet.nodes import FleetNodes, NodeChannels, on_all
 from tasuki.fleet.rules import merged_rollout_state, refuse_stage, renumbered, worst
 from tasuki.rollout.seeds import CallNumbers
 from tasuki.rollout.sessions import SessionPlaces
-from tasuki.rpc.calls import remaining_s
+from tasuki.rpc.commands import remaining_s
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.wire.errors import PeerUnavailable, SamplesLost, TasukiError, VersionOrder, from_rpc_error

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from tasuki.algorithms.aggregation import call_denominator
 from tasuki.fleet.nodes import FleetNodes, NodeChannels, on_all
 from tasuki.fleet.rules import merged_trainer_state, refuse_stage, renumbered
-from tasuki.rpc.calls import chunks, remaining_s
-from tasuki.rpc.commands import PASSING, CommandGate, digest
+from tasuki.rpc.commands import PASSING, CommandGate, chunks, digest, remaining_s
 from tasuki.trainer.ranks.wire import decode_loss, merge_metrics, merge_parts
 from tasuki.trainer.service.requests import (
     MAX_ANSWERED_TOKENS,

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder
 from tasuki.config.paths import socket_dir
-from tasuki.node.model_copy import remove_model_copy
-from tasuki.node.processes import EXIT_LIMIT_S, cannot_be_killed, is_exiting
+from tasuki.node.processes import EXIT_LIMIT_S, cannot_be_killed, is_exiting, remove_model_copy
 from tasuki.wire.errors import DeadlineExceeded, NodeRunning
 from tasuki.wire.process_tree import descendants, has_ended, parent_and_state
 

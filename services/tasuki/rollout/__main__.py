@@ -24,8 +24,8 @@ from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.memory import wait_to_leave
 from tasuki.rpc.process_start import StartSeconds
-from tasuki.rpc.start_order import wait_to_leave
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.stages import Service
 

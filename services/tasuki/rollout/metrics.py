@@ -11,7 +11,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from tasuki.rollout.rollout import RankCalls
-from tasuki.rpc.metric_names import (
+from tasuki.rpc.metrics import (
     KV_CAPACITY,
     KV_TOKENS,
     POLICY_VERSION,
@@ -19,8 +19,9 @@ from tasuki.rpc.metric_names import (
     ROLLOUT_SAMPLES,
     ROLLOUT_TOKENS,
     RUNNING_REQUESTS,
+    GpuSeconds,
+    joined,
 )
-from tasuki.rpc.metrics import GpuSeconds, joined
 from tasuki.v1.ranks_pb2 import LoadResult
 from tasuki.v1.types_pb2 import FinishReason, Sample
 from tasuki.wire.errors import TasukiError

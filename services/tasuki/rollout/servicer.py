@@ -8,8 +8,7 @@ import grpc.aio
 
 from tasuki.rollout.metrics import GenerationMetrics
 from tasuki.rollout.rollout import Rollout
-from tasuki.rpc.calls import remaining_s
-from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.commands import CommandGate, remaining_s
 from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, watch_usage
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2
 from tasuki.wire.routes import in_parts

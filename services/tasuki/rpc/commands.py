@@ -5,11 +5,12 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol, TypeVar, cast
 
 import grpc
+import grpc.aio
 from google.protobuf.message import Message
 
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
@@ -17,6 +18,7 @@ from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.rollout_pb2 import ReceiveWeightsResponse
 from tasuki.v1.trainer_pb2 import PublishWeightsResponse
 from tasuki.v1.types_pb2 import CommandId
+from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import DiskFull, InvalidArgument, PathExists, StaleEpoch, StaleSequence, TasukiError, WrongPhase
 from tasuki.wire.stages import RING, Rpc, Stage
 from tasuki.wire.tracing import REQUEST_ID, annotate
@@ -256,3 +258,31 @@ def digest(request: Commanded, stream: Iterable[Message] = ()) -> bytes:
         content = message.SerializeToString(deterministic=True)
         found.update(len(content).to_bytes(8, "little") + content)
     return found.digest()
+
+
+_Part = TypeVar("_Part", bound=Message)
+
+
+def chunks(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Yields runs of parts that fit a message; nothing for no parts. A single part always fits, as it did in its request."""
+    chunk: list[_Part] = []
+    chunk_bytes = 0
+    for part in parts:
+        part_bytes = part.ByteSize()
+        if chunk and chunk_bytes + part_bytes > MAX_CHUNK_BYTES:
+            yield chunk
+            chunk, chunk_bytes = [], 0
+        chunk.append(part)
+        chunk_bytes += part_bytes
+    if chunk:
+        yield chunk
+
+
+_NO_DEADLINE_S = 600.0
+"""Deadline of a read whose caller sets none; a mutating call without one is refused."""
+
+
+def remaining_s(context: grpc.aio.ServicerContext) -> float:
+    """Seconds until the call's deadline."""
+    remaining = context.time_remaining()
+    return _NO_DEADLINE_S if remaining is None else remaining

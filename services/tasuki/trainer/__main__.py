@@ -18,9 +18,8 @@ from tasuki.config.lock import StateLock
 from tasuki.config.paths import FIRST_START_VARIABLE, nccl_log_path, node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.logs import configure_logging
-from tasuki.rpc.memory import staying_tags
+from tasuki.rpc.memory import staying_tags, wait_to_leave
 from tasuki.rpc.process_start import StartSeconds
-from tasuki.rpc.start_order import wait_to_leave
 from tasuki.trainer.environment import cache_variables, nccl_log_variables, socket_variables
 from tasuki.trainer.launch import Launch, read_launch
 from tasuki.wire.errors import InvalidArgument, TasukiError

@@ -11,7 +11,7 @@ import torch
 
 from tasuki.memory.arena import Arena
 from tasuki.v1 import weights_pb2
-from tasuki.weights.chunk_memory import ChunkMemory
+from tasuki.weights.chunk_memory import ChunkMemory, IpcAllocation
 from tasuki.weights.copies import (
     DeviceSummedCopies,
     HostSummedCopies,
@@ -22,7 +22,6 @@ from tasuki.weights.copies import (
     prepare_summed_copies,
 )
 from tasuki.weights.fd_socket import FdServer
-from tasuki.weights.ipc_memory import IpcAllocation
 from tasuki.weights.manifest import Entry, Manifest, check, digest_of, header_bytes, lay_out, to_proto
 from tasuki.weights.plan import Slice
 from tasuki.weights.shards import Shard

@@ -12,9 +12,8 @@ from google.protobuf.message import DecodeError
 
 from tasuki.v1 import weights_pb2
 from tasuki.weights.checksum import checksum
-from tasuki.weights.chunk_memory import ImportedChunks
+from tasuki.weights.chunk_memory import ImportedAllocation, ImportedChunks
 from tasuki.weights.fd_socket import close_all, fetch
-from tasuki.weights.ipc_memory import ImportedAllocation
 from tasuki.weights.manifest import Entry, Manifest, check_complete, digest_of, entries_by_name, from_proto, header_bytes
 from tasuki.weights.split import indices_of
 from tasuki.weights.weight_arena import Header, WeightArena, device_uuid, map_sealed

@@ -1,14 +1,23 @@
 """Replays a journal against the ring of stages, and finds the first broken invariant. Pure: no I/O.
 
 The journal holds the coordinator's commands and their answers. After a lost answer or a restart, a service may be at one of several
-stages (`services.py`); an entry that fits none of them is a breach.
+stages (`PossibleStages`); an entry that fits none of them is a breach.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tasuki.coordinator.audit.history import ChangeoverRecord, History, Invariant, StageRecord, Violation, check_gaps
-from tasuki.coordinator.audit.services import PossibleStages, WeightsTrace, moves_of
+from tasuki.coordinator.audit.history import (
+    ChangeoverRecord,
+    History,
+    Invariant,
+    PossibleStages,
+    StageRecord,
+    Violation,
+    WeightsTrace,
+    check_gaps,
+    moves_of,
+)
 from tasuki.coordinator.journal_file import id_number, id_text
 from tasuki.coordinator.phases import ring_position, since_phase, undo_path
 from tasuki.wire.errors import DeadlineExceeded, InternalError, Interrupted, PeerUnavailable, StageOrder

@@ -28,7 +28,7 @@ from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.metrics_tail import MetricsTail, StepFigures
 from tasuki.coordinator.planning import Planning, planned_memory
-from tasuki.rpc import metric_names
+from tasuki.rpc import metrics
 from tasuki.rpc.methods import METHODS
 from tasuki.rpc.metrics import joined, of_service
 from tasuki.rpc.port import HttpCaller, HttpHandler, HttpPort
@@ -60,9 +60,9 @@ class NodeMetrics:
         self._planned: PlanResponse | None = None
         gpus = gpus_of(config)
         self._num_gpus = len({*gpus.trainer, *gpus.rollout})
-        self._stages: Histogram = metric_names.STAGE_SECONDS.histogram(registry, buckets=_STAGE_BUCKETS_S)
-        self._changeovers = metric_names.CHANGEOVERS.counter(registry)
-        self._gpu_seconds = metric_names.GPU_SECONDS.counter(registry)
+        self._stages: Histogram = metrics.STAGE_SECONDS.histogram(registry, buckets=_STAGE_BUCKETS_S)
+        self._changeovers = metrics.CHANGEOVERS.counter(registry)
+        self._gpu_seconds = metrics.GPU_SECONDS.counter(registry)
         self._run = RunFigures(config.state_dir)
         self._usages: dict[Service, GetUsageResponse] = {}
         self._turn = asyncio.Lock()
@@ -121,7 +121,7 @@ class NodeMetrics:
                 await asyncio.to_thread(self._run.read)
 
     def _state_families(self, answers: Mapping[Service, bytes]) -> Iterable[Metric]:
-        up, phase, gpus = metric_names.SERVICE_UP.gauges(), metric_names.PHASE.gauges(), metric_names.GPUS.gauges()
+        up, phase, gpus = metrics.SERVICE_UP.gauges(), metrics.PHASE.gauges(), metrics.GPUS.gauges()
         up.add_metric(["coordinator"], 1)
         for service in Service:
             up.add_metric([service], service in answers)
@@ -132,7 +132,7 @@ class NodeMetrics:
         return up, phase, gpus
 
     def _memory_families(self) -> Iterable[Metric]:
-        names = metric_names.MEMORY_MAPPED, metric_names.MEMORY_STAYS, metric_names.DEVICE_FREE, metric_names.DEVICE_TOTAL
+        names = metrics.MEMORY_MAPPED, metrics.MEMORY_STAYS, metrics.DEVICE_FREE, metrics.DEVICE_TOTAL
         mapped, staying, free, total = (name.gauges() for name in names)
         sizes: Counter[tuple[str, str, str]] = Counter()
         num_staying: Counter[tuple[str, str, str]] = Counter()
@@ -193,9 +193,9 @@ class RunFigures:
 
     def families(self) -> Iterable[GaugeMetricFamily]:
         """Gauges of the newest step that updated weights, and of the newest evaluation."""
-        names = (metric_names.RUN_STEP, metric_names.RUN_REWARD, metric_names.RUN_EVAL_SCORE)
+        names = (metrics.RUN_STEP, metrics.RUN_REWARD, metrics.RUN_EVAL_SCORE)
         step, reward, score = (name.gauges() for name in names)
-        seconds, metric = metric_names.RUN_STEP_SECONDS.gauges(), metric_names.RUN_METRIC.gauges()
+        seconds, metric = metrics.RUN_STEP_SECONDS.gauges(), metrics.RUN_METRIC.gauges()
         if self._last.step >= 0:
             step.add_metric([], self._last.step)
         if "eval_score" in self._scored.values:

@@ -6,15 +6,15 @@ from contextlib import contextmanager
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from tasuki.rpc.metric_names import (
+from tasuki.rpc.metrics import (
     LOG_PROB_GAP,
     POLICY_VERSION,
     STALENESS,
     TRAINER_SAMPLES,
     TRAINER_STEPS,
     TRAINER_TOKENS,
+    GpuSeconds,
 )
-from tasuki.rpc.metrics import GpuSeconds
 from tasuki.trainer.data.samples import Samples, starts
 from tasuki.trainer.roles import Role
 from tasuki.v1.trainer_pb2 import ForwardBackwardResponse, OptimStepResponse

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.config.paths import training_save_path
 from tasuki.config.schema import NodeConfig
-from tasuki.rpc.calls import chunks
-from tasuki.rpc.commands import Commanded, digest
+from tasuki.rpc.commands import Commanded, chunks, digest
 from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, joined, watch_usage
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.durable.restore import recipe
