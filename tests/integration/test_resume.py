@@ -22,7 +22,7 @@ from tasuki.node.start import _begin_at_the_model
 from tasuki.runs.earlier_run import EarlierRun, begun_at
 from tasuki.runs.folder import MetricsFile
 from tasuki.runs.resume import Continuation, begin, check_restart, go_on, resumable_run
-from tasuki.runs.rl_training import rl_run_settings
+from tasuki.runs.settings import RunSettings
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError
 from tests.integration.scripted_node import ScriptedNode, scripted_node
@@ -66,12 +66,12 @@ class Run:
     def look(self) -> EarlierRun | None:
         config = load_config(self.folder / "node.toml")
         assert config.train is not None
-        return resumable_run(config, rl_run_settings(config.train), Dataset([{"prompt": "a"}]))
+        return resumable_run(config, RunSettings.of(config.train, num_steps=config.train.num_steps), Dataset([{"prompt": "a"}]))
 
     def _with_client(self, action: str) -> Continuation:
         config = load_config(self.folder / "node.toml")
         assert config.train is not None
-        settings = rl_run_settings(config.train)
+        settings = RunSettings.of(config.train, num_steps=config.train.num_steps)
         with Client(state_dir=config.state_dir) as client:
             if action == "begin":
                 return begin(client, config, settings, config_dir=Path.cwd(), now=BEGUN)
@@ -210,7 +210,7 @@ async def test_a_run_without_a_checkpoint_is_refused_before_a_node_starts_for_it
     path.write_text(path.read_text().replace("save_every = 4\n", ""))
     config, earlier = load_config(path), run.look()
     assert config.train is not None and earlier is not None
-    settings = rl_run_settings(config.train)
+    settings = RunSettings.of(config.train, num_steps=config.train.num_steps)
     with pytest.raises(InvalidArgument, match=r"train\.save_every: is not set") as refused:
         check_restart(earlier, config, settings)
     assert "tasuki up" not in refused.value.message

@@ -188,11 +188,7 @@ def _refusal(stage: Stage, shortages: list[_Shortage], *, tags: Sequence[str], c
         f"{stage} was not begun, there is no room for {', '.join(tags)}: {'; '.join(lines)}. Held on {worst.device}: {held}. {advice}",
         stage=stage,
         tag=",".join(tags),
-        device=worst.device,
-        needed_bytes=worst.needed_bytes,
-        free_bytes=worst.free_bytes,
-        short_bytes=worst.short_bytes,
-        margin_bytes=worst.margin_bytes,
+        **{name: getattr(worst, name) for name in ("device", "needed_bytes", "free_bytes", "short_bytes", "margin_bytes")},
         held="; ".join(f"{who}={size}" for who, size in worst.held.items()),
         advice=advice,
     )

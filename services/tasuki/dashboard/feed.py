@@ -32,7 +32,6 @@ class NodeFollower:
         """config_path: of the node to follow now; None if there is none."""
         self._config_path, self._tell = config_path, tell
         self._stop = threading.Event()
-        self._reader: NodeReader | None = None
         self._state = self._without_node("no node runs here")
         self._thread = threading.Thread(target=self._poll, name="tasuki-node", daemon=True)
 
@@ -41,8 +40,6 @@ class NodeFollower:
 
     def close(self) -> None:
         self._stop.set()
-        if (reader := self._reader) is not None:
-            reader.__exit__()
         self._thread.join(_POLL_S)
 
     def read(self) -> dict[str, Any]:
@@ -51,33 +48,24 @@ class NodeFollower:
 
     def _poll(self) -> None:
         while not self._stop.is_set():
-            if (path := self._config_path()) is None:
-                self._take(self._without_node("no node runs here"))
-            else:
-                self._follow(path)
+            state = self._ask()
+            if state != self._state:
+                self._state = state
+                self._tell()
             self._stop.wait(_POLL_S)
 
-    def _follow(self, path: Path) -> None:
-        """Follows the node until it is gone."""
+    def _ask(self) -> dict[str, Any]:
+        if (path := self._config_path()) is None:
+            return self._without_node("no node runs here")
         try:
-            with NodeReader(load_config(path)) as self._reader:
-                while not self._stop.is_set() and self._config_path() == path:
-                    state: dict[str, Any] = as_dict(self._reader.read_states())
-                    if state["node"].get("boot_id"):
-                        self._take({"is_live": True, "is_silent": False, "note": "", **state})
-                    else:  # only the coordinator knows the node's place
-                        why = state["absent"].get("coordinator", "does not answer")
-                        self._take(self._without_node(f"the coordinator {why}", is_silent=True))
-                    self._stop.wait(_POLL_S)
-        except (TasukiError, OSError, ValueError) as error:  # ValueError: the channel was closed by `close`
-            self._take(self._without_node(str(error)))
-        finally:
-            self._reader = None
-
-    def _take(self, state: dict[str, Any]) -> None:
-        if state != self._state:
-            self._state = state
-            self._tell()
+            with NodeReader(load_config(path)) as reader:
+                state: dict[str, Any] = as_dict(reader.read_states())
+        except (TasukiError, OSError) as error:
+            return self._without_node(str(error))
+        if state["node"].get("boot_id"):
+            return {"is_live": True, "is_silent": False, "note": "", **state}
+        why = state["absent"].get("coordinator", "does not answer")  # only the coordinator knows the node's place
+        return self._without_node(f"the coordinator {why}", is_silent=True)
 
     @staticmethod
     def _without_node(note: str, *, is_silent: bool = False) -> dict[str, Any]:

@@ -56,9 +56,7 @@ def this_member(config: NodeConfig, *, boot_id: str) -> FleetNode:
     return FleetNode(
         node_rank=config.fleet.node_rank,
         boot_id=boot_id,
-        coordinator_target=targets["coordinator"],
-        trainer_target=targets["trainer"],
-        rollout_target=targets["rollout"],
+        **{f"{name}_target": targets[name] for name in ("coordinator", "trainer", "rollout")},
         version=_version("tasuki") or "unknown",  # run from a checkout
         config_digest=config_digest(keys),
         num_ranks=config.trainer.num_ranks,

@@ -15,24 +15,17 @@ from pathlib import Path
 from tasuki.config.environment import FAILPOINTS, failpoint_specs
 from tasuki.config.paths import socket_dir
 from tasuki.config.schema import NodeConfig
+from tasuki.rpc.methods import METHODS
 from tasuki.v1.ranks_pb2 import EngineRankCommand, TrainerRankCommand
 from tasuki.wire.errors import InvalidArgument
-from tasuki.wire.stages import RING, Service, stages_of
+from tasuki.wire.stages import RING, Rpc, Service, stages_of
 
 _SPEC = re.compile(
     r"(?P<process>[a-z]+[0-9]*)@(?P<point>[A-Za-z_.]+)(?::(?P<nth>[1-9][0-9]*))?=(?P<action>[a-z]+)"
     r"(?:\((?P<victim>[a-z]+[0-9]*)\))?"
 )
-_TRAINER_COMMANDS = (
-    "ForwardBackward",
-    "OptimStep",
-    "DiscardGradients",
-    "BeginRun",
-    "WithdrawWeights",
-    "SaveCheckpoint",
-    "LoadCheckpoint",
-    "ExportModel",
-)
+_TRAINER = "tasuki.v1.TrainerService"
+_TRAINER_COMMANDS = {method.method for method in METHODS.values() if method.service == _TRAINER and method.needs_deadline}
 _LOG_WRITES = ("log.begin", "log.commit", "log.replace")
 _JOURNAL_WRITES = ("intend", "intended", "note", "noted")
 PUBLISHED, RECEIVED = "publish_weights", "receive"
@@ -119,7 +112,10 @@ def _points(config: NodeConfig) -> dict[str, tuple[str, ...]]:
     )
     return {
         "coordinator": tuple(f"{rule.stage}.{write}" for rule in RING for write in _JOURNAL_WRITES),
-        "trainer": (*with_ends((*stages_of(Service.TRAINER), *_TRAINER_COMMANDS)), *_LOG_WRITES),
+        "trainer": (
+            *with_ends((*stages_of(Service.TRAINER), *sorted(_TRAINER_COMMANDS - {Rpc.PUBLISH_WEIGHTS}))),
+            *_LOG_WRITES,
+        ),
         **{f"trainer{rank}": ranks for rank in range(config.trainer.num_ranks)},
         "rollout": with_ends(stages_of(Service.ROLLOUT)),
         **{f"scheduler{rank}": engine_ranks for rank in range(config.num_engine_ranks)},

@@ -49,7 +49,7 @@ class RlTraining:
 
     @property
     def settings(self) -> RunSettings:
-        return rl_run_settings(self.train)
+        return RunSettings.of(self.train, num_steps=self.train.num_steps)
 
     @property
     def eval_every(self) -> int | None:
@@ -172,18 +172,6 @@ def _longest_sample(
             raise InvalidArgument("dataset", text, num_tokens=num_tokens)
         longest = max(longest, num_tokens + max_new_tokens)
     return longest
-
-
-def rl_run_settings(train: TrainConfig) -> RunSettings:
-    return RunSettings(
-        table="train",
-        output_dir=train.output_dir,
-        num_steps=train.num_steps,
-        length_key="train.num_steps",
-        save_every=train.save_every,
-        keep_last=train.keep_last,
-        stop_at_eval_score=train.stop_at_eval_score,
-    )
 
 
 def open_rewards(

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasuki.config.train_schema import SftConfig, TrainConfig
 from tasuki.wire.errors import InvalidArgument, PathNotFound, PathPermissionDenied
 
 
@@ -19,6 +20,13 @@ class RunSettings:
     save_every: int | None
     keep_last: int
     stop_at_eval_score: float | None = None
+
+    @classmethod
+    def of(cls, run: TrainConfig | SftConfig, *, num_steps: int, length_key: str = "num_steps") -> "RunSettings":
+        """length_key: of the run's table."""
+        table, stop = ("train", run.stop_at_eval_score) if isinstance(run, TrainConfig) else ("sft", None)
+        kept = {name: getattr(run, name) for name in ("output_dir", "save_every", "keep_last")}
+        return cls(table=table, num_steps=num_steps, length_key=f"{table}.{length_key}", stop_at_eval_score=stop, **kept)
 
 
 @contextmanager

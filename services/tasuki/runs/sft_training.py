@@ -81,14 +81,7 @@ class SftTraining:
         num_steps, key = sft.num_steps, "num_steps"
         if num_steps is None:
             num_steps, key = math.ceil((sft.num_epochs or 1) * len(self.samples) / sft.samples_per_step), "num_epochs"
-        return RunSettings(
-            table="sft",
-            output_dir=sft.output_dir,
-            num_steps=num_steps,
-            length_key=f"sft.{key}",
-            save_every=sft.save_every,
-            keep_last=sft.keep_last,
-        )
+        return RunSettings.of(sft, num_steps=num_steps, length_key=key)
 
     @property
     def eval_every(self) -> int | None:

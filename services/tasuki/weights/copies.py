@@ -16,22 +16,11 @@ from tasuki.weights.table import TILE_UNITS, VECTOR_BYTES, Side, Table, Transfer
 
 _NUM_WARPS = 4
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_STRIDES = "source_row source_column held_row held_column index_row index_column"
 _BLOCK = np.dtype(
-    [
-        ("source", "<u8"),
-        ("held", "<u8"),
-        ("rows", "<u8"),
-        ("columns", "<u8"),
-        ("source_row", "<i8"),
-        ("source_column", "<i8"),
-        ("held_row", "<i8"),
-        ("held_column", "<i8"),
-        ("index_row", "<i8"),
-        ("index_column", "<i8"),
-        ("index", "<u8"),
-        ("slot", "<u4"),
-        ("item_bytes", "<u4"),
-    ]
+    [(name, "<u8") for name in ("source", "held", "rows", "columns")]
+    + [(name, "<i8") for name in _STRIDES.split()]
+    + [("index", "<u8"), ("slot", "<u4"), ("item_bytes", "<u4")]
 )
 """csrc's tasuki_block."""
 
