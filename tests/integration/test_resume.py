@@ -21,8 +21,8 @@ from tasuki.config.save import save_config
 from tasuki.node.start import _begin_at_the_model
 from tasuki.runs.earlier_run import EarlierRun, begun_at
 from tasuki.runs.folder import MetricsFile
+from tasuki.runs.recipe import RunSettings
 from tasuki.runs.resume import Continuation, begin, check_restart, go_on, resumable_run
-from tasuki.runs.settings import RunSettings
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError
 from tests.integration.scripted_node import ScriptedNode, scripted_node

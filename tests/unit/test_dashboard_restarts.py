@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from tasuki.dashboard.logs import RestartLogs
-from tasuki.node.rotation import KEPT_LOGS, rotate
+from tasuki.node.exit_report import KEPT_LOGS, rotate
 from tests.dashboard import RECORDED
 
 _START = """2026-11-23 09:00:00,000 INFO service=supervisor logger=tasuki.node event=started service=coordinator pid=1

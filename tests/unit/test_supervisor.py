@@ -10,9 +10,18 @@ import pytest
 
 from tasuki.config.paths import exit_path, log_path
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.node.exit_report import KILLED_FOR_MEMORY, explained, find_error, node_down, why_it_ended, write_exit_report
+from tasuki.node.exit_report import (
+    KILLED_FOR_MEMORY,
+    explained,
+    find_error,
+    node_down,
+    rotate,
+    rotate_open,
+    rotated_paths,
+    why_it_ended,
+    write_exit_report,
+)
 from tasuki.node.processes import continue_children
-from tasuki.node.rotation import rotate, rotate_open, rotated_paths
 from tasuki.wire.errors import Draining, NodeDown, PeerUnavailable, ServiceFailed, TasukiError, UnsupportedModel
 from tasuki.wire.process_tree import parent_and_state
 from tests.conftest import ENVIRONMENT

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.paths import log_path
-from tasuki.node.rotation import KEPT_LOGS, rotated_paths
+from tasuki.node.exit_report import KEPT_LOGS, rotated_paths
 from tasuki.wire.regular_file import open_regular, unreadable
 
 PROCESSES = ("supervisor", "coordinator", "trainer", "rollout")

@@ -28,7 +28,7 @@ from tasuki.wire.errors import (
 from tasuki.wire.stages import MemoryTag
 
 if TYPE_CHECKING:
-    from tasuki.memory.region_cuda import CudaRegions
+    from tasuki.memory.region import CudaRegions
 
 ABI_VERSION = 13
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
@@ -304,7 +304,7 @@ class NativeAllocator:
             self.arena(tag).set_policy(policy)
         self._cuda = None
         if device != "cpu":
-            from tasuki.memory.region_cuda import CudaRegions
+            from tasuki.memory.region import CudaRegions
 
             self._cuda = CudaRegions(self._own, device=device)
 
@@ -331,7 +331,7 @@ class NativeAllocator:
         if self._cuda is not None:
             region = self._cuda.region(tag)
         else:
-            from tasuki.memory.region_cpu import Placing  # torch, which an arena does not need
+            from tasuki.memory.region import Placing  # torch, which an arena does not need
 
             region = Placing(arena)
         with region:

@@ -10,7 +10,7 @@ _SMALL, _SMALL_SEGMENT = _MIB, 2 * _MIB
 _LARGE, _LARGE_SEGMENT, _SEGMENT_STEP = 10 * _MIB, 20 * _MIB, 2 * _MIB
 # csrc/chunks.cpp and the defaults of csrc/arena.h: a chunk ahead of need is an eighth of what is there.
 _MIN_CHUNK, _MAX_CHUNK, _GROWTH_PART = 64 * _MIB, 1024 * _MIB, 8
-# memory/arena.py and region_cpu.py.
+# memory/arena.py and region.py.
 _CPU_MIN_CHUNK, _CPU_MAX_CHUNK, CPU_MIN_TENSOR = 2 * _MIB, 64 * _MIB, 2048
 ALIGNMENT = 256
 """Alignment of tensors that share a buffer, in bytes."""

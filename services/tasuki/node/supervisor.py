@@ -19,9 +19,8 @@ from typing import BinaryIO
 from tasuki.config.lock import StateLock
 from tasuki.config.paths import FIRST_START_VARIABLE, LAUNCHED_VARIABLE, REQUESTED_BY, exit_path, log_path, restart_request_path
 from tasuki.memory.host import host_memory, num_memory_kills
-from tasuki.node.exit_report import KILLED_FOR_MEMORY, read_log, write_exit_report
+from tasuki.node.exit_report import KEPT_LOGS, KILLED_FOR_MEMORY, read_log, rotate, rotate_open, write_exit_report
 from tasuki.node.processes import SERVICE_VARIABLE, ResourceTracker, continue_stopped, end_descendants, kill_service
-from tasuki.node.rotation import KEPT_LOGS, rotate, rotate_open
 from tasuki.node.services import ServiceCommand, listens
 from tasuki.node.watchdog import Watchdog, dump_stacks
 from tasuki.wire.errors import DeadlineExceeded, TasukiError

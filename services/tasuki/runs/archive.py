@@ -20,7 +20,7 @@ from tasuki.config.paths import (
     training_log_path,
 )
 from tasuki.coordinator.journal_file import open_journal
-from tasuki.node.rotation import KEPT_LOGS, rotated_paths
+from tasuki.node.exit_report import KEPT_LOGS, rotated_paths
 from tasuki.wire.regular_file import read_path
 
 _PROCESSES = ("coordinator", "trainer", "rollout", "supervisor")

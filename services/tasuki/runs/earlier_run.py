@@ -21,8 +21,7 @@ from tasuki.config.paths import RUN_CONFIG, training_output_path
 from tasuki.config.schema import NodeConfig
 from tasuki.node.hub import with_local_files
 from tasuki.runs.folder import CHECKPOINTS, RUN_FILES, read_steps
-from tasuki.runs.recipe import file_digest
-from tasuki.runs.settings import RunSettings
+from tasuki.runs.recipe import RunSettings, file_digest
 from tasuki.trainer.durable.saves import FACTS_FILE
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound

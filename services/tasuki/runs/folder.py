@@ -14,7 +14,7 @@ from tasuki.client.durable import named_if_full, open_private, write_durably
 from tasuki.client.loop_state import checkpoint_order, complete_checkpoints
 from tasuki.client.step import Step
 from tasuki.config.paths import training_output_path
-from tasuki.runs.settings import RunSettings
+from tasuki.runs.recipe import RunSettings
 from tasuki.trainer.durable.training_log import read_base
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import DiskFull, InvalidArgument, PathExists, TasukiError

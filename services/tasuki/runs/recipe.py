@@ -1,19 +1,21 @@
-"""Settings that determine a run's results, by key. A run resumes only with the settings it began with."""
+"""Settings of a run by key: those common to RL and supervised runs, and those that determine its results, with which alone it resumes."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tasuki.config.schema import NodeConfig
-from tasuki.config.train_schema import TrainConfig
+from tasuki.config.train_schema import SftConfig, TrainConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
 from tasuki.models.families import read_model_shape
 from tasuki.models.folder_files import INDEX_FILE, model_files
 from tasuki.models.stored_tensors import VALUE_HEAD, read_stored, stored_shapes
 from tasuki.models.tokenizer import CHAT_TEMPLATES
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, PathNotFound, PathPermissionDenied
 
 Recipe = Mapping[str, Any]
 # Paths are compared by their contents.
@@ -94,3 +96,41 @@ def model_digest(config: NodeConfig) -> str:
     parts = [f"{path.name} {file_digest(path)}" for path in texts]
     parts += [f"{name} {stored[name].dtype} {stored[name].shape}" for name in sorted(stored)]
     return _DIGEST + hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    table: str
+    """Table in the configuration: "train" or "sft"."""
+    output_dir: Path
+    num_steps: int
+    length_key: str
+    """Key that determines num_steps: "train.num_steps", "sft.num_epochs"."""
+    save_every: int | None
+    keep_last: int
+    stop_at_eval_score: float | None = None
+
+    @classmethod
+    def of(cls, run: TrainConfig | SftConfig, *, num_steps: int, length_key: str = "num_steps") -> "RunSettings":
+        """length_key: of the run's table."""
+        table, stop = ("train", run.stop_at_eval_score) if isinstance(run, TrainConfig) else ("sft", None)
+        kept = {name: getattr(run, name) for name in ("output_dir", "save_every", "keep_last")}
+        return cls(table=table, num_steps=num_steps, length_key=f"{table}.{length_key}", stop_at_eval_score=stop, **kept)
+
+
+@contextmanager
+def field_as_key(field: str, key: str) -> Iterator[None]:
+    """Makes errors of the client's `field`, or of a field below it, name `key` of the configuration."""
+    try:
+        yield
+    except InvalidArgument as error:
+        wrong = error.metadata["field"]
+        if wrong != field and not wrong.startswith(f"{field}."):
+            raise
+        problem = error.message.removeprefix(f"{wrong}: ")
+        numbers = {name: value for name, value in error.metadata.items() if name != "field"}
+        raise InvalidArgument(f"{key}{wrong.removeprefix(field)}", problem, **numbers) from error
+    except PathNotFound as error:
+        raise PathNotFound(f"{key}: {error.message.removeprefix(f'{field} ')}", **error.metadata) from error
+    except PathPermissionDenied as error:
+        raise PathPermissionDenied(f"{key}: {error.message.removeprefix(f'{field}: ')}", **error.metadata) from error

@@ -22,8 +22,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.node.node_settings import running_settings
 from tasuki.runs.earlier_run import EarlierRun, RunHead, provenance, read_earlier_run, run_has_ended, write_head
 from tasuki.runs.folder import CHECKPOINTS
-from tasuki.runs.recipe import check_recipe, recipe
-from tasuki.runs.settings import RunSettings
+from tasuki.runs.recipe import RunSettings, check_recipe, recipe
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 from tasuki.wire.regular_file import read_regular
 

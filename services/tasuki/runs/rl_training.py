@@ -24,8 +24,8 @@ from tasuki.config.train_schema import RewardConfig, TrainConfig
 from tasuki.models.config_json import read_json_object, size
 from tasuki.node.model_folder import check_model_folder
 from tasuki.runs.folder import EVALUATIONS, SAMPLES, draw_curve, summarize
+from tasuki.runs.recipe import RunSettings, field_as_key
 from tasuki.runs.resume import Continuation, MakeLoop
-from tasuki.runs.settings import RunSettings, field_as_key
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, NotInstalled
 from tasuki.wire.extras import install_extras

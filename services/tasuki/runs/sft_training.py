@@ -20,8 +20,8 @@ from tasuki.config.train_schema import SftConfig
 from tasuki.models.families import read_model_shape
 from tasuki.node.model_folder import check_model_folder
 from tasuki.runs.folder import draw_points, save_figure
+from tasuki.runs.recipe import RunSettings, field_as_key
 from tasuki.runs.resume import Continuation, MakeLoop
-from tasuki.runs.settings import RunSettings, field_as_key
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument
 

@@ -13,7 +13,7 @@ from tasuki.client.dataset import Row, prompt_problem
 from tasuki.models.chat_template import ChatTemplate, texts_of
 from tasuki.models.tokenizer import read_stop_token_ids, read_tokenizer
 from tasuki.models.tool_calls import Call, ToolCallForm, form_of
-from tasuki.runs.settings import field_as_key
+from tasuki.runs.recipe import field_as_key
 from tasuki.wire.errors import InvalidArgument
 
 _ANSWER = "\ufdd2"

@@ -15,7 +15,7 @@ import torch
 
 from tasuki.memory.arena import Arena, buffer_at
 from tasuki.memory.granularity import equal_chunks
-from tasuki.memory.region_cuda import refuse_expandable_segments
+from tasuki.memory.region import refuse_expandable_segments
 from tasuki.memory.shared_chunks import Export, Import, SharedChunk
 from tasuki.v1 import weights_pb2
 from tasuki.weights.manifest import ALIGNMENT, Entry, Manifest, place
