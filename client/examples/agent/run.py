@@ -59,7 +59,9 @@ def served(output: Path, python: str, script: str) -> Iterator[None]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     config = output / "node.toml"
-    config.write_text(config.read_text().replace('function = "agent:solve"', f'server = "http://127.0.0.1:{port}/run"'))
+    config.write_text(
+        config.read_text().replace('function = "agent:solve"', f'server = "http://127.0.0.1:{port}/run"\ntimeout_s = 300')
+    )
     with subprocess.Popen([*argv, str(port)], env=environment, cwd=HERE) as server:
         try:
             while not answers(port):

@@ -5,8 +5,10 @@ In an environment with verifiers alone: `python verifiers_server.py TASKSET > ta
 """
 
 # type: ignore  # noqa: PGH003 - its packages live in an environment of their own
+import functools
 import json
 import os
+import ssl
 import sys
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,6 +20,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route, Router
 from verifiers.v1.utils.loaders import load_environment
 
+ssl.create_default_context = functools.cache(ssl.create_default_context)  # each episode's client would read all certificates
 RUNTIME = {"type": "subprocess"}
 CONFIG = vf.SingleAgentEnvConfig.model_validate({"taskset": {"id": sys.argv[1]}, "agent": {"runtime": RUNTIME}})
 ENV = load_environment(CONFIG)
@@ -35,6 +38,9 @@ async def run(request: Request) -> JSONResponse:
         episode = await ENV.run_slot(slot, vf.ModelContext(model="policy", client=client))
     finally:
         del os.environ[variable]  # noqa: TID251
+        for server in ENV._interception.servers:  # it keeps the client of each address, with its connection
+            if (unused := server.clients.pop(client.model_dump_json(), None)) is not None:
+                await unused.close()
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         return JSONResponse({"error": "; ".join(f"{one.type}: {one.message}" for one in errors)}, 500)
