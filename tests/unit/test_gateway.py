@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import resource
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +31,7 @@ from tasuki.gateway.chat_completions import completion, read_chat, read_generate
 from tasuki.gateway.messages import as_chat_request, as_message
 from tasuki.gateway.responses import as_response
 from tasuki.gateway.rollout import Rollout
+from tasuki.gateway.server import gateway, serving
 from tasuki.gateway.sessions import MAX_SESSIONS, Sessions
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, PeerUnavailable
@@ -358,6 +362,26 @@ async def test_an_answer_that_a_changeover_cuts_at_its_last_token_is_whole(
     rollout._serves.set()
     whole = await rollout.complete(np.array([A], np.int32), SamplingParams(max_new_tokens=4), session_key="s")
     assert (len(whole.token_ids), whole.finish_reason, list(whole.prompt_token_ids)) == (4, FinishReason.LENGTH, [A])
+
+
+async def test_more_agents_than_the_soft_limit_of_open_files_are_served(tokenizer: ModelTokenizer):
+    rollout = Rollout("unix:nowhere", decode=tokenizer.decode_whole)
+    rollout.context_length = 64
+    sessions = Sessions(rollout, tokenizer, model="m", key="secret")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
+    headers, limits = {"authorization": "Bearer secret"}, httpx.Limits(max_connections=None)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as port:
+            base_url = f"http://127.0.0.1:{port.getsockname()[1]}"
+            async with (
+                serving(gateway(sessions), port),
+                httpx.AsyncClient(base_url=base_url, headers=headers, limits=limits, timeout=60) as http,
+            ):
+                answers = await asyncio.gather(*(http.get("/v1/models") for _ in range(40)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert {answer.status_code for answer in answers} == {200}
 
 
 async def test_requests_that_cannot_be_told_or_read_are_refused(tokenizer: ModelTokenizer):

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import resource
 import secrets
 import socket
 import sys
@@ -39,7 +40,9 @@ class _Server(uvicorn.Server):
 async def serving(
     served: Router, port: socket.socket, *, cert: Path | None = None, key: Path | None = None
 ) -> AsyncIterator[None]:
-    """cert, key: of TLS."""
+    """Serves as many connections as the hard limit of open files allows. cert, key: of TLS."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     settings = uvicorn.Config(
         served,
         log_level="warning",
