@@ -12,10 +12,26 @@ import pytest
 from PIL import Image
 
 from tasuki.models.images import ImageProcessor
+from tasuki.models.tower import Tower
+from tasuki.trainer.ranks.wire import decode_columns, encode_samples
+from tasuki.trainer.service.requests import decode_samples
+from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.images import send_once
 
 START, IMAGE, END = 252, 250, 253
-_VISION = {"patch_size": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_TOWER = Tower(
+    image_token_id=IMAGE,
+    depth=1,
+    hidden_size=8,
+    intermediate_size=8,
+    num_heads=1,
+    patch_shape=(3, 2, 16, 16),
+    merge_size=2,
+    num_positions=16,
+    out_size=8,
+    deepstack=(),
+)
 _SETTINGS = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
     "patch_size": 16,
@@ -27,8 +43,7 @@ _SETTINGS = {
 
 
 def _folder(path: Path, *, settings: dict[str, Any], file: str = "preprocessor_config.json") -> Path:
-    config = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END, "vision_config": _VISION}
-    (path / "config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps({"vision_start_token_id": START, "vision_end_token_id": END}))
     own = {**_SETTINGS, **settings}
     (path / file).write_text(json.dumps({"image_processor": own} if file.startswith("processor") else own))
     return path
@@ -55,7 +70,7 @@ def test_patches_are_those_of_the_folders_processor(
 
     # Its constructor writes min_pixels into the class's own dict, which the next test would read.
     monkeypatch.setattr(Qwen2VLImageProcessor, "size", dict(Qwen2VLImageProcessor.size))
-    processor = ImageProcessor(_folder(tmp_path, settings=settings, file=file))
+    processor = ImageProcessor(_folder(tmp_path, settings=settings, file=file), _TOWER)
     oracle = AutoImageProcessor.from_pretrained(tmp_path)
     turned = Image.Exif()
     turned[0x0112] = 6
@@ -80,13 +95,13 @@ def test_patches_are_those_of_the_folders_processor(
 
 
 def test_digest_is_of_the_images_alone(tmp_path: Path) -> None:
-    processor = ImageProcessor(_folder(tmp_path, settings={}))
+    processor = ImageProcessor(_folder(tmp_path, settings={}), _TOWER)
     one, other = (_file(_picture(40, 56, seed=seed)) for seed in (0, 1))
     digest = processor.expand([START, IMAGE, END], [one]).digest
     assert processor.expand([7, START, IMAGE, END, 8], [one]).digest == digest
     assert processor.expand([START, IMAGE, END], [other]).digest != digest
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**_SETTINGS, "image_std": [0.5, 0.6, 0.71]}))
-    assert ImageProcessor(tmp_path).expand([START, IMAGE, END], [one]).digest != digest
+    assert ImageProcessor(tmp_path, _TOWER).expand([START, IMAGE, END], [one]).digest != digest
 
 
 def _png(width: int, height: int, *, depth: int, content: bytes) -> bytes:
@@ -120,7 +135,7 @@ _REFUSED = {
 
 @pytest.mark.parametrize("kind", _REFUSED)
 def test_file_that_is_no_plain_image_is_refused(tmp_path: Path, kind: str) -> None:
-    processor = ImageProcessor(_folder(tmp_path, settings={}))
+    processor = ImageProcessor(_folder(tmp_path, settings={}), _TOWER)
     for use in (
         lambda: processor.num_tokens(_REFUSED[kind], field="prompts[2].images[0]"),
         lambda: processor.expand([START, IMAGE, END], [_REFUSED[kind]], field="prompts[2]"),
@@ -134,7 +149,7 @@ def test_file_that_is_no_plain_image_is_refused(tmp_path: Path, kind: str) -> No
     "token_ids", [[1, 2], [START, IMAGE, END, IMAGE], [IMAGE, END], [START, IMAGE], [START, 1, IMAGE, END]]
 )
 def test_placeholders_that_are_not_one_marked_for_each_image_are_refused(tmp_path: Path, token_ids: list[int]) -> None:
-    processor = ImageProcessor(_folder(tmp_path, settings={}))
+    processor = ImageProcessor(_folder(tmp_path, settings={}), _TOWER)
     with pytest.raises(InvalidArgument) as refused:
         processor.expand(token_ids, [_file(_SMALL)])
     assert refused.value.metadata["field"].startswith("prompt.token_ids")
@@ -154,13 +169,75 @@ def test_placeholders_that_are_not_one_marked_for_each_image_are_refused(tmp_pat
 )
 def test_processor_that_does_not_fit_the_model_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        ImageProcessor(_folder(tmp_path, settings=settings))
+        ImageProcessor(_folder(tmp_path, settings=settings), _TOWER).num_tokens(_file(_SMALL), field="image")
     assert refused.value.metadata["field"] == "model.path"
 
 
-def test_folder_without_processor_or_tower_is_refused(tmp_path: Path) -> None:
+def test_folder_without_a_processor_is_refused_with_its_first_image(tmp_path: Path) -> None:
     (_folder(tmp_path, settings={}) / "preprocessor_config.json").unlink()
-    for _ in range(2):
-        with pytest.raises(InvalidArgument):
-            ImageProcessor(tmp_path)
-        (tmp_path / "config.json").write_text("{}")
+    processor = ImageProcessor(tmp_path, _TOWER)
+    assert processor.places([1, 2], 0, field="prompt") == []
+    with pytest.raises(InvalidArgument):
+        processor.num_tokens(_file(_SMALL), field="image")
+
+
+def _samples(processor: ImageProcessor) -> tuple[list[bytes], list[TrainingSample]]:
+    files = [_file(_picture(*edges, seed=seed)) for seed, edges in enumerate([(40, 56), (100, 70), (30, 30)])]
+    named = [[0], [0], [], [1, 0], [2, 1]]
+    samples = []
+    for own in named:
+        prompt = [7, *[START, IMAGE, END] * len(own), 8]
+        images = [files[index] for index in own]
+        digest = processor.expand(prompt, images).digest if own else b""
+        samples.append(
+            TrainingSample(prompt_token_ids=prompt, completion_token_ids=[9, IMAGE], images=images, image_digest=digest)
+        )
+    return files, samples
+
+
+def test_trainer_decodes_each_distinct_image_once_and_ranks_get_the_same(tmp_path: Path) -> None:
+    processor = ImageProcessor(_folder(tmp_path, settings={"size": {"shortest_edge": 1024, "longest_edge": 16384}}), _TOWER)
+    files, samples = _samples(processor)
+    expanded = [processor.expand(sample.prompt_token_ids, sample.images) if sample.images else None for sample in samples]
+    send_once(samples)
+    decoded = decode_samples(samples, names=(), images=processor)
+    prompts = [
+        list(sample.prompt_token_ids) if one is None else one.token_ids for sample, one in zip(samples, expanded, strict=True)
+    ]
+    assert decoded.num_prompt_S.tolist() == list(map(len, prompts))
+    assert decoded.token_ids_T.tolist() == [token for prompt in prompts for token in (*prompt, 9, IMAGE)]
+    for message in (encode_samples(decoded), encode_samples(decoded.select([4, 2, 1]))):
+        assert encode_samples(decode_columns(message)) == message
+    images = decode_columns(encode_samples(decoded)).images
+    assert images is not None
+    assert images.num_images_S.tolist() == [1, 1, 0, 2, 2]
+    assert images.image_I.tolist() == [0, 0, 1, 0, 2, 1]
+    assert images.start_I.tolist() == [start for one in expanded if one is not None for start in one.starts]
+    np.testing.assert_array_equal(images.pixels_PD, np.concatenate([processor.patches(file, field="")[0] for file in files]))
+    assert decode_samples(samples[2:3], names=(), images=processor).images is None
+
+
+def test_trainer_refuses_images_that_differ_from_rollouts(tmp_path: Path) -> None:
+    settings = {"size": {"shortest_edge": 1024, "longest_edge": 16384}}
+    processor = ImageProcessor(_folder(tmp_path, settings=settings), _TOWER)
+    _, samples = _samples(processor)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**_SETTINGS, **settings, "image_std": [0.5, 0.5, 0.5]}))
+    other = ImageProcessor(tmp_path, _TOWER)
+    for index, field in ((0, "samples[0].image_digest"), (3, "samples[0].image_digest")):
+        with pytest.raises(InvalidArgument) as refused:
+            decode_samples(samples[index : index + 1], names=(), images=other)
+        assert refused.value.metadata["field"] == field
+    samples[0].image_digest = b""
+    assert decode_samples(samples[:1], names=(), images=other).images is not None
+
+
+def test_trainer_refuses_images_of_a_text_model_and_placeholders_without_any(tmp_path: Path) -> None:
+    processor = ImageProcessor(_folder(tmp_path, settings={}), _TOWER)
+    _, samples = _samples(processor)
+    with pytest.raises(InvalidArgument) as refused:
+        decode_samples(samples[2:4], names=())
+    assert refused.value.metadata["field"] == "samples[1].images"
+    del samples[0].images[:]
+    with pytest.raises(InvalidArgument) as refused:
+        decode_samples(samples[2:3] + samples[:1], names=(), images=processor)
+    assert refused.value.metadata["field"] == "samples[1].prompt_token_ids"

@@ -8,6 +8,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from threading import Lock
@@ -17,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.models.config_json import read_json_object, size
+from tasuki.models.families import read_model_shape
+from tasuki.models.tower import Tower
 from tasuki.wire.errors import InvalidArgument, NotInstalled
 from tasuki.wire.extras import install_extras
 
@@ -45,6 +48,8 @@ class Prepared:
 
     token_ids: list[int]
     """With as many placeholders for each image as it has merged patches."""
+    starts: list[int]
+    """Place of each image's first token."""
     pixels_PD: NDArray[np.float32]
     """Patches of all images, in order."""
     grids_I3: NDArray[np.int64]
@@ -56,68 +61,89 @@ class Prepared:
         return hashlib.sha256(self.grids_I3.tobytes() + self.pixels_PD.tobytes()).digest()
 
 
+def read_image_processor(folder: Path) -> "ImageProcessor | None":
+    """The processor of a model folder; None if the model reads text alone. Raises as read_model_file and ImageProcessor."""
+    tower = read_model_shape(folder).tower
+    return None if tower is None else ImageProcessor(folder, tower)
+
+
 class ImageProcessor:
     """Turns the files of a prompt's images into patches. Safe in several threads."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises InvalidArgument naming a file or key, such as for another processor than Qwen's."""
+    def __init__(self, folder: Path, tower: Tower) -> None:
+        """Raises InvalidArgument naming a missing key of config.json. The processor's own file is read with the first image."""
         config = read_json_object(folder / "config.json", field=_KEY)
-        vision = config.get("vision_config")
-        if not isinstance(vision, dict):
-            raise InvalidArgument(_KEY, f"{folder}/config.json has no vision_config: the model reads no images")
-        self._folder = folder
-        self.token_id, self._start_id, self._end_id = (
-            size(config, f"{name}_token_id") for name in ("image", "vision_start", "vision_end")
-        )
-        self._settings, place = _settings(folder)
-        self._patch, self._merge = size(vision, "patch_size"), size(vision, "spatial_merge_size")
-        wanted = {
-            "patch_size": self._patch,
-            "merge_size": self._merge,
-            "temporal_patch_size": size(vision, "temporal_patch_size"),
-            "do_resize": True,
-        }
-        for key, value in wanted.items():
-            if (found := self._settings.get(key, value)) != value:
-                raise InvalidArgument(_KEY, f"{place}: {key} is {found!r}, but the model's config.json needs {value!r}")
-        self._min_pixels, self._max_pixels = self._pixel_range(place)
+        self._folder, self._tower = folder, tower
+        self._start_id, self._end_id = (size(config, f"vision_{edge}_token_id") for edge in ("start", "end"))
         self._processor: Any = None
         self._kept = OrderedDict[bytes, tuple[NDArray[np.float32], NDArray[np.int64]]]()
         self._lock = Lock()
 
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """The folder's settings. Raises InvalidArgument naming a file and key, such as for another processor than Qwen's."""
+        settings, place = _read_settings(self._folder)
+        _, frames, side, _ = self._tower.patch_shape
+        wanted = {"patch_size": side, "merge_size": self._tower.merge_size, "temporal_patch_size": frames, "do_resize": True}
+        for key, value in wanted.items():
+            if (found := settings.get(key, value)) != value:
+                raise InvalidArgument(_KEY, f"{place}: {key} is {found!r}, but the model's config.json needs {value!r}")
+        # Older keys of the edges win. The processor's constructor would write them into a dict of the class.
+        edges = {**_EDGES, **(settings.get("size") or {})}
+        for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            old = settings.pop(key, None)
+            edges[edge] = edges[edge] if old is None else old
+        low, high = edges["shortest_edge"], edges["longest_edge"]
+        if not (isinstance(low, int) and isinstance(high, int) and 0 < low <= high):
+            raise InvalidArgument(_KEY, f"{place}: its images have at least {low!r} and at most {high!r} pixels; correct them")
+        return {**settings, "size": {"shortest_edge": low, "longest_edge": high}}
+
     def num_tokens(self, image: bytes, *, field: str) -> int:
         """Placeholders of an image. Raises InvalidArgument naming `field` for a file that cannot be used."""
         width, height = _decoded(image, field=field).size
-        return math.prod(self._resized(height, width)) // (self._patch * self._merge) ** 2
+        return math.prod(self._resized(height, width)) // self._step**2
 
-    def check_placeholders(self, token_ids: Sequence[int], num_images: int, *, field: str) -> None:
-        """Raises InvalidArgument unless the prompt has one placeholder for each image, between the tokens that mark an image."""
-        places = [place for place, token_id in enumerate(token_ids) if token_id == self.token_id]
+    @property
+    def merge_size(self) -> int:
+        """Rows and columns of patches that one token stands for."""
+        return self._tower.merge_size
+
+    @property
+    def _step(self) -> int:
+        """Pixels along an edge of what one token stands for."""
+        return self._tower.patch_shape[-1] * self._tower.merge_size
+
+    def places(self, token_ids: Sequence[int], num_images: int, *, field: str) -> list[int]:
+        """Where a prompt's placeholders are. Raises InvalidArgument unless each image has one, between the tokens that mark an image."""
+        token_id = self._tower.image_token_id
+        places = [place for place, token in enumerate(token_ids) if token == token_id]
         if len(places) != num_images:
-            problem = f"has {len(places)} image placeholders (token {self.token_id}) for {num_images} images"
+            problem = f"has {len(places)} image placeholders (token {token_id}) for {num_images} images"
             raise InvalidArgument(field, f"{problem}; give one for each image, and write none into a text")
         for place in places:
-            if place in (0, len(token_ids) - 1) or (token_ids[place - 1], token_ids[place + 1]) != (
-                self._start_id,
-                self._end_id,
-            ):
+            if [*token_ids[max(0, place - 1) : place], *token_ids[place + 1 : place + 2]] != [self._start_id, self._end_id]:
                 problem = f"has a placeholder at {place} that is not between the tokens {self._start_id} and {self._end_id}"
-                raise InvalidArgument(f"{field}[{place}]", f"{problem}; render images with the model's chat template")
+                raise InvalidArgument(field, f"{problem}; render images with the model's chat template", token=place)
+        return places
 
-    def expand(self, token_ids: Sequence[int], images: Sequence[bytes], *, field: str = "prompt") -> Prepared:
+    def expand(
+        self, token_ids: Sequence[int], images: Sequence[bytes], *, field: str = "prompt", ids: str = "token_ids"
+    ) -> Prepared:
         """Repeats each placeholder for the patches of its image.
 
-        field: the prompt's, in errors. Raises InvalidArgument naming an image that cannot be used, or as check_placeholders.
+        field, ids: the prompt's and its token ids', in errors. Raises InvalidArgument naming an image that cannot be used, or as `places`.
         """
-        self.check_placeholders(token_ids, len(images), field=f"{field}.token_ids")
+        places = self.places(token_ids, len(images), field=f"{field}.{ids}")
         prepared = [self.patches(image, field=f"{field}.images[{index}]") for index, image in enumerate(images)]
-        counts = iter(len(pixels_PD) // self._merge**2 for pixels_PD, _ in prepared)
-        expanded: list[int] = []
-        for token_id in token_ids:
-            expanded += [token_id] * (next(counts) if token_id == self.token_id else 1)
-        if len(prepared) == 1:
-            return Prepared(expanded, *prepared[0])
-        return Prepared(expanded, *(np.concatenate(parts) for parts in zip(*prepared, strict=True)))
+        expanded, starts, end = list[int](), list[int](), 0
+        for place, (pixels_PD, _) in zip(places, prepared, strict=True):
+            expanded += token_ids[end:place]
+            starts.append(len(expanded))
+            expanded += [self._tower.image_token_id] * (len(pixels_PD) // self.merge_size**2)
+            end = place + 1
+        expanded += token_ids[end:]
+        pixels, grids = [pixels_PD for pixels_PD, _ in prepared], [grid_13 for _, grid_13 in prepared]
+        return Prepared(expanded, starts, np.concatenate(pixels) if len(pixels) > 1 else pixels[0], np.concatenate(grids))
 
     def patches(self, image: bytes, *, field: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Patches and grid [1, 3] of one image; of a recent one, without computing them again."""
@@ -144,36 +170,22 @@ class ImageProcessor:
         except ImportError as error:
             text = f"images need transformers and torchvision: {install_extras('rollout')}"
             raise NotInstalled(text, packages="transformers,torchvision", extras="rollout") from error
-        edges = {"shortest_edge": self._min_pixels, "longest_edge": self._max_pixels}
-        # Its constructor writes min_pixels into a dict of the class.
-        known = {key: value for key, value in self._settings.items() if key not in ("min_pixels", "max_pixels")}
-        return Qwen2VLImageProcessor.from_dict({**known, "size": edges})
-
-    def _pixel_range(self, place: Path) -> tuple[int, int]:
-        """Pixels that an image has after it is resized; by the processor's older keys, or in its `size`."""
-        given = {**_EDGES, **(self._settings.get("size") or {})}
-        low, high = (
-            given[edge] if (old := self._settings.get(key)) is None else old
-            for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
-        )
-        if not (isinstance(low, int) and isinstance(high, int) and 0 < low <= high):
-            raise InvalidArgument(_KEY, f"{place}: its images have at least {low!r} and at most {high!r} pixels; correct them")
-        return low, high
+        return Qwen2VLImageProcessor.from_dict(self._settings)
 
     def _resized(self, height: int, width: int) -> tuple[int, int]:
         """Source: smart_resize of transformers' Qwen2VLImageProcessor."""
-        step = self._patch * self._merge
+        step, edges = self._step, self._settings["size"]
         resized = [round(edge / step) * step for edge in (height, width)]
-        if math.prod(resized) > self._max_pixels:
-            ratio = math.sqrt(height * width / self._max_pixels)
+        if math.prod(resized) > edges["longest_edge"]:
+            ratio = math.sqrt(height * width / edges["longest_edge"])
             resized = [max(step, math.floor(edge / ratio / step) * step) for edge in (height, width)]
-        elif math.prod(resized) < self._min_pixels:
-            ratio = math.sqrt(self._min_pixels / (height * width))
+        elif math.prod(resized) < edges["shortest_edge"]:
+            ratio = math.sqrt(edges["shortest_edge"] / (height * width))
             resized = [math.ceil(edge * ratio / step) * step for edge in (height, width)]
         return resized[0], resized[1]
 
 
-def _settings(folder: Path) -> tuple[dict[str, Any], Path]:
+def _read_settings(folder: Path) -> tuple[dict[str, Any], Path]:
     """The settings of the folder's processor and their file, which transformers 5 writes into that of the whole processor."""
     place = folder / _WHOLE_FILE
     whole = read_json_object(place, field=_KEY) if place.is_file() else {}

@@ -15,6 +15,7 @@ from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import model_source, node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.models.families import read_model_file, read_model_shape
+from tasuki.models.images import read_image_processor
 from tasuki.models.routes import RouteShape
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
@@ -120,6 +121,7 @@ async def _training(ranks: TrainerRanks, *, ready: RankReady, config: NodeConfig
         context_length=ready.context_length,
         micro_batch_tokens=read_choices(config.state_dir).micro_batch_tokens,
         routes=RouteShape.of(model) if replays_routes(config, model) else None,
+        images=read_image_processor(model_source(config)),
         has_aux_loss=config.trainer.router_aux_loss_coef > 0,
     )
     _log.info("ready ranks=%d micro_batch_tokens=%d", ranks.num_ranks, limits.micro_batch_tokens)

@@ -9,6 +9,7 @@ from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss import CriticLoss
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.sampling import GREEDY_BELOW
+from tasuki.models.images import ImageProcessor
 from tasuki.models.routes import RouteShape
 from tasuki.trainer.data.samples import Samples, starts
 from tasuki.trainer.roles import Role
@@ -30,6 +31,8 @@ class BatchLimits:
     """Maximum tokens in a micro-batch, and so in a sample."""
     routes: RouteShape | None = None
     """Of the policy, if it replays them."""
+    images: ImageProcessor | None = None
+    """None if the model reads text alone."""
     has_aux_loss: bool = False
     """Whether the policy has trainer.router_aux_loss_coef."""
 

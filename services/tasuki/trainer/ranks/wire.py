@@ -1,6 +1,7 @@
 """Encodes roles, samples and scores between the front and its ranks; samples as columns of little-endian numbers. No torch."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from google.protobuf.struct_pb2 import Value
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.setting import SettingError
 from tasuki.models.routes import Routes
-from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.data.samples import SampleImages, Samples
 from tasuki.trainer.roles import Role
 from tasuki.v1 import loss_pb2
 from tasuki.v1.ranks_pb2 import SampleColumns
@@ -31,6 +32,32 @@ def encode_samples(samples: Samples) -> SampleColumns:
         prefixes=b"" if samples.prefix_S is None else samples.prefix_S.tobytes(),
         routes=b"" if samples.routes_TR is None else samples.routes_TR.tobytes(),
         has_wide_routes=samples.routes_TR is not None and samples.routes_TR.itemsize > 1,
+        **({} if samples.images is None else _image_columns(samples.images)),
+    )
+
+
+def _image_columns(images: SampleImages) -> dict[str, Any]:
+    return {
+        "num_images": images.num_images_S.tobytes(),
+        "image_indices": images.image_I.tobytes(),
+        "image_starts": images.start_I.tobytes(),
+        "grids": images.grids_U3.tobytes(),
+        "pixels": images.pixels_PD.tobytes(),
+        "merge_size": images.merge_size,
+    }
+
+
+def _images(message: SampleColumns) -> SampleImages:
+    """Inverse of _image_columns."""
+    grids_U3 = np.frombuffer(message.grids, np.int64).reshape(-1, 3)
+    num_patches = int(grids_U3.prod(axis=1).sum())
+    return SampleImages(
+        num_images_S=np.frombuffer(message.num_images, np.int64),
+        image_I=np.frombuffer(message.image_indices, np.int64),
+        start_I=np.frombuffer(message.image_starts, np.int64),
+        grids_U3=grids_U3,
+        pixels_PD=np.frombuffer(message.pixels, np.float32).reshape(num_patches, -1 if num_patches else 0),
+        merge_size=message.merge_size,
     )
 
 
@@ -44,6 +71,7 @@ def decode_columns(message: SampleColumns) -> Samples:
         columns={name: np.frombuffer(content, dtype=np.float32) for name, content in message.columns.items()},
         prefix_S=np.frombuffer(message.prefixes, dtype=np.int32) if message.prefixes else None,
         routes_TR=_routes(message, num_tokens=len(message.token_ids) // 4) if message.routes else None,
+        images=_images(message) if message.pixels else None,
     )
 
 

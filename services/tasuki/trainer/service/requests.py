@@ -1,6 +1,7 @@
 """Decodes and checks requests: samples, roles, loss settings, paths."""
 
 from collections.abc import AsyncIterator, Sequence
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.config.trainer_schema import MAX_LEARNING_RATE
+from tasuki.models.images import ImageProcessor
 from tasuki.models.routes import Routes, RouteShape
-from tasuki.trainer.data.samples import COLUMNS, Samples
+from tasuki.trainer.data.samples import COLUMNS, SampleImages, Samples
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
 from tasuki.v1.trainer_pb2 import (
@@ -24,10 +26,13 @@ from tasuki.v1.trainer_pb2 import (
 from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.images import Files
 from tasuki.wire.routes import Whole
 
 # A logged call is one message, of at most 2 GiB.
 _MAX_ROUTE_BYTES = 3 << 29
+# So is what a rank gets of a call.
+_MAX_PIXEL_BYTES = 3 << 29
 # Fields in which a single number applies to every token.
 _BROADCAST = "advantages"
 
@@ -47,22 +52,26 @@ def check_log_probs_of(positions: Sequence[int], *, role: Role, samples: Samples
 
 
 def decode_samples(
-    messages: Sequence[TrainingSample], *, names: Sequence[str] = COLUMNS, routes: RouteShape | None = None
+    messages: Sequence[TrainingSample],
+    *,
+    names: Sequence[str] = COLUMNS,
+    routes: RouteShape | None = None,
+    images: ImageProcessor | None = None,
 ) -> Samples:
     """Decodes samples with the named fields and, if `routes` are given, their experts.
 
     Raises InvalidArgument naming the first sample and field whose length differs from its completion's, or without possible experts.
     """
-    for index, message in enumerate(messages):
-        if message.images:
-            raise InvalidArgument(f"samples[{index}].images", "the model reads text alone; send no images")
     num_completion_S = _integers([len(message.completion_token_ids) for message in messages])
-    token_ids = chain.from_iterable((*message.prompt_token_ids, *message.completion_token_ids) for message in messages)
+    prompts, sample_images = _read_images(messages, images)
+    token_ids = chain.from_iterable(
+        (*prompt, *message.completion_token_ids) for prompt, message in zip(prompts, messages, strict=True)
+    )
     columns = {name: _column(messages, name, num_completion_S=num_completion_S) for name in names}
     mask_N = columns.pop("loss_mask", None)
     temperatures = [message.temperature if message.HasField("temperature") else 1.0 for message in messages]
     return Samples(
-        num_prompt_S=_integers([len(message.prompt_token_ids) for message in messages]),
+        num_prompt_S=_integers([len(prompt) for prompt in prompts]),
         num_completion_S=num_completion_S,
         policy_version_S=np.array([message.policy_version for message in messages], dtype=np.uint64),
         token_ids_T=np.fromiter(token_ids, dtype=np.int32),
@@ -73,6 +82,59 @@ def decode_samples(
             **_version_lags(messages),
         },
         routes_TR=None if routes is None else _routes(messages, routes),
+        images=sample_images,
+    )
+
+
+def _read_images(
+    messages: Sequence[TrainingSample], processor: ImageProcessor | None
+) -> tuple[Sequence[Sequence[int]], SampleImages | None]:
+    """The prompts with a token for each square of an image's patches, and the images; None if no sample has any. Raises InvalidArgument."""
+    prompts: list[Sequence[int]] = [message.prompt_token_ids for message in messages]
+    if processor is None:
+        if with_images := [index for index, message in enumerate(messages) if message.images]:
+            raise InvalidArgument(f"samples[{with_images[0]}].images", "the model reads text alone; send no images")
+        return prompts, None
+    files, places, digests = Files(), dict[bytes, int](), dict[tuple[int, ...], bytes]()
+    counts, indices, starts = list[int](), list[int](), list[int]()
+    pixels, grids = list[NDArray[np.float32]](), list[NDArray[np.int64]]()
+    for index, message in enumerate(messages):
+        field, own = f"samples[{index}]", list[int]()
+        given = files.of(message, field=field)
+        counts.append(len(given))
+        if not given:
+            processor.places(message.prompt_token_ids, 0, field=f"{field}.prompt_token_ids")
+            continue
+        prepared = processor.expand(message.prompt_token_ids, given, field=field, ids="prompt_token_ids")
+        for file in given:
+            place = places.setdefault(sha256(file).digest(), len(places))
+            if place == len(grids):
+                patches_PD, grid_13 = processor.patches(file, field=field)
+                pixels.append(patches_PD)
+                grids.append(grid_13)
+            own.append(place)
+        if (known := digests.get(tuple(own))) is None:
+            known = digests[tuple(own)] = prepared.digest
+        if message.image_digest not in (b"", known):
+            problem = (
+                "differs: rollout has seen other patches of these images; give both services the same model folder and versions"
+            )
+            raise InvalidArgument(f"{field}.image_digest", problem)
+        prompts[index] = prepared.token_ids
+        indices += own
+        starts += prepared.starts
+    if not pixels:
+        return prompts, None
+    if (num_bytes := sum(each.nbytes for each in pixels)) > _MAX_PIXEL_BYTES:
+        problem = f"have {num_bytes} bytes of patches in one call; at most {_MAX_PIXEL_BYTES} fit: make several calls"
+        raise InvalidArgument("samples[].images", problem)
+    return prompts, SampleImages(
+        num_images_S=_integers(counts),
+        image_I=_integers(indices),
+        start_I=_integers(starts),
+        grids_U3=np.concatenate(grids),
+        pixels_PD=np.concatenate(pixels),
+        merge_size=processor.merge_size,
     )
 
 

@@ -1,5 +1,6 @@
 """tasuki.v1.TrainerService: decodes, calls the ranks, encodes."""
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -77,7 +78,8 @@ class TrainerServicer(TrainerServiceServicer):
 
         async def forward_backward() -> trainer_pb2.ForwardBackwardResponse:
             async with self._state.training():
-                role, config, decoded = self._decode(header, samples)
+                # In a thread: images may take seconds.
+                role, config, decoded = await asyncio.to_thread(self._decode, header, samples)
                 logged = ranks_pb2.LoggedForwardBackward(
                     role=header.role,
                     loss=header.loss,
@@ -103,7 +105,7 @@ class TrainerServicer(TrainerServiceServicer):
         async with self._validating(header) as is_repeat:
             if is_repeat:
                 return trainer_pb2.ForwardBackwardResponse(num_samples=len(samples))
-            decoded = self._decode(header, samples)[2]
+            decoded = (await asyncio.to_thread(self._decode, header, samples))[2]
             num_tokens = int(decoded.columns["loss_mask"].sum())
             return trainer_pb2.ForwardBackwardResponse(num_samples=len(samples), num_tokens=num_tokens)
 
@@ -162,7 +164,7 @@ class TrainerServicer(TrainerServiceServicer):
 
     async def _score(self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
         async with self._state.training():
-            scored = self._training.decode_scored(role, samples)
+            scored = await asyncio.to_thread(self._training.decode_scored, role, samples)
             with self._metrics.using("score"):
                 return await self._training.score(*scored)
 

@@ -72,7 +72,7 @@ class Training:
         """
         trained = self._trained(call.role, field="header.role")
         config = decode_loss(call.loss)
-        decoded = decode_samples(samples, routes=self._routes(trained, samples))
+        decoded = decode_samples(samples, routes=self._routes(trained, samples), images=self._limits.images)
         if self._limits.routes is not None and trained is Role.POLICY and "rollout_log_probs" in config.required_fields:
             checks.check_routed(decoded)
         if self.state.roles[trained].has_gradients and (_divides_alone(call) or trained in self._divided_alone):
@@ -103,7 +103,10 @@ class Training:
         """Decodes samples to score with the policy, the reference or the critic. Raises InvalidArgument."""
         is_reference = role == ROLE_MESSAGES[Role.REFERENCE]
         scored = Role.REFERENCE if is_reference else self._trained(role, field="header.role")
-        decoded = decode_samples(samples, names=(), routes=self._routes(scored, samples))  # scoring ignores fields of losses
+        routes = self._routes(scored, samples)
+        decoded = decode_samples(
+            samples, names=(), routes=routes, images=self._limits.images
+        )  # scoring ignores fields of losses
         checks.check_sequences(decoded, limits=self._limits)
         return scored, decoded
 
