@@ -189,6 +189,8 @@ def test_the_engines_copy_of_its_tokens_experts_is_planned() -> None:
         (MOE, {"trainer": {"router_replay": False}}, False),
         (MOE, {"device": "cuda", "rollout": {"engine": {"speculative_algorithm": "NGRAM"}}}, False),
         (MOE, {"sft": {"dataset": "rows.jsonl", "output_dir": "out"}}, False),
+        (replace(MOE, architecture="GptOssForCausalLM"), {"device": "cuda"}, False),
+        (replace(MOE, architecture="GptOssForCausalLM"), {"device": "cpu"}, True),
         (replace(MOE, delta=cast(Any, object())), {}, False),
         (MODELS["qwen2.5-7b"], {"trainer": {"router_replay": True}}, False),
     ],

@@ -26,8 +26,6 @@ HEARTBEAT_S = 0.25
 """Interval of a process's heartbeat."""
 MISSED_BEATS = 4
 """Missing heartbeats after which a process counts as hung, at least."""
-REPLAYS_ROUTES = True
-"""What trainer.router_replay = "auto" is where it is possible."""
 
 
 class SettingsConflict(ValueError):
@@ -144,7 +142,8 @@ def replays_routes(config: "NodeConfig", model: "ModelShape") -> bool:
     """Whether the policy replays the experts of rollout. "auto" does for a mixture in RL, where its engine can report them."""
     replay, drafts = config.trainer.router_replay, "speculative_algorithm" in config.rollout.engine
     if replay == "auto":
-        replay = REPLAYS_ROUTES and config.sft is None and model.delta is None and not drafts
+        has_other_kernel = config.device == "cuda" and model.architecture == "GptOssForCausalLM"
+        replay = config.sft is None and model.delta is None and not drafts and not has_other_kernel
     return replay and model.num_experts > 0
 
 

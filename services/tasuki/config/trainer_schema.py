@@ -191,7 +191,8 @@ class TrainerConfig(OptimizerConfig):
     router_replay: Literal["auto", True, False] = "auto"
     """Whether tokens pass the experts in training that they passed in rollout, which then reports them; without effect on a dense model.
     The policy's losses and log-probs replay them, the reference and the critic choose their own. "auto": unless there is `[sft]`, where the
-    engine can report them: not with drafts (`speculative_algorithm`), nor of Qwen3.5. True is refused there."""
+    engine can report them: not with drafts (`speculative_algorithm`), nor of Qwen3.5. True is refused there. Nor of gpt-oss on a GPU, where
+    the engine's faster kernel does not report them, and true takes another."""
     router_aux_loss_coef: Float = Field(default=0.0, ge=0)
     """Weight of a loss that balances the load of experts: transformers' load-balancing loss over the micro-batches that all ranks compute
     at once. The policy's losses of every kind get it."""
