@@ -1,17 +1,20 @@
 """Steps of adapters as PEFT has them, in one process."""
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from tasuki.trainer.backends.fsdp.lora.adapters import adapter_tensors, in_file
+from tasuki.trainer.backends.fsdp.lora.adapters import Dropout, adapter_tensors, in_file
 from tasuki.trainer.data.micro_batch import token_batch
+from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tests.integration import trainer_samples as plain
@@ -48,6 +51,72 @@ def test_a_step_of_adapters_equals_pefts(mesh: DeviceMesh, model: Path, tmp_path
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
     backend.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}])
+def test_a_step_with_dropout_is_pefts_with_the_same_masks(
+    mesh: DeviceMesh, model: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    settings = {"learning_rate": plain.LEARNING_RATE, "eps": plain.EPS, "weight_decay": plain.WEIGHT_DECAY}
+    lora = {"rank": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "dropout": 0.3, **options}
+    made = plain.make_samples(9, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE)
+    given = [max(made, key=lambda sample: len(sample.completion_token_ids))]
+    learner = start_learner(model, mesh=mesh, max_grad_norm=plain.MAX_GRAD_NORM, checkpointing="full", lora=lora, **settings)
+    backend, masks = fsdp(learner), dict[str, torch.Tensor]()
+    torch.manual_seed(1)
+    for name, param in trained(learner, Role.POLICY).network.causal_lm.named_parameters():
+        if ".lora_B" in name:
+            cast(DTensor, param).to_local().data.normal_(std=0.1)
+    for name, module in backend._policy.causal_lm.named_modules():
+        if isinstance(module, Dropout):
+
+            def record(_: Any, inputs: Any, output: torch.Tensor, name: str = name) -> None:
+                mask = (output != 0).float() / 0.7
+                assert torch.equal(masks.setdefault(name, mask), mask), "a recomputation has the same"
+                torch.testing.assert_close(inputs[0] * mask, output)
+
+            module.register_forward_hook(record)
+    backend.export_model(tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "adapter" / "adapter_config.json").read_text())["lora_dropout"] == 0.3
+    learn(learner, Role.POLICY, decode_samples(given), config=plain.LOSS)
+    learner.optim_step(Role.POLICY, schedule_steps=3)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, tmp_path / "model" / "adapter", is_trainable=True).train()
+    for name, mask in masks.items():
+
+        class Replayed(torch.nn.Module):
+            def forward(self, x: torch.Tensor, mask: torch.Tensor = mask) -> torch.Tensor:
+                # The last token has no successor, so ours leaves it out.
+                return torch.cat([x[:, : mask.shape[1]] * mask, x[:, mask.shape[1] :]], dim=1)
+
+        layer = theirs.base_model.model.get_submodule(name.removesuffix(".lora_dropout.default"))
+        layer.lora_dropout["default"] = Replayed()
+    expected, found = plain.plain_step_of(theirs, given), adapter_tensors(backend._policy.causal_lm)
+    wanted = {in_file(name.removeprefix("base_model.model."), param)[0]: param for name, param in expected.parameters.items()}
+    assert len({mask.mean().item() for mask in masks.values()}) > 3, "layers have their own"
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+    backend.close()
+
+
+def test_dropout_is_repeated_after_a_resumption_and_absent_from_scores(mesh: DeviceMesh, model: Path, tmp_path: Path) -> None:
+    lora, samples = {"rank": 4, "dropout": 0.5}, decode_samples(plain.make_samples(9, vocab_size=VOCAB_SIZE))
+    learner, plain_learner = (start_learner(model, mesh=mesh, lora=lora | more) for more in ({}, {"dropout": 0.0}))
+
+    def stepped(learner: Learner) -> dict[str, torch.Tensor]:
+        learn(learner, Role.POLICY, samples, config=plain.LOSS, max_tokens=64)
+        learner.optim_step(Role.POLICY, learning_rate=0.01)
+        return adapter_tensors(fsdp(learner)._policy.causal_lm)
+
+    first = stepped(learner)
+    learner.save_checkpoint(tmp_path / "saved")
+    second = stepped(learner)
+    learner.load_checkpoint(tmp_path / "saved")
+    again = stepped(learner)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in second.items())
+    assert not all(torch.equal(tensor, stepped(plain_learner)[name]) for name, tensor in first.items())
+    batch = [token_batch(samples, device=learner.backend.device)]
+    assert learner.score(Role.POLICY, batch)[0].tolist() == learner.score(Role.POLICY, batch)[0].tolist()
 
 
 def test_new_adapters_with_dora_change_nothing_in_bfloat16(mesh: DeviceMesh, model: Path) -> None:

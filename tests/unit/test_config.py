@@ -87,7 +87,7 @@ def test_dtypes_that_are_not_given_are_those_that_the_cpu_is_fast_in(
         ("", ["listen=127.0.0.1:65534"], "listen"),
         ("", ["trainer.lora.rank=0"], "trainer.lora.rank"),
         ("", ['trainer.lora.target_modules=["q_proj", "gate"]'], "trainer.lora.target_modules.1"),
-        ("", ["trainer.lora.dropout=0.1"], "trainer.lora.dropout"),
+        ("", ["trainer.lora.drop=0.1"], "trainer.lora.drop"),
         ("", ["trainer.num_ranks"], "set"),
         ("", ["seed=-1"], "seed"),
         ("", ["device.kind=cpu"], "device.kind"),

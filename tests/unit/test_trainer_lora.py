@@ -18,11 +18,11 @@ from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape
 from tasuki.planner.node import GB, node_of
-from tasuki.planner.step_bytes import _outputs
+from tasuki.planner.step_bytes import _width
 from tasuki.planner.trainer_bytes import trained_shards
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
 from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts
-from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, base_parameters, trained_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, base_parameters, set_dropout, trained_parameters
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.sealed_json import sealed
@@ -89,6 +89,7 @@ def test_adapters_of_experts_are_trained_in_float32_and_planned(kind: str) -> No
         ({"rank_pattern": {"(q": 2}}, "is no regular expression"),
         ({"init": "gaussian", "path": "x"}, "init"),
         ({"use_dora": True, "experts": True}, "use_dora is not for experts"),
+        ({"dropout": 0.1, "experts": True}, "dropout is not for experts"),
     ],
 )
 def test_names_and_patterns_without_effect_are_refused_by_key(changes: dict[str, object], words: str) -> None:
@@ -126,18 +127,45 @@ def test_dora_is_served_merged() -> None:
         config_of(trainer={"lora": {"use_dora": True}}, rollout={"lora": "adapter"})
 
 
-def test_what_dora_keeps_for_backward_is_planned() -> None:
-    sizes: dict[tuple[bool, int], int] = {}
-    for use_dora in (False, True):
-        model, lora = make_model("llama", seed=0), LoraConfig(rank=4, use_dora=use_dora)
-        add_adapters(model, lora)
-        for num_tokens in (16, 48):
-            with kept_bytes(model.parameters()) as kept:
-                output = model(torch.arange(num_tokens)[None], use_cache=False).logits
-            sizes[use_dora, num_tokens] = sum(kept.values())
-            assert output.requires_grad
-    more = [(sizes[use_dora, 48] - sizes[use_dora, 16]) // 32 for use_dora in (False, True)]
-    assert more[1] - more[0] == 4 * sum(_outputs(lora, shape_of(model), index) for index in range(2)) > 0
+def kept_per_token(lora: LoraConfig) -> int:
+    """Bytes that autograd keeps of a token with adapters in a model of float32."""
+    model, sizes = make_model("llama", seed=0), list[int]()
+    add_adapters(model, lora)
+    set_dropout(model, 1)
+    for num_tokens in (16, 48):
+        with kept_bytes(model.parameters()) as kept:
+            output = model(torch.arange(num_tokens)[None], use_cache=False).logits
+        sizes.append(sum(kept.values()))
+        assert output.requires_grad
+    return (sizes[1] - sizes[0]) // 32
+
+
+def test_what_dora_and_dropout_keep_for_backward_is_planned() -> None:
+    shape, alone = shape_of(on_meta("llama")), kept_per_token(LoraConfig(rank=4))
+    dora, dropout = LoraConfig(rank=4, use_dora=True), LoraConfig(rank=4, dropout=0.5)
+    outputs, inputs = (sum(_width(dora, shape, index, dim=dim) for index in range(2)) for dim in (0, 1))
+    assert kept_per_token(dora) - alone == 4 * outputs > 0
+    # At most: what q, k and v share without dropout, and gate and up, is kept no more.
+    assert 0.5 < (kept_per_token(dropout) - alone) / ((4 + 1) * inputs) <= 1
+
+
+@pytest.mark.parametrize(
+    ("tables", "field"),
+    [
+        ({"trainer": {"mlp_tile_tokens": 8}}, "trainer.mlp_tile_tokens"),
+        ({"trainer": {"compile": "blocks"}}, "trainer.compile"),
+        ({"train": {"old_policy": "current"}}, "train.old_policy"),
+        ({"train": {}}, "train.old_policy"),
+        ({"train": {"old_policy": "given"}}, None),
+    ],
+)
+def test_dropout_is_refused_where_masks_would_repeat_or_ratios_be_of_two_masks(
+    tables: dict[str, dict[str, object]], field: str | None
+) -> None:
+    train = {"dataset": "x", "output_dir": "y", "reward": {"function": "f:g"}, "num_steps": 1, **tables.get("train", {})}
+    trainer = {"lora": {"dropout": 0.1}, **tables.get("trainer", {})}
+    with nullcontext() if field is None else pytest.raises(ValueError, match=rf"{field} .*trainer.lora.dropout"):
+        config_of(trainer=trainer, **({"train": train} if "train" in tables else {}))
 
 
 REFUSED = {

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from tasuki.algorithms.loss_types import OldPolicy
 from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.table import MAX_GPUS, UNIX, UUID
 from tasuki.models.adapter_folder import check_adapter, is_end, is_match
@@ -46,6 +47,8 @@ def check_config(config: "NodeConfig") -> None:
     _check_kind_of_device(config)
     if config.rollout.lora == "adapter" and config.trainer.lora is None:
         raise SettingsConflict("rollout.lora", '= "adapter" needs a table [trainer.lora]')
+    if config.trainer.lora is not None and config.trainer.lora.dropout:
+        _check_dropout(config)
     for key, what in (("experts", "adapters of experts"), ("use_dora", "DoRA")):
         if config.served_adapter is not None and getattr(config.served_adapter, key):
             problem = f'= "adapter" cannot serve {what} (trainer.lora.{key}); leave it at "merged"'
@@ -263,6 +266,15 @@ def check_lora_targets(model: "ModelShape", targets: Sequence[str]) -> None:
     if missing:
         has = f"it has {', '.join(there)}; those of experts are trainer.lora.experts"
         raise InvalidArgument("trainer.lora.target_modules", f"{model.architecture} has no linear {', '.join(missing)}; {has}")
+
+
+def _check_dropout(config: "NodeConfig") -> None:
+    for key, value in (("mlp_tile_tokens", None), ("compile", "none")):
+        if getattr(config.trainer, key) != value:
+            raise SettingsConflict(f"trainer.{key}", "is not for trainer.lora.dropout; remove one of them")
+    if config.train is not None and (loss := config.train.policy_loss()).has_ratio and loss.old_policy is OldPolicy.CURRENT:
+        problem = 'must be "given" or "rollout" with trainer.lora.dropout: the current policy drops inputs, the one that sampled did not'
+        raise SettingsConflict("train.old_policy", problem)
 
 
 def _check_lora_layers(lora: "LoraConfig", model: "ModelShape") -> None:

@@ -99,6 +99,7 @@ OTHERS: Mapping[str, str] = {
         "trainer.compute_dtype": "bf16 dtype fp16 mixed_precision torch_dtype",
         "trainer.learning_rate": "learning_rate lr",
         "trainer.lora.alpha": "lora_alpha",
+        "trainer.lora.dropout": "lora_dropout",
         "trainer.lora.rank": "lora_r lora_rank r",
         "trainer.lora.target_modules": "lora_target_modules",
         "trainer.lr_schedule": "lr_scheduler lr_scheduler_type scheduler",

@@ -44,6 +44,9 @@ class LoraConfig(Schema):
     """Scale by `alpha / sqrt(rank)` instead: rsLoRA, for high ranks (arXiv:2312.03732)."""
     use_dora: Bool = False
     """Train a magnitude of each output, too: DoRA (arXiv:2402.09353). Merged only, and not for experts."""
+    dropout: Float = Field(default=0.0, ge=0, lt=1)
+    """Share of the adapters' inputs that are dropped in training; never in rollout, nor where log-probs are only computed. Not for
+    experts."""
     path: Path | None = None
     """Adapter to start from, a folder of PEFT's with the same rank, alpha, scaling and layers. Without it the policy is the model."""
     init: Literal["default", "gaussian"] = "default"
@@ -68,8 +71,9 @@ class LoraConfig(Schema):
     def _starts_once(self) -> "LoraConfig":
         if self.path is not None and self.init != "default":
             raise ValueError(f'init = "{self.init}" has no effect with path, which has A and B; remove one of them')
-        if self.use_dora and self.experts:
-            raise ValueError("use_dora is not for experts, as in PEFT; remove one of them")
+        for key in ("use_dora", "dropout"):
+            if self.experts and getattr(self, key):
+                raise ValueError(f"{key} is not for experts, as in PEFT; remove one of them")
         return self
 
     def __hash__(self) -> int:
@@ -233,7 +237,14 @@ class TrainerConfig(OptimizerConfig):
         if self.critic is None or self.critic.lora_rank is None:
             return None
         return (self.lora or LoraConfig()).model_copy(
-            update={"rank": self.critic.lora_rank, "path": None, "rank_pattern": {}, "alpha_pattern": {}, "use_dora": False}
+            update={
+                "rank": self.critic.lora_rank,
+                "path": None,
+                "rank_pattern": {},
+                "alpha_pattern": {},
+                "use_dora": False,
+                "dropout": 0.0,
+            }
         )
 
     @model_validator(mode="after")

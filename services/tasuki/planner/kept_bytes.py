@@ -15,6 +15,7 @@ def kept_per_token(
     lora_rank: int | None = None,
     has_expert_adapters: bool = False,
     scaled_outputs: int = 0,
+    dropped_inputs: int = 0,
     is_fused: bool = False,
     keeps_product: bool = True,
 ) -> int:
@@ -22,7 +23,8 @@ def kept_per_token(
 
     Each norm: its input, one float32, a factor of its last product unless fused, and its result where a linear layer uses it. Attention.
     The MLP, see kept_in_mlp. num_keys: of the longest sequence, where attention is capped. is_fused: as on a GPU, see
-    trainer/modules/pointwise.py. scaled_outputs: of linear layers with DoRA.
+    trainer/modules/pointwise.py. scaled_outputs: of linear layers with DoRA. dropped_inputs: of those
+    with dropout, which keep what is left and a mask.
     """
     hidden = model.hidden_size
     # Without a preceding norm, attention and MLP save their input themselves.
@@ -36,7 +38,9 @@ def kept_per_token(
     else:
         attention = _kept_of_attention(model, compute_bytes, num_keys=num_keys, norm=norm)
     mlp = kept_in_mlp(model, layer, compute_bytes=compute_bytes, is_fused=is_fused, keeps_product=keeps_product)
-    adapters = 0 if lora_rank is None else (7 * lora_rank + scaled_outputs) * compute_bytes
+    adapters = (
+        0 if lora_rank is None else (7 * lora_rank + scaled_outputs) * compute_bytes + dropped_inputs * (compute_bytes + 1)
+    )
     if lora_rank is not None and has_expert_adapters and model.is_sparse(layer):
         adapters += 2 * model.experts_per_token * lora_rank * compute_bytes
     return norms + attention + mlp + adapters

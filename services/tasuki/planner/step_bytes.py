@@ -268,7 +268,8 @@ def _layer_activations(node: Node, index: int) -> int:
         compute_bytes=compute,
         lora_rank=None if node.lora is None else node.lora.max_rank,
         has_expert_adapters=node.lora is not None and node.lora.experts,
-        scaled_outputs=0 if node.lora is None or not node.lora.use_dora else _outputs(node.lora, model, index),
+        scaled_outputs=0 if node.lora is None or not node.lora.use_dora else _width(node.lora, model, index, dim=0),
+        dropped_inputs=0 if node.lora is None or not node.lora.dropout else _width(node.lora, model, index, dim=1),
         is_fused=node.device == "cuda",
         keeps_product=_keeps_product(node),
     )
@@ -284,9 +285,9 @@ def _layer_activations(node: Node, index: int) -> int:
 
 
 @functools.lru_cache
-def _outputs(lora: LoraConfig, model: ModelShape, index: int) -> int:
-    """Outputs of a layer's linear layers with adapters, per token."""
-    return sum(shape[0] for layer, shape in lora.layers(model).items() if layer.startswith(f"model.layers.{index}."))
+def _width(lora: LoraConfig, model: ModelShape, index: int, *, dim: int) -> int:
+    """Outputs (0) or inputs (1) of a layer's linear layers with adapters, per token."""
+    return sum(shape[dim] for layer, shape in lora.layers(model).items() if layer.startswith(f"model.layers.{index}."))
 
 
 def _kept_in_mlp(node: Node, index: int) -> int:

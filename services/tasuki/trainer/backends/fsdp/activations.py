@@ -124,7 +124,7 @@ def recomputing(module: nn.Module, kept: Iterable[OpOverload] = (), *, results: 
     def results_of() -> Mapping[OpOverload, Results]:
         return dict.fromkeys(kept, results()) | dict.fromkeys(choices, OnDevice())
 
-    # No module uses random numbers: dropout is off.
+    # Modules repeat the random numbers of adapters' dropout by themselves.
     recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     return partial(recomputed, context_fn=replaying(results_of)) if kept or choices else recomputed
 

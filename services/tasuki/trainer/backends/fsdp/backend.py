@@ -39,7 +39,7 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
 )
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
 from tasuki.trainer.backends.fsdp.host_buffers import HostShards
-from tasuki.trainer.backends.fsdp.lora.adapters import adapters_off, trained_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import adapters_off, set_dropout, trained_parameters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.model import (
@@ -159,6 +159,10 @@ class FsdpBackend:
         if role is Role.REFERENCE and self._node.trainer.lora is not None:
             with adapters_off(self._policy.causal_lm):
                 return self._policy(batch)
+        if role is Role.POLICY and self._node.trainer.lora is not None and self._node.trainer.lora.dropout:
+            # Of torch's random state, which checkpoints hold. Ranks have the same, but other tokens.
+            drawn = int(torch.randint(2**62, ())) + self._mesh.get_local_rank() * 2**32 if torch.is_grad_enabled() else None
+            set_dropout(self._policy.causal_lm, drawn)
         return self._network(role)(batch)
 
     def score_values(self, batch: TokenBatch) -> Tensor:

@@ -73,6 +73,7 @@ def _peft_config(config: LoraConfig) -> "PeftConfig":
         lora_alpha=alpha,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
+        lora_dropout=config.dropout,
         target_modules=targets,
         target_parameters=experts,
         exclude_modules=list(config.exclude_modules) or None,
@@ -91,7 +92,9 @@ def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
     from peft.tuners.lora import LoraLayer
 
     inject_adapter_in_model(_peft_config(config.model_copy(update={"experts": False})), causal_lm)
-    for module in causal_lm.modules():
+    for index, module in enumerate(causal_lm.modules()):
+        if config.dropout and isinstance(module, LoraLayer):
+            module.lora_dropout["default"] = Dropout(config.dropout, index)
         if config.use_dora and isinstance(module, LoraLayer):
             module.lora_variant["default"] = cast(Any, Dora)
         if config.experts and isinstance(module, GroupedExperts):
@@ -212,6 +215,30 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], *, config: LoraConfi
     settings.base_model_name_or_path, settings.task_type, settings.inference_mode = str(source), "CAUSAL_LM", True
     settings.target_modules = sorted(config.target_modules)  # PEFT's is a set, in another order in each process
     settings.save_pretrained(str(folder))
+
+
+class Dropout(nn.Module):
+    """Dropout of an adapter's input. Its mask depends on the layer and on `set_dropout`'s seed alone, so that recomputation repeats it."""
+
+    def __init__(self, probability: float, index: int) -> None:
+        """index: other layers have others."""
+        super().__init__()
+        self._probability, self._index = probability, index
+        self.seed: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.seed is None:
+            return x
+        generator = torch.Generator(x.device).manual_seed((self.seed + self._index) % 2**63)
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(self._probability, generator=generator)
+        return x.masked_fill(mask, 0.0) / (1 - self._probability)
+
+
+def set_dropout(causal_lm: nn.Module, seed: int | None) -> None:
+    """Drops inputs of adapters in the next passes, and their recomputation, by this seed; None drops none."""
+    for module in causal_lm.modules():
+        if isinstance(module, Dropout):
+            module.seed = seed
 
 
 @contextmanager

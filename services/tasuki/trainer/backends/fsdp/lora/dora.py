@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 
 class Dora:
@@ -15,8 +16,10 @@ class Dora:
         base, a, b = module.get_base_layer(), module.lora_A[active_adapter], module.lora_B[active_adapter]
         scaling, magnitude = module.scaling[active_adapter], module.lora_magnitude_vector[active_adapter].weight
         factor = magnitude.float() / row_norms(base.weight, a.weight, b.weight, scaling=scaling)
-        kept = result if base.bias is None else result - base.bias
-        added = scaling * b(a(x))
+        dropped = module.lora_dropout[active_adapter](x)
+        own = result if base.bias is None else result - base.bias
+        kept = own if dropped is x else linear(dropped, base.weight)
+        added = scaling * b(a(dropped))
         return result + added + (factor - 1).to(result.dtype) * (kept + added)
 
 
