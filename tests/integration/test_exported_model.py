@@ -224,6 +224,19 @@ def test_an_exported_model_is_shared_as_the_umask_says(mesh: DeviceMesh, model: 
         assert stat.S_IMODE(path.stat().st_mode) == (0o777 if path.is_dir() else 0o666) & ~umask, path
 
 
+def test_a_text_that_has_changed_under_a_node_is_not_exported(mesh: DeviceMesh, tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model("llama_tied", seed=2), tmp_path / "start")
+    (folder / "tokenizer.json").write_text("{}")
+    backend = fsdp(start_learner(folder, mesh=mesh))
+    (folder / "tokenizer.json").write_text("{ }")
+    with pytest.raises(InvalidArgument, match=r"tokenizer\.json has changed since the node started"):
+        backend.export_model(tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    backend.export_model(tmp_path / "model")
+    backend.close()
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == "{}"
+
+
 def test_a_checkpoint_of_another_model_is_not_exported(mesh: DeviceMesh, model: Path, tmp_path: Path) -> None:
     start_learner(model, mesh=mesh).save_checkpoint(tmp_path / "checkpoint")
     other = save_checkpoint(make_model("llama_tied", seed=2), tmp_path / "other")

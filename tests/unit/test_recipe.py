@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tasuki.cli.__main__ import main
 from tasuki.config.load import load_config
+from tasuki.config.paths import RUN_CONFIG
+from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.runs.earlier_run import provenance
+from tasuki.runs.earlier_run import RunHead, provenance, write_head
 from tasuki.runs.recipe import check_recipe, recipe
 from tasuki.wire.errors import InvalidArgument
 from tests.unit.test_plan_cli import CONFIG
@@ -89,22 +92,42 @@ def test_tensors_may_move_between_files_and_unread_ones_go_but_none_change_nor_m
     index = {"weight_map": {NORM: "model-00001-of-00001.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     check_recipe(recipe(_config(folder)), begun_with=begun_with, output_dir=output_dir)
-    for change in (
-        lambda: save_file({NORM: np.zeros(3)}, model / "model-00001-of-00001.safetensors"),
-        lambda: (
+    for changed, change in {
+        "tensors": lambda: save_file({NORM: np.zeros(3)}, model / "model-00001-of-00001.safetensors"),
+        "chat_template.jinja": lambda: (
             save_file({NORM: np.zeros(2)}, model / "model-00001-of-00001.safetensors"),
             (model / "chat_template.jinja").write_text("x"),
         ),
-    ):
+        "vocab.txt": lambda: (
+            (model / "chat_template.jinja").write_text("{{ messages }}"),
+            (model / "vocab.txt").write_text("x"),
+        ),
+    }.items():
         change()
         with pytest.raises(InvalidArgument, match="has changed since the run was started") as refused:
             check_recipe(recipe(_config(folder)), begun_with=begun_with, output_dir=output_dir)
-        assert refused.value.metadata["field"] == "model"
+        assert refused.value.metadata["field"] == f"model.path.{changed}"
 
 
 def test_the_head_of_a_critic_without_its_own_folder_counts(folder: Path):
     ppo = ("train.algorithm=ppo", "trainer.critic.learning_rate=0.1")
     begun_with = recipe(_config(folder, *ppo))
     save_file({NORM: np.zeros(2)}, folder / "model" / "model.safetensors")
-    with pytest.raises(InvalidArgument, match="model: has changed since the run was started"):
+    with pytest.raises(InvalidArgument, match="model.path.tensors: has changed since the run was started"):
         check_recipe(recipe(_config(folder, *ppo)), begun_with=begun_with, output_dir=folder / "run")
+
+
+def test_a_checkpoint_is_exported_with_the_texts_that_its_run_began_with(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, output_dir = _config(folder), folder / "run"
+    output_dir.mkdir()
+    write_head(output_dir, RunHead("a", 0, recipe(config)))
+    save_config(config, output_dir / RUN_CONFIG)
+    command = ["export", str(output_dir / "checkpoints" / "version-000004")]
+    (folder / "model" / "chat_template.jinja").write_text("x")
+    assert main(command) == 2
+    assert "model.path.chat_template.jinja: has changed since the run was started" in capsys.readouterr().err
+    (folder / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    assert main(command) == 2  # there is no such checkpoint
+    assert "has changed" not in capsys.readouterr().err

@@ -10,9 +10,9 @@ from tasuki.client.step import Step
 from tasuki.config.load import load_config
 from tasuki.config.paths import RUN_CONFIG, training_output_path
 from tasuki.config.save import save_config
+from tasuki.models.folder_files import file_digest
 from tasuki.runs.earlier_run import RunHead, find_run, write_head
 from tasuki.runs.folder import MetricsFile
-from tasuki.runs.recipe import file_digest
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 CONFIG = """

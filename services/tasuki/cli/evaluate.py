@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     version, is_checkpoint = None, arguments.checkpoint is not None
     if is_checkpoint:
         path = found.checkpoint(arguments.checkpoint)
+        found.check_model()
         # None if saved by a client.
         version = read_loop_state(path).step.next_version() if (path / LOOP_FILE).is_file() else None
     elif not path.is_dir():

@@ -21,6 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     checkpoint: Path = arguments.checkpoint.absolute()
     found = find_run(arguments.place or checkpoint.parent.parent)
+    found.check_model()
     target = (arguments.output or found.output_dir / f"model-{checkpoint.name}").absolute()
 
     def told(done: int, num_tensors: int) -> None:

@@ -1,8 +1,10 @@
 """The files of a Hugging Face model folder that services read."""
 
+import hashlib
 from pathlib import Path
 
 from tasuki.models.config_json import read_json_object
+from tasuki.models.tokenizer import CHAT_TEMPLATES
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
@@ -53,6 +55,18 @@ def other_files(folder: Path) -> list[Path]:
     """Lists what an export copies: configuration, generation configuration and tokenizer, everything but weights and adapters."""
     found = sorted(path for path in folder.iterdir() if path.suffix not in WEIGHT_SUFFIXES and path.name != "adapter")
     return [path for path in found if path.is_file() and not path.name.endswith(".index.json")]
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def text_digests(folder: Path) -> dict[str, str]:
+    """Digest of each file of configuration, tokenizer and chat templates, by its path in the folder. Raises as model_files."""
+    files = (*model_files(folder), *sorted(folder.glob(f"{CHAT_TEMPLATES}/*.jinja")))
+    texts = [path for path in files if path.suffix != ".safetensors" and path.name != INDEX_FILE]
+    return {str(path.relative_to(folder)): file_digest(path) for path in texts}
 
 
 def model_files_bytes(folder: Path) -> int:

@@ -19,9 +19,10 @@ from tasuki.client.step import Step
 from tasuki.config.load import load_config
 from tasuki.config.paths import RUN_CONFIG, training_output_path
 from tasuki.config.schema import NodeConfig
+from tasuki.models.folder_files import file_digest
 from tasuki.node.hub import with_local_files
 from tasuki.runs.folder import CHECKPOINTS, RUN_FILES, read_steps
-from tasuki.runs.recipe import RunSettings, file_digest
+from tasuki.runs.recipe import RunSettings, check_recipe, model_digests
 from tasuki.trainer.durable.saves import FACTS_FILE
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -191,6 +192,12 @@ class RecordedRun:
             known = f"those of versions {', '.join(map(str, there))}" if there else "no complete checkpoint"
             raise PathNotFound(f"{self.output_dir / CHECKPOINTS} has {known}, not of version {given}", path=self.output_dir)
         return there[int(given)]
+
+    def check_model(self) -> None:
+        """Raises InvalidArgument naming a file of the model's folder that has changed since the run began."""
+        if self.head is not None:
+            now = {"model.path": model_digests(self.config)}
+            check_recipe(now, begun_with=self.head.recipe, output_dir=self.output_dir)
 
     def check_data(self) -> None:
         """Raises InvalidArgument if the evaluation set has changed since the run began."""

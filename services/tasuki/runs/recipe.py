@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,8 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import SftConfig, TrainConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
 from tasuki.models.families import read_model_shape
-from tasuki.models.folder_files import INDEX_FILE, model_files
+from tasuki.models.folder_files import file_digest, text_digests
 from tasuki.models.stored_tensors import VALUE_HEAD, read_stored, stored_shapes
-from tasuki.models.tokenizer import CHAT_TEMPLATES
 from tasuki.wire.errors import InvalidArgument, PathNotFound, PathPermissionDenied
 
 Recipe = Mapping[str, Any]
@@ -24,11 +23,10 @@ _FREE_TRAIN_KEYS = _FREE_RUN_KEYS | {"reward", "samples", "stop_at_eval_score", 
 _FREE_SFT_KEYS = _FREE_RUN_KEYS | {"num_epochs", "max_tokens"}
 # Every recipe contains exactly one of them, which identifies the run's table.
 _DATASETS = ("train.dataset", "sft.dataset")
-_DIGEST = "sha256:"
 
 
 def recipe(config: NodeConfig) -> Recipe:
-    """Builds the recipe as JSON values. Files count by content; the model by its text files and its weights' names and sizes."""
+    """Builds the recipe as JSON values. Files count by content; the model by its texts and its tensors' names and shapes."""
     table, run, free = ("train", config.train, _FREE_TRAIN_KEYS) if config.sft is None else ("sft", config.sft, _FREE_SFT_KEYS)
     assert run is not None
     tables = {
@@ -41,7 +39,7 @@ def recipe(config: NodeConfig) -> Recipe:
             tables["train.reward"] = run.reward.model_dump(mode="json", include={"function", "weights", "on_error"})
     values = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
     values["seed"] = config.seed
-    values["model"] = model_digest(config)
+    values["model.path"] = model_digests(config)
     values[f"{table}.dataset"] = file_digest(run.dataset)
     values[f"{table}.eval_dataset"] = None if run.eval_dataset is None else file_digest(run.eval_dataset)
     return json.loads(json.dumps(values))
@@ -61,7 +59,7 @@ def check_recipe(now: Recipe, *, begun_with: Recipe, output_dir: Path) -> None:
             continue
         key, is_, was = _difference(key, is_, was)
         what = f"is {is_!r}, but the run was started with {was!r}"
-        if _is_digest(is_) and _is_digest(was):
+        if _is_digest(is_) or _is_digest(was):
             what = "has changed since the run was started"
         raise InvalidArgument(key, f"{what}; restore it to resume {output_dir}, or choose another output_dir for a new run")
 
@@ -75,27 +73,29 @@ def _difference(key: str, is_: Any, was: Any) -> tuple[str, Any, Any]:
 
 
 def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and value.startswith(_DIGEST)
+    return isinstance(value, str) and value.startswith("sha256:")
 
 
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return _DIGEST + hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def model_digest(config: NodeConfig) -> str:
-    """Digest of configuration and tokenizer, and of names, dtypes and shapes of the tensors that are read, wherever they are stored.
+def model_digests(config: NodeConfig) -> dict[str, str]:
+    """Digests of the model's texts, by file, and of names, dtypes and shapes of the tensors that are read, wherever they are stored.
 
     Does not read the weights, which may be hundreds of GB. Raises as read_stored.
     """
     folder, critic = config.model.path, config.trainer.critic
-    files = (*model_files(folder), *sorted(folder.glob(f"{CHAT_TEMPLATES}/*.jinja")))
-    texts = [path for path in files if path.suffix != ".safetensors" and path.name != INDEX_FILE]
     counted = {*stored_shapes(read_model_shape(folder)), *([VALUE_HEAD] if critic is not None and critic.path is None else [])}
     stored = {name: tensor for name, tensor in read_stored(folder).items() if name in counted}
-    parts = [f"{path.name} {file_digest(path)}" for path in texts]
-    parts += [f"{name} {stored[name].dtype} {stored[name].shape}" for name in sorted(stored)]
-    return _DIGEST + hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return text_digests(folder) | {
+        "tensors": _digest(f"{name} {stored[name].dtype} {stored[name].shape}" for name in sorted(stored))
+    }
+
+
+def model_digest(config: NodeConfig) -> str:
+    """One of all of these."""
+    return _digest(f"{name} {digest}" for name, digest in sorted(model_digests(config).items()))
+
+
+def _digest(lines: Iterable[str]) -> str:
+    return "sha256:" + hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

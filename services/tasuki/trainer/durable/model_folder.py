@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import read_model_shape
-from tasuki.models.folder_files import INDEX_FILE, other_files
+from tasuki.models.folder_files import INDEX_FILE, file_digest, other_files
 from tasuki.models.stored_tensors import BLOCKS, FP8, FP8_BLOCK, FP8_SCALES, SCALES, SINGLE_FILE, read_stored, untrained_tensors
 from tasuki.models.tokenizer import CHAT_TEMPLATES
 from tasuki.trainer.durable.mxfp4 import dequantized
@@ -155,9 +155,16 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors creates files readable by their owner only
 
 
-def copy_other_files(source: Path, folder: Path, *, dtype: torch.dtype) -> None:
-    """Copies configuration, generation configuration and tokenizer: everything but weights. dtype: of the weights, for config.json."""
+def copy_other_files(source: Path, folder: Path, *, dtype: torch.dtype, digests: Mapping[str, str] | None = None) -> None:
+    """Copies configuration, generation configuration and tokenizer: everything but weights. dtype: of the weights, for config.json.
+
+    digests: as text_digests had them at the start. Raises InvalidArgument naming a file that is another now.
+    """
     try:
+        for name, digest in (digests or {}).items():
+            if file_digest(source / name) != digest:
+                text = f"{source / name} has changed since the node started; restore it, then --resume exports the model"
+                raise InvalidArgument("model.path", text)
         for file in other_files(source):
             shutil.copyfile(file, folder / file.name)
         if (source / CHAT_TEMPLATES).is_dir():

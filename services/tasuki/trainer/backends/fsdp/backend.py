@@ -19,6 +19,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.models.families import read_model_shape
+from tasuki.models.folder_files import text_digests
 from tasuki.models.stored_tensors import check_stored
 from tasuki.planner.choose import chosen
 from tasuki.planner.node import Checkpointing, node_of
@@ -100,6 +101,7 @@ class FsdpBackend:
         self._model_path = model_source(node)
         self._model_config = read_model_config(self._model_path)
         check_stored(self._model_path, read_model_shape(self._model_path))
+        self._digests = text_digests(node.model.path)
         torch.manual_seed(node.seed)
         self._planned, self._to_close = chosen(node_of(node, gpu_bytes=1, host_bytes=1), choices), ExitStack()
         self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=node.coordinator.stage_timeout_s)
@@ -276,7 +278,8 @@ class FsdpBackend:
     def export_model(self, path: Path) -> int:
         self.memory.wait_for_content()
         source, dtype, lora = self._node.model.path, getattr(torch, self._node.export_dtype), self._node.trainer.lora
-        return export_model(path, causal_lm=self._policy.causal_lm, source=source, dtype=dtype, lora=lora)
+        network, digests = self._policy.causal_lm, self._digests
+        return export_model(path, causal_lm=network, source=source, digests=digests, dtype=dtype, lora=lora)
 
     def close(self) -> None:
         """Closes the export, so that no one else receives the weights, and frees host memory."""

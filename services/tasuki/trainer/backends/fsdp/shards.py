@@ -1,6 +1,6 @@
 """Local shards of DTensors under their names in the Hugging Face checkpoint, for loading, publishing and exporting."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -80,12 +80,14 @@ def _checkpoint_names(causal_lm: nn.Module) -> CheckpointNames:
     return find_family(type(causal_lm).__name__.removeprefix("FSDP")).checkpoint
 
 
-def export_model(path: Path, *, causal_lm: nn.Module, source: Path, dtype: torch.dtype, lora: LoraConfig | None) -> int:
+def export_model(
+    path: Path, *, causal_lm: nn.Module, source: Path, digests: Mapping[str, str], dtype: torch.dtype, lora: LoraConfig | None
+) -> int:
     """Collective: gathers tensors one by one; rank 0 writes them. Returns the bytes written.
 
-    source: the folder of the initial weights. dtype: of every tensor and in config.json. In the dtype that rollout serves, the tensors
-    equal its own, bit for bit. Adapters are merged, and also saved in adapter/ for PEFT.
-    Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be written.
+    source: the folder of the initial weights. digests: of its texts at the start. dtype: of every tensor and in config.json. In the dtype
+    that rollout serves, the tensors equal its own, bit for bit. Adapters are merged, and also saved in adapter/ for PEFT.
+    Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be written, or a text that has changed.
     """
     aside = start_aside(path, mode=0o777)  # less the umask: a model may be shared
     writer = SafetensorsWriter(aside, dtype=dtype)
@@ -98,7 +100,7 @@ def export_model(path: Path, *, causal_lm: nn.Module, source: Path, dtype: torch
         constants = constant_shards(causal_lm)
         on_first_rank(lambda: writer.add_untrained(constants, source=source), path=path)
         on_first_rank(writer.finish, path=path)
-        on_first_rank(lambda: copy_other_files(source, aside, dtype=dtype), path=path)
+        on_first_rank(lambda: copy_other_files(source, aside, dtype=dtype, digests=digests), path=path)
         if lora is not None:
             adapter = adapter_tensors(causal_lm)
             on_first_rank(lambda: write_adapter(aside / "adapter", adapter, config=lora, source=source), path=path)
