@@ -7,23 +7,41 @@ from typing import Any
 import pytest
 
 from tasuki.config.schema import NodeConfig
+from tasuki.node.model_folder import check_model_folders
 from tasuki.rollout.model import read_model
-from tasuki.wire.errors import UnsupportedModel
+from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 from tests.models import CONFIGS, make_model, save_checkpoint
+
+
+def base(folder: Path) -> dict[str, Any]:
+    return {"state_dir": folder, "model": {"path": folder}, "device": "cpu"}
 
 
 def node(folder: Path, kind: str, *, architecture: str, device: str = "cpu", **changes: Any) -> NodeConfig:
     config = CONFIGS[kind]()
     config.update({"architectures": [architecture], **changes})
     config.save_pretrained(folder)
-    return NodeConfig.model_validate({"state_dir": folder, "model": {"path": folder}, "device": device})
+    return NodeConfig.model_validate(base(folder) | {"device": device})
 
 
 def test_capped_logits_are_refused_on_a_cpu_and_served_on_gpus(tmp_path: Path) -> None:
+    save_checkpoint(make_model("gemma2", seed=0), tmp_path)
     with pytest.raises(UnsupportedModel, match="Gemma2ForCausalLM caps logits.* CPU attention does not support"):
-        read_model(node(tmp_path, "gemma2", architecture="Gemma2ForCausalLM"))
-    facts = read_model(node(tmp_path, "gemma2", architecture="Gemma2ForCausalLM", device="cuda"))
-    assert facts.architecture == "Gemma2ForCausalLM"
+        check_model_folders(NodeConfig.model_validate(base(tmp_path)))
+    config = NodeConfig.model_validate(base(tmp_path) | {"device": "cuda"})
+    check_model_folders(config)
+    assert read_model(config).architecture == "Gemma2ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "key"), [({"context_length": 257}, "rollout.context_length"), ({"tp_size": 3}, "rollout.tp_size")]
+)
+def test_what_the_engine_cannot_serve_is_refused_with_the_folder(tmp_path: Path, rollout: dict[str, int], key: str) -> None:
+    save_checkpoint(make_model("llama", seed=0), tmp_path)
+    check_model_folders(NodeConfig.model_validate(base(tmp_path) | {"rollout": {"context_length": 256}}))
+    with pytest.raises(InvalidArgument) as refused:
+        check_model_folders(NodeConfig.model_validate(base(tmp_path) | {"rollout": rollout}))
+    assert refused.value.metadata["field"] == key
 
 
 def test_a_model_without_caps_is_served_on_a_cpu(tmp_path: Path) -> None:

@@ -209,9 +209,9 @@ def test_a_tied_model_may_repeat_its_embedding_but_not_have_another_head(folders
 
 def test_the_trainer_compares_every_byte_of_a_large_head(tmp_path: Path) -> None:
     """The start samples a few blocks; the ranks share the rest."""
-    head = torch.zeros(40_000, 512, dtype=torch.bfloat16)
+    head = torch.ones(40_000, 512, dtype=torch.bfloat16)
     embedding = head.clone()
-    head[2000, 3] = 1
+    head[2000, 3] = 2
     save_file({HEAD: head, EMBEDDING: embedding}, tmp_path / "model.safetensors")
     stored = read_stored(tmp_path)
     check_head(stored, MODELS["qwen2.5-0.5b"], step=2)
@@ -280,3 +280,47 @@ def damage(folder: Path, seed: int) -> None:
         key = rng.choice(sorted(place))
         place[key] = rng.choice([None, 1, "x", True, *place.values()])
         file.write_text(json.dumps(table))
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+@pytest.mark.parametrize("kind", ["single", "sharded", "tied"])
+def test_a_file_of_its_whole_size_whose_rest_was_not_downloaded_is_named(
+    kind: str, is_sparse: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = copied(folders[kind], tmp_path)
+    file = folder / ("model.safetensors" if kind != "sharded" else SHARDS[1])
+    whole, draw = file.read_bytes(), random.Random(0)
+    ends = sorted(one.offset + one.num_bytes for one in read_stored(folder).values() if one.file == file and len(one.shape) > 1)
+    start = int.from_bytes(whole[:8], "little") + 8
+    for cut in [start, *(draw.randrange(start, ends[-1] - 70) | 1 for _ in range(30))]:
+        with file.open("wb") as out:
+            out.write(whole[:cut])
+            out.truncate(len(whole)) if is_sparse else out.write(bytes(len(whole) - cut))
+        assert "was not written to its end" in refusal(folder)
+    with file.open("wb") as out:  # by parts, of which one is missing
+        out.write(whole[:8192])
+        out.seek(40960) if is_sparse else out.write(bytes(40960 - 8192))
+        out.write(whole[40960:])
+    if is_sparse:
+        assert "was not written to its end" in refusal(folder)
+    file.write_bytes(whole)
+    check_model_folder(folder)
+
+
+def test_tensors_that_start_as_zeros_are_accepted(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders["tied"], tmp_path)
+    file = folder / "model.safetensors"
+    whole = load_file(file)
+    for name, rows in ((EMBEDDING, slice(100, None)), (UP, slice(None)), ("model.norm.weight", slice(None))):
+        tensors = {other: tensor.clone() for other, tensor in whole.items()}
+        tensors[name][rows] = 0
+        save_file(tensors, file)
+        check_model_folder(folder)
+        content = file.read_bytes()
+        with file.open("wb") as out:  # as a file system that compresses keeps it: without the blocks of zeros
+            for at in range(0, len(content), 4096):
+                if content[at : at + 4096].strip(b"\0"):
+                    out.seek(at)
+                    out.write(content[at : at + 4096])
+            out.truncate(len(content))
+        check_model_folder(folder)

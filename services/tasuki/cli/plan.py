@@ -19,7 +19,7 @@ from tasuki.memory.host import host_memory
 from tasuki.models.families import read_model_shape
 from tasuki.models.shape import ModelShape
 from tasuki.node.hub import with_local_files
-from tasuki.node.model_folder import check_planned_folder
+from tasuki.node.model_folder import check_model_folder, check_model_folders, has_weights
 from tasuki.planner.advice import advise
 from tasuki.planner.choose import choose
 from tasuki.planner.node import GB, Node, Strategy, node_of
@@ -70,11 +70,13 @@ def planned_node(arguments: argparse.Namespace) -> Node:
         unread = [str(path) for path in (run.dataset, run.eval_dataset) if path and not path.is_absolute()] if run else []
         if unread:
             sys.stderr.write(f"rows of {' and '.join(unread)} are not read for a plan; tasuki doctor reads them\n")
-        if check_planned_folder(config.model.path) and not unread:
-            from tasuki.cli.train import check_data  # a plan of a configuration file alone needs no client
+        if has_weights(config.model.path):
+            check_model_folders(config)
+            if not unread:
+                from tasuki.cli.train import check_data  # a plan of a configuration file alone needs no client
 
-            with suppress(NotInstalled):
-                check_data(config, config_dir=path.resolve().parent)
+                with suppress(NotInstalled):
+                    check_data(config, config_dir=path.resolve().parent)
     else:
         config, model, default_gb = _model_alone(path, arguments)
         gpu_gb, num_gpus = default_gb if gpu_gb is None else gpu_gb, num_gpus or config.trainer.num_ranks
@@ -107,7 +109,8 @@ def _model_alone(path: Path | None, arguments: argparse.Namespace) -> tuple[Node
             raise InvalidArgument("CONFIG", f"{path} is neither a node's .toml nor a model's config.json; give one of these")
         if not path.exists():  # perhaps a model of the hub
             path = with_local_files(config_of(table | {"model": {"path": str(path)}}), has_weights=False).model.path
-        check_planned_folder(path, key="model")
+        if has_weights(path, key="model"):
+            check_model_folder(path, key="model")
         shape = read_model_shape(path)
     else:
         assert preset is not None

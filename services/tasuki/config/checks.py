@@ -1,7 +1,9 @@
 """Checks across keys, model and machine, and settings without effect."""
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasuki.algorithms.loss_types import OldPolicy
@@ -62,6 +64,7 @@ def check_config(config: "NodeConfig") -> None:
         problem = "starts the policy, but the KL reference would be the model without it; "
         raise SettingsConflict("trainer.lora.path", f"{problem}merge it into the model with PEFT, or set kl_coef = 0")
     _check_critic(config)
+    _check_folders(config)
     if (found := port_problem(config)) is not None:
         raise SettingsConflict(*found)
 
@@ -76,6 +79,18 @@ def _check_critic(config: "NodeConfig") -> None:
         raise SettingsConflict("sft", "is in one file with [train]; put them into two files")
     if config.trainer.critic is not None and config.sft is not None:
         raise SettingsConflict("trainer.critic", "is set, but [sft] trains only the policy; remove it")
+
+
+def _check_folders(config: "NodeConfig") -> None:
+    """Refuses an output folder in the model's, whose files an export copies, or in place of the data."""
+    for table, run in (("train", config.train), ("sft", config.sft)):
+        if run is None:
+            continue
+        given = {"model.path": config.model.path, f"{table}.dataset": run.dataset, f"{table}.eval_dataset": run.eval_dataset}
+        for key, path in given.items():
+            is_here = path is not None and path.is_absolute()  # not an id of the hub
+            if is_here and Path(os.path.realpath(run.output_dir)).is_relative_to(os.path.realpath(path)):
+                raise SettingsConflict(f"{table}.output_dir", f"is in {key}, {path}; choose a folder of its own for the run")
 
 
 def _check_num_ranks(config: "NodeConfig") -> None:
@@ -193,6 +208,9 @@ def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShap
             advice = "give a number of ranks that divides them, or remove it"
             raise InvalidArgument("trainer.expert_parallel", f"{problem}; {advice}")
     tokens, longest = rollout.engine.get(MAX_TOKENS), rollout.context_length or model.context_length
+    if longest > model.context_length:
+        problem = f"{longest} is more than the model's {model.context_length} positions"
+        raise InvalidArgument("rollout.context_length", problem)
     if isinstance(tokens, int) and tokens < longest:
         raise InvalidArgument(
             f"rollout.engine.{MAX_TOKENS}",

@@ -71,6 +71,12 @@ def node_findings(
 
     yield checked("trackers", ", ".join(config.track.to) or "none", check_trackers, key="track.to")
     has_model = model.verdict is not Verdict.FAIL
+    if has_model:
+        settings = checked(
+            "settings", "fit the model", lambda: node_of(config, gpu_bytes=1, host_bytes=1), key="the configuration"
+        )
+        has_model = settings.verdict is Verdict.OK
+        yield settings
     yield from check_datasets(config, has_model=model.verdict is Verdict.OK)
     if config.train is not None:
         yield check_rewards(config.train, reward_folders(config_dir))

@@ -94,7 +94,7 @@ def _each(config: Config, key: str) -> Iterator[Config]:
         return
     if not isinstance(value, dict):
         raise InvalidArgument(key, f"must be a table or null in the model's config.json, not {value!r}")
-    tables = list(value.values()) if value.keys() & _LAYERS else [value]
+    tables = [table for layers, table in value.items() if layers in _LAYERS] or [value]
     if not all(isinstance(table, dict) for table in tables):
         raise InvalidArgument(key, f"must have a table for each kind of layer in the model's config.json, not {value!r}")
     yield from tables

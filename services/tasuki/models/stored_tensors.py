@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +39,7 @@ _BITS = {
 _COMPUTED = (".inv_freq", ".cos_cached", ".sin_cached", ".position_ids", ".masked_bias")
 _AGAIN = "download or convert the model again"
 _BLOCK_BYTES = 1 << 20
+_MIN_BLOCK_BYTES, _MIN_ZEROS = 4096, 64
 _NUM_BLOCKS = 16
 """Blocks of an embedding that are compared at a start. The trainer compares all while it loads."""
 
@@ -59,7 +61,7 @@ def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTen
     """Every tensor by name. Reads only headers.
 
     Raises PathNotFound without weights in safetensors, PathPermissionDenied, and InvalidArgument for a file that is missing, cut off,
-    damaged or no safetensors file, an index that differs from the files, and a tensor that two files hold.
+    damaged, not written to its end or no safetensors file, an index that differs from the files, and a tensor that two files hold.
     """
     with named_if_denied(folder, key=key):
         indexed = read_weight_map(folder, key=key)
@@ -68,12 +70,16 @@ def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTen
             if not os.path.lexists(single):
                 raise _without_weights(folder, key=key)
             _check_alone(single, key=key)
-            return _paired(read_file(single, key=key))
+            whole = read_file(single, key=key)
+            _check_written(single, whole, key=key)
+            return _paired(whole)
         tensor_in = {file_name: name for name, file_name in sorted(indexed.items(), reverse=True)}
         if single.is_file() and SINGLE_FILE not in tensor_in:
             problem = f"{single} is not in {INDEX_FILE}, and readers disagree on which of the two counts; remove one of them"
             raise InvalidArgument(key, problem)
         files = {name: read_file(folder / name, key=key, tensor=tensor) for name, tensor in sorted(tensor_in.items())}
+        for name, tensors in files.items():
+            _check_written(folder / name, tensors, key=key)
     return _paired(_joined(folder / INDEX_FILE, indexed, files, key=key))
 
 
@@ -140,6 +146,56 @@ def check_stored(
     if model.is_tied and not is_critic:
         check_head(stored, model, step=max(1, stored[embedding_name(model)].num_bytes // (_BLOCK_BYTES * _NUM_BLOCKS)), key=key)
     return stored
+
+
+def _check_written(file: Path, tensors: Mapping[str, StoredTensor], *, key: str) -> None:
+    """Raises InvalidArgument naming a tensor that a download has not written: the file has its whole size, and zeros in it.
+
+    Looks at the file's end and its holes. A single matrix that is zero, or has rows of zeros, may be meant so, as the padding of a
+    vocabulary or a layer that starts without effect; so may vectors.
+    """
+    matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) > 1 and tensor.num_bytes}
+    start = min((tensor.offset for tensor in matrices.values()), default=0)
+    with open_regular(file) as opened:
+        end = os.fstat(opened.fileno()).st_size
+        for first, last in [(end, end), *_holes(opened.fileno(), start, end)]:
+            first, last = _zeros(opened.fileno(), first, last, start=start, end=end)
+            parts = {
+                name: (max(first - one.offset, 0), min(last - one.offset, one.num_bytes)) for name, one in matrices.items()
+            }
+            hit = {name: part for name, part in parts.items() if part[1] - part[0] >= _MIN_ZEROS}
+            for name, (begin, stop) in hit.items():
+                row = matrices[name].num_bytes // matrices[name].shape[0]
+                if len(hit) > 1 or begin % row or stop % row:
+                    problem = f"{name} is zero from its byte {begin} on, so the file was not written to its end"
+                    raise InvalidArgument(key, f"{file}: {problem}; download it again")
+
+
+def _holes(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Parts of a file that have never been written, where the file system tells."""
+    with suppress(OSError):
+        while (first := os.lseek(fd, start, os.SEEK_HOLE)) < end:
+            try:
+                start = os.lseek(fd, first, os.SEEK_DATA)
+            except OSError:  # none after it
+                start = end
+            yield first, start
+
+
+def _zeros(fd: int, first: int, last: int, *, start: int, end: int) -> tuple[int, int]:
+    """Widens a part of zeros to all zeros around it, within start to end."""
+    size = _MIN_BLOCK_BYTES
+    while first > start:
+        block = os.pread(fd, min(size, first - start), first - min(size, first - start))
+        first -= len(block) - len(block.rstrip(b"\0"))
+        if block.strip(b"\0"):
+            break
+        size = min(2 * size, _BLOCK_BYTES)
+    while last < end and (block := os.pread(fd, min(_MIN_BLOCK_BYTES, end - last), last)):
+        last += len(block) - len(block.lstrip(b"\0"))
+        if block.strip(b"\0"):
+            break
+    return first, last
 
 
 def embedding_name(model: ModelShape) -> str:

@@ -22,7 +22,7 @@ from tasuki.client.sync_client import Client
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import RewardConfig, TrainConfig
 from tasuki.models.config_json import read_json_object, size
-from tasuki.node.model_folder import check_model_folder
+from tasuki.node.model_folder import check_model_folders
 from tasuki.runs.folder import EVALUATIONS, SAMPLES, draw_curve, summarize
 from tasuki.runs.recipe import RunSettings, field_as_key
 from tasuki.runs.resume import Continuation, MakeLoop
@@ -104,7 +104,7 @@ def read_rl(config: NodeConfig, *, now: datetime | None = None) -> RlTraining:
     train = config.train
     if train is None:
         raise InvalidArgument("train", "the configuration has neither a [train] nor an [sft] table: nothing to train")
-    check_model_folder(config.model.path)
+    check_model_folders(config)
     with field_as_key("dataset", "train.dataset"):
         rows = read_jsonl(train.dataset, columns=train.columns)
     with field_as_key("dataset", "train.eval_dataset"):

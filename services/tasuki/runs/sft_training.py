@@ -18,7 +18,7 @@ from tasuki.client.types import TrainingSample
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import SftConfig
 from tasuki.models.families import read_model_shape
-from tasuki.node.model_folder import check_model_folder
+from tasuki.node.model_folder import check_model_folders
 from tasuki.runs.folder import draw_points, save_figure
 from tasuki.runs.recipe import RunSettings, field_as_key
 from tasuki.runs.resume import Continuation, MakeLoop
@@ -108,7 +108,7 @@ class SftTraining:
 
 def read_sft(config: NodeConfig, sft: SftConfig, *, now: datetime | None = None) -> SftTraining:
     """now: as of ModelTokenizer. Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
-    check_model_folder(config.model.path)
+    check_model_folders(config)
     max_tokens = _max_tokens(config, sft)
     tokenizer = ModelTokenizer(config.model.path, now=now)
     read = partial(read_sft_jsonl, tokenizer=tokenizer, max_tokens=max_tokens, columns=sft.columns)
