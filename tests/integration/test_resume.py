@@ -16,7 +16,7 @@ from tasuki.client.loop_state import LoopState, PendingStep, read_pending, write
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, StateLock
-from tasuki.config.paths import config_path, training_log_path
+from tasuki.config.paths import config_path, training_log_path, training_output_path
 from tasuki.config.save import save_config
 from tasuki.node.start import _begin_at_the_model
 from tasuki.runs.earlier_run import EarlierRun, begun_at
@@ -104,6 +104,15 @@ async def test_a_node_that_has_the_run_keeps_what_it_learned_but_for_gradients_o
     run.node.num_forward_backward = 1
     found = await run.go_on()
     assert (found.first_step, run.node.policy_version, run.node.num_forward_backward) == (6, 6, 0)
+
+
+async def test_a_run_that_begins_with_what_another_has_learned_says_so(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "begins with" not in capsys.readouterr().err  # at version 0
+    run.node.policy_version = 6
+    training_output_path(run.folder / "node").write_text("/earlier\n")
+    await run.begin()
+    told = f"policy version 6, which the run in /earlier left, not with {run.folder / 'model'}"
+    assert f"begins with the node's own weights, {told}; for the model's: tasuki down" in capsys.readouterr().err
 
 
 async def test_a_node_that_began_from_its_model_gets_the_checkpoint_and_what_is_not_complete_after_it_goes(run: Run) -> None:

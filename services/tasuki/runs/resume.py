@@ -4,6 +4,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,14 +18,14 @@ from tasuki.client.sft_loop import SftLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import role_versions
-from tasuki.config.paths import training_log_path, training_run_path
+from tasuki.config.paths import training_log_path, training_output_path, training_run_path
 from tasuki.config.schema import NodeConfig
 from tasuki.node.node_settings import running_settings
 from tasuki.runs.earlier_run import EarlierRun, RunHead, provenance, read_earlier_run, run_has_ended, write_head
 from tasuki.runs.folder import CHECKPOINTS
 from tasuki.runs.recipe import RunSettings, check_recipe, recipe
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
-from tasuki.wire.regular_file import read_regular
+from tasuki.wire.regular_file import read_path, read_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +137,21 @@ def check_restart(earlier: EarlierRun, config: NodeConfig, settings: RunSettings
 
 
 def begin(client: Client, config: NodeConfig, settings: RunSettings, *, config_dir: Path, now: datetime) -> Continuation:
-    """Starts a run from the node's current weights, without gradients that an earlier run may have left. config_dir: for run.json.
-    now: what chat templates read as the time.
+    """Starts a run from the node's current weights, without gradients that an earlier run may have left; tells of other weights than the
+    model's. config_dir: for run.json. now: what chat templates read as the time.
     """
     _discard_gradients(client)
     client.begin_run()
     forget_pending(settings.output_dir)
     version, origin = client.trainer_state().policy_version, provenance(config, config_dir=config_dir)
+    if version:
+        by = ""
+        with suppress(OSError):
+            by = f", which the run in {read_path(training_output_path(config.state_dir))} left"
+        cure = f"for the model's: tasuki down --state-dir {config.state_dir}, and train again"
+        sys.stderr.write(
+            f"begins with the node's own weights, policy version {version}{by}, not with {config.model.path}; {cure}\n"
+        )
     head = RunHead(uuid.uuid4().hex, version, recipe(config), origin, now.isoformat())
     write_head(settings.output_dir, head)
     write_durably(training_run_path(config.state_dir), head.id)
