@@ -45,6 +45,21 @@ def test_overrides_are_typed_as_in_toml_and_bare_words_are_strings(tmp_path: Pat
     assert config.trainer.checkpointing == "full"
 
 
+def test_an_override_is_one_value(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="gives seed more than one line"):
+        load_config(write(tmp_path, MINIMAL), overrides=["seed=3\ndevice = 'cuda'"])
+
+
+@pytest.mark.parametrize("output_dir", ["model", "model/run", "here/run", "model/../a"])
+def test_a_run_does_not_write_into_its_model_nor_its_data(tmp_path: Path, output_dir: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "here").symlink_to("model")
+    text = f'{MINIMAL}[sft]\ndataset = "a"\noutput_dir = "{output_dir}"\nnum_steps = 1\n'
+    with pytest.raises(InvalidArgument) as refused:
+        load_config(write(tmp_path, text))
+    assert refused.value.metadata["field"] == "sft.output_dir"
+
+
 AVX2, ZEN4, ARM = "flags\t\t: fpu avx2 fma\n", "flags\t\t: avx2 avx512_bf16\n", "Features\t: fp asimd bf16\n"
 
 

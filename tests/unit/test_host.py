@@ -1,6 +1,7 @@
 """Memory and cores within control groups, in the layouts of containers, Slurm, Kubernetes and systemd; files below a folder."""
 
 import os
+import resource
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -122,6 +123,20 @@ def test_a_machine_without_groups_has_what_it_says(tmp_path: Path):
     (root / "proc/self/cgroup").unlink()
     assert host_memory(root) == HostMemory(64 * GIB, 60 * GIB)
     assert (host_cores(root), num_memory_kills(root)) == (len(os.sched_getaffinity(0)), 7)
+
+
+def test_lines_that_no_kernel_writes_are_passed_over_and_a_process_has_limits_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    files = used("", 8 * GIB, 5 * GIB, **{"memory.stat": f"odd\n{STAT}\xff 1 2\n"})
+    root = machine(tmp_path, files, groups="odd\n1:\n0::/\n", mounts=f"odd\n31 - cgroup2\n{V2}")
+    (root / "proc/meminfo").write_text(f"odd\nMemTotal: many\nMemTotal:  {64 << 20} kB\n")
+    memory = host_memory(root)
+    assert (memory.total_bytes, memory.available_bytes) == (8 * GIB, 5 * GIB)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: ({resource.RLIMIT_AS: GIB}.get(kind, -1), -1))
+    assert host_memory(root) == HostMemory(GIB, GIB, Path("ulimit -v"))
+    (root / "proc/meminfo").write_text("")
+    assert host_memory(root).total_bytes == GIB
 
 
 def test_shares_of_the_cores_count_and_affinity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -63,7 +63,7 @@ def test_a_json_file_may_have_a_line_per_object(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "x"}\n{"prompt": "x", "a": [-Infinity]}', "a.jsonl:2: not JSON: -Infinity is no JSON number"),
         ("a.jsonl", '{"prompt": "x", "a": 1e999}', "a.jsonl:1: not JSON: 1e999 is no JSON number"),
         ("a.jsonl", '{"prompt": "x", "a": {"b": 1, "b": 1}}', "a.jsonl:1: not JSON: it has `b` twice; remove one"),
-        ("a.parquet", "no parquet at all", "a.parquet: not parquet"),
+        ("a.parquet", "no parquet at all", "a.parquet: cannot be read as parquet"),
     ],
 )
 def test_an_unusable_row_is_named_by_its_place(tmp_path: Path, name: str, content: str | bytes, problem: str) -> None:
@@ -95,3 +95,14 @@ def test_parquet_without_its_library_names_the_extra(tmp_path: Path, monkeypatch
     with pytest.raises(NotInstalled) as missing:
         list(read_objects(path))
     assert missing.value.metadata["extras"] == "hub"
+
+
+def test_a_column_that_parquet_has_twice_is_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow.parquet import write_table
+
+    write_table(
+        pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["prompt", "prompt"]), tmp_path / "a.parquet"
+    )
+    with pytest.raises(InvalidArgument, match=r"a\.parquet: .* it has `prompt` twice"):
+        read_jsonl(tmp_path / "a.parquet")

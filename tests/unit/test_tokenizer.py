@@ -242,6 +242,17 @@ def test_tokens_that_the_folder_names_are_never_split_and_in_no_text(tmp_path: P
     assert ids[-2:] == [number, tokenizer.eos_token_id] and tokenizer.decode(ids) == "3"
 
 
+def test_tokens_of_added_tokens_json_are_never_split(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"]))
+    number = read_tokenizer(folder).backend.get_vocab_size()
+    (folder / "added_tokens.json").write_text(json.dumps({"<think>": number, "<eos>": 2}))
+    tokenizer = read_tokenizer(folder)
+    assert number in (ids := tokenizer.encode("3<think>4").ids) and tokenizer.decode(ids) == "3<think>4"
+    (folder / "added_tokens.json").write_text(json.dumps({"<think>": number + 1}))
+    with pytest.raises(InvalidArgument, match=rf"added_tokens\.json declares token '<think>' with id {number + 1}"):
+        read_tokenizer(folder)
+
+
 CONFIG, FILE, TEMPLATE = "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"
 
 

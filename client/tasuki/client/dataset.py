@@ -110,10 +110,12 @@ def _parquet_rows(file: BinaryIO, path: Path, columns: Sequence[str]) -> Iterato
         text = f"dataset {path} needs pyarrow: {install_extras('hub')}"
         raise NotInstalled(text, packages="pyarrow", extras="hub") from error
     try:
-        batches = ParquetFile(file).iter_batches(columns=columns or None)
+        opened = ParquetFile(file)
+        _unique([(name, None) for name in opened.schema_arrow.names])
+        batches = opened.iter_batches(columns=columns or None)
         yield from _json_values((row for batch in batches for row in batch.to_pylist()), path)
     except (ValueError, OSError) as error:  # Arrow's own
-        raise InvalidArgument("dataset", f"{path}: not parquet: {error}") from error
+        raise InvalidArgument("dataset", f"{path}: cannot be read as parquet: {error}") from error
 
 
 def _json_values(rows: Iterable[object], path: Path) -> Iterator[tuple[str, Row]]:

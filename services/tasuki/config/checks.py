@@ -88,8 +88,9 @@ def _check_folders(config: "NodeConfig") -> None:
             continue
         given = {"model.path": config.model.path, f"{table}.dataset": run.dataset, f"{table}.eval_dataset": run.eval_dataset}
         for key, path in given.items():
-            is_here = path is not None and path.is_absolute()  # not an id of the hub
-            if is_here and Path(os.path.realpath(run.output_dir)).is_relative_to(os.path.realpath(path)):
+            if path is None or not path.is_absolute():  # an id of the hub
+                continue
+            if Path(os.path.realpath(run.output_dir)).is_relative_to(os.path.realpath(path)):
                 raise SettingsConflict(f"{table}.output_dir", f"is in {key}, {path}; choose a folder of its own for the run")
 
 

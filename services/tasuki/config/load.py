@@ -206,9 +206,12 @@ def _apply(table: dict[str, Any], override: str) -> None:
     if not separator or not key.strip():
         raise InvalidArgument("set", f"expected a.b=value, got {override!r}")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        read = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
-        value = text
+        read = {"value": text}
+    value = read.pop("value")
+    if read:
+        raise InvalidArgument("set", f"gives {key.strip()} more than one line, {text!r}; repeat --set for another key")
     put(table, key, value)
 
 

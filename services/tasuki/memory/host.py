@@ -2,11 +2,11 @@
 
 import os
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 
 from tasuki.config.environment import cpu_threads
@@ -15,6 +15,8 @@ _KIB = 1024
 _ROOT = Path("/")
 _MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 """Of cgroups v2 and v1. Above `memory.high` the kernel kills nothing, but lets processes crawl."""
+_OF_PROCESS = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
+_MOUNT = re.compile(r"^\S+ \S+ \S+ (/\S*) (/\S*) .* - (\S+) \S+ (\S+)$", re.MULTILINE)
 _RECLAIMABLE = {"active_file", "inactive_file", "slab_reclaimable", "total_active_file", "total_inactive_file"}
 """Lines of memory.stat that the kernel frees before it kills; those of v1 that count the groups below begin with "total_"."""
 _ALLOW_MORE = (
@@ -29,7 +31,7 @@ class HostMemory:
     total_bytes: int
     available_bytes: int
     limited_by: Path | None = None
-    """File of the control group whose limit is `total_bytes`; None if the machine has no more."""
+    """File of the control group whose limit is `total_bytes`, or "ulimit -v"; None if the machine has no more."""
 
     def describe(self) -> str:
         has = f"{self.total_bytes / 1e9:.1f} GB of memory"
@@ -38,15 +40,15 @@ class HostMemory:
 
 def host_memory(root: Path = _ROOT) -> HostMemory:
     """The smallest of the machine's memory and the limits of all control groups around this process. root: holds /proc and /sys."""
-    sizes: dict[str, int] = {}
-    with (root / "proc/meminfo").open() as lines:
-        for line in islice(lines, 3):  # MemTotal, MemFree, MemAvailable
-            name, value = line.split(":")
-            sizes[name] = int(value.split()[0]) * _KIB
-    total, available, limited_by = sizes["MemTotal"], sizes["MemAvailable"], None
+    told = dict(re.findall(r"^(\w+):\s*(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE))
+    has = int(told["MemTotal"]) * _KIB if "MemTotal" in told else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total, available, limited_by = has, int(told["MemAvailable"]) * _KIB if "MemAvailable" in told else has, None
+    for name, kind in _OF_PROCESS.items():
+        if 0 <= (limit := resource.getrlimit(kind)[0]) < total:
+            total, limited_by = limit, Path(name)
     for depth, group in enumerate(_groups("memory", root)):
         limits = {group / name: limit for name in _MEMORY_LIMITS if (limit := _number(group / name)) is not None}
-        if depth and all(limit >= sizes["MemTotal"] for limit in limits.values()):
+        if depth and all(limit >= has for limit in limits.values()):
             continue
         stat = _counts(group / "memory.stat")
         if "hierarchical_memory_limit" in stat:  # v1 tells limits of groups outside the container only here
@@ -56,7 +58,7 @@ def host_memory(root: Path = _ROOT) -> HostMemory:
         names = {name for name in _RECLAIMABLE if ("total_inactive_file" in stat) <= name.startswith("total_")}
         used -= sum(stat.get(name, 0) for name in names)
         for file, limit in limits.items():
-            if limit < sizes["MemTotal"] and limit <= total:  # the group that sets the limit, not one below it that repeats it
+            if limit < has and limit <= total:  # the group that sets the limit, not one below it that repeats it
                 total, limited_by = limit, file
             available = min(available, max(0, limit - max(0, used)))
     return HostMemory(total, min(available, total), limited_by)
@@ -94,19 +96,13 @@ def _groups(controller: str, root: Path) -> tuple[Path, ...]:
 
 def _read_groups(controller: str, root: Path) -> Iterator[Path]:
     paths: dict[str, str] = {}
-    mounts: list[str] = []
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            paths |= dict.fromkeys(controllers.split(","), path)  # v2 has none
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-    for line in mounts:
-        mount, _, system = line.partition(" - ")
-        kind, _, options = system.split(" ", 2)
+    for controllers, path in re.findall(r"^\d+:([^:]*):(/.*)$", _text(root / "proc/self/cgroup"), re.MULTILINE):
+        paths |= dict.fromkeys(controllers.split(","), path)  # v2 has none
+    for *fields, kind, options in _MOUNT.findall(_text(root / "proc/self/mountinfo")):
         path = paths.get("" if kind == "cgroup2" else controller)
         if path is None or not (kind == "cgroup2" or (kind == "cgroup" and controller in options.split(","))):
             continue
-        top, place = (Path(_unescaped(field)) for field in mount.split(" ")[3:5])
+        top, place = (Path(_unescaped(field)) for field in fields)
         # A container may see a part of the tree, and itself outside of it.
         is_seen = Path(path).is_relative_to(top) and ".." not in path
         group = place / Path(path).relative_to(top) if is_seen else place
@@ -137,6 +133,11 @@ def _number(file: Path) -> int | None:
 
 def _counts(file: Path) -> dict[str, int]:
     """Lines of a name and a number; empty without the file."""
-    with suppress(OSError, ValueError):
-        return {name: int(number) for name, number in (line.split() for line in file.read_text().splitlines() if line)}
-    return {}
+    return {name: int(number) for name, number in re.findall(r"^(\S+) (\d+)$", _text(file), re.MULTILINE)}
+
+
+def _text(file: Path) -> str:
+    """Empty without the file."""
+    with suppress(OSError):
+        return file.read_text(errors="surrogateescape")
+    return ""

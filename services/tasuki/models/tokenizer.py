@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tasuki.models.chat_template import ChatTemplate
 
 _KEY = "model.path"
-TOKENIZER_FILE, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_FILE, _CONFIG, _ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 CHAT_TEMPLATES = "additional_chat_templates"
 """Folder of named templates."""
 _OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
@@ -112,14 +112,19 @@ class FolderTokenizer:
         return encoding
 
     def _declare(self) -> None:
-        """Makes tokens of the vocabulary added tokens, which are never split, where tokenizer_config.json says so."""
+        """Makes tokens of the vocabulary added tokens, which are never split, where tokenizer_config.json or added_tokens.json says so."""
         from tokenizers import AddedToken
 
         known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
         declared = self._config.get("added_tokens_decoder") or {}
         if not isinstance(declared, Mapping) or not all(key.isdecimal() for key in declared):
             raise InvalidArgument(_KEY, f"{self.folder / _CONFIG}: added_tokens_decoder must be an object of tokens by id")
-        for token_id, entry in sorted((int(key), value) for key, value in declared.items()):
+        listed = _table(self.folder / _ADDED)
+        if not all(isinstance(number, int) for number in listed.values()):
+            raise InvalidArgument(_KEY, f"{self.folder / _ADDED} must be an object of ids by token")
+        entries = {int(key): (value, _CONFIG) for key, value in declared.items()}
+        of_file = {number: ({"content": text, "normalized": False}, _ADDED) for text, number in listed.items()}
+        for token_id, (entry, file) in sorted((of_file | entries).items()):
             text = _content(entry)
             if not text:
                 continue
@@ -127,9 +132,7 @@ class FolderTokenizer:
                 flags = {flag: bool(entry[flag]) for flag in _FLAGS if isinstance(entry, Mapping) and flag in entry}
                 self.backend.add_tokens([AddedToken(text, **flags)])
             if self.backend.token_to_id(text) != token_id:
-                problem = (
-                    f"{self.folder / _CONFIG} declares token {text!r} with id {token_id}, which tokenizer.json does not have"
-                )
+                problem = f"{self.folder / file} declares token {text!r} with id {token_id}, which tokenizer.json does not have"
                 raise InvalidArgument(_KEY, f"{problem}; save both files together with the tokenizer")
             known.add(text)
         for name, text in [*self.special_tokens.items(), *_further_tokens(self.folder, self._config)]:
