@@ -6,8 +6,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, inject_adapter_in_model
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -117,6 +118,41 @@ def test_dropout_is_repeated_after_a_resumption_and_absent_from_scores(mesh: Dev
     assert not all(torch.equal(tensor, stepped(plain_learner)[name]) for name, tensor in first.items())
     batch = [token_batch(samples, device=learner.backend.device)]
     assert learner.score(Role.POLICY, batch)[0].tolist() == learner.score(Role.POLICY, batch)[0].tolist()
+
+
+def test_pissa_that_peft_prepared_begins_as_the_model_and_learns_as_pefts(
+    mesh: DeviceMesh, model: Path, tmp_path: Path
+) -> None:
+    """As in docs/guides/lora.md#pissa."""
+    targets = ["q_proj", "v_proj", "down_proj"]
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    prepared: Any = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights="pissa"))
+    prepared.peft_config["default"].init_lora_weights = True
+    prepared.save_pretrained(tmp_path / "pissa")
+    prepared.unload().save_pretrained(tmp_path / "residual")
+    lora = {"rank": 4, "alpha": 8, "target_modules": targets, "path": str(tmp_path / "pissa")}
+    settings = {"learning_rate": plain.LEARNING_RATE, "eps": plain.EPS, "weight_decay": plain.WEIGHT_DECAY}
+    learner = start_learner(tmp_path / "residual", mesh=mesh, max_grad_norm=plain.MAX_GRAD_NORM, lora=lora, **settings)
+    given = plain.make_samples(9, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE)
+    begun = learner.score(Role.POLICY, [token_batch(decode_samples(given), device=learner.backend.device)])[0]
+    before = torch.tensor([value for row in plain.plain_log_probs(model, given, dtype=torch.float32) for value in row])
+    torch.testing.assert_close(begun, before, rtol=0, atol=1e-4)
+    fsdp(learner).export_model(tmp_path / "begun")
+    merged, start = (load_file(folder / "model.safetensors") for folder in (tmp_path / "begun", model))
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, start[name].to(tensor.dtype), rtol=2**-7, atol=1e-5)
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "residual", dtype=torch.float32),
+        tmp_path / "begun" / "adapter",
+        is_trainable=True,
+    )
+    expected = plain.plain_step_of(theirs, given)
+    learn(learner, Role.POLICY, decode_samples(given), config=plain.LOSS)
+    learner.optim_step(Role.POLICY, schedule_steps=3)
+    wanted = {in_file(name.removeprefix("base_model.model."), param)[0]: param for name, param in expected.parameters.items()}
+    for name, tensor in adapter_tensors(fsdp(learner)._policy.causal_lm).items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+    fsdp(learner).close()
 
 
 def test_new_adapters_with_dora_change_nothing_in_bfloat16(mesh: DeviceMesh, model: Path) -> None:

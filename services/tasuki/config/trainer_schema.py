@@ -50,7 +50,8 @@ class LoraConfig(Schema):
     path: Path | None = None
     """Adapter to start from, a folder of PEFT's with the same rank, alpha, scaling and layers. Without it the policy is the model."""
     init: Literal["default", "gaussian"] = "default"
-    """First values of A without a `path`, as PEFT's of these names: uniform, or normal with a standard deviation of `1 / rank`. B is 0."""
+    """First values of A without a `path`, as PEFT's of these names: uniform, or normal with a standard deviation of `1 / rank`. B is 0.
+    PiSSA: see [the guide](../guides/lora.md#pissa)."""
     target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1), Distinct] = tuple(
         name for name in get_args(LinearName) if name not in UNSERVED_LINEAR
     )
