@@ -16,8 +16,9 @@ from tasuki.client.loop_state import LoopState, PendingStep, read_pending, write
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, StateLock
-from tasuki.config.paths import config_path, training_log_path, training_output_path
+from tasuki.config.paths import config_path, model_texts_path, training_log_path, training_output_path
 from tasuki.config.save import save_config
+from tasuki.models.folder_files import file_digest
 from tasuki.node.start import _begin_at_the_model
 from tasuki.runs.earlier_run import EarlierRun, begun_at
 from tasuki.runs.folder import MetricsFile
@@ -113,6 +114,18 @@ async def test_a_run_that_begins_with_what_another_has_learned_says_so(run: Run,
     await run.begin()
     told = f"policy version 6, which the run in /earlier left, not with {run.folder / 'model'}"
     assert f"begins with the node's own weights, {told}; for the model's: tasuki down" in capsys.readouterr().err
+
+
+async def test_a_run_does_not_begin_with_other_texts_than_the_node(run: Run) -> None:
+    config = run.folder / "model" / "config.json"
+    model_texts_path(run.folder / "node").write_text(json.dumps({"config.json": file_digest(config)}))
+    await run.begin()
+    content = config.read_text()
+    config.write_text(content + " ")
+    with pytest.raises(InvalidArgument, match=r"config\.json has changed since the node started"):
+        await run.begin()
+    config.write_text(content)
+    await run.begin()
 
 
 async def test_a_node_that_began_from_its_model_gets_the_checkpoint_and_what_is_not_complete_after_it_goes(run: Run) -> None:

@@ -95,6 +95,7 @@ class LoopClient:
         num_samples: int,
         call_number: int,
         on_progress: Callable[[int, int], None],
+        images: Sequence[Sequence[object]] = (),
     ) -> list[Sample]:
         call = len(self.of("generate"))
         self.calls.append(Call("generate", sampling=sampling, prompts=prompts))

@@ -179,6 +179,11 @@ def training_run_path(state_dir: Path) -> Path:
     return state_dir / "training.run"
 
 
+def model_texts_path(state_dir: Path) -> Path:
+    """Digests of the model's texts at the node's start, by file."""
+    return state_dir / "model.json"
+
+
 def training_output_path(state_dir: Path) -> Path:
     """Output folder of that run."""
     return state_dir / "training.output"

@@ -1,5 +1,6 @@
 """Starts a whole node and waits until it serves, from a process that may be interrupted at any moment."""
 
+import json
 import os
 import signal
 import subprocess
@@ -24,14 +25,16 @@ from tasuki.config.paths import (
     exit_path,
     journal_path,
     log_path,
+    model_texts_path,
     node_targets,
     readable_by_others,
     training_log_path,
     training_run_path,
 )
-from tasuki.config.save import save_config
+from tasuki.config.save import save_config, write_private
 from tasuki.config.schema import NodeConfig
 from tasuki.config.table import UNIX
+from tasuki.models.folder_files import text_digests
 from tasuki.node.choose import check_host_budget, check_host_ranks, choose
 from tasuki.node.exit_report import KEPT_LOGS, node_down, rotate, why_it_ended
 from tasuki.node.model_folder import check_model_folders
@@ -143,6 +146,7 @@ def _begin(config: NodeConfig, *, resumes: bool, tell: Tell) -> StartedNode:
         choices = choose(config, resumes=resumes, tell=tell)
         with preloaded_model(config, tell=tell):
             save_config(config, config_path(config.state_dir))
+            write_private(model_texts_path(config.state_dir), json.dumps(text_digests(config.model.path)))
             write_choices(choices, config.state_dir)
             exit_path(config.state_dir).unlink(missing_ok=True)
             begin_instance(config.state_dir)

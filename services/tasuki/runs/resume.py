@@ -18,8 +18,10 @@ from tasuki.client.sft_loop import SftLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import role_versions
-from tasuki.config.paths import training_log_path, training_output_path, training_run_path
+from tasuki.config.paths import model_texts_path, training_log_path, training_output_path, training_run_path
 from tasuki.config.schema import NodeConfig
+from tasuki.models.config_json import read_json_object
+from tasuki.models.folder_files import text_digests
 from tasuki.node.node_settings import running_settings
 from tasuki.runs.earlier_run import EarlierRun, RunHead, provenance, read_earlier_run, run_has_ended, write_head
 from tasuki.runs.folder import CHECKPOINTS
@@ -139,7 +141,15 @@ def check_restart(earlier: EarlierRun, config: NodeConfig, settings: RunSettings
 def begin(client: Client, config: NodeConfig, settings: RunSettings, *, config_dir: Path, now: datetime) -> Continuation:
     """Starts a run from the node's current weights, without gradients that an earlier run may have left; tells of other weights than the
     model's. config_dir: for run.json. now: what chat templates read as the time.
+
+    Raises InvalidArgument for a text of the model that has changed since the node started.
     """
+    if (known := model_texts_path(config.state_dir)).is_file():
+        now_there = text_digests(config.model.path)
+        for name, digest in read_json_object(known, field="state_dir").items():
+            if now_there.get(name) != digest:
+                problem = f"{config.model.path / name} has changed since the node started; restore it, or start the node again"
+                raise InvalidArgument("model.path", f"{problem}: tasuki down --state-dir {config.state_dir}")
     _discard_gradients(client)
     client.begin_run()
     forget_pending(settings.output_dir)
