@@ -20,6 +20,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -161,7 +162,23 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         attn_logit_softcapping=0.5,
         final_logit_softcapping=1.5,
     ),
-    "gemma3": lambda: Gemma3TextConfig(**_SIZES, **_WINDOW, query_pre_attn_scalar=24),
+    "gemma3": lambda: Gemma3TextConfig(
+        **_SIZES,
+        **_WINDOW,
+        query_pre_attn_scalar=24,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "granite": lambda: GraniteConfig(
+        **_SIZES,
+        attention_multiplier=0.1,
+        embedding_multiplier=1.5,
+        residual_multiplier=0.4,
+        logits_scaling=3.0,
+        tie_word_embeddings=True,
+    ),
     "phi3": lambda: Phi3Config(**_SIZES),
     "glm4": lambda: Glm4Config(**_SIZES, head_dim=16),
     "glm4_moe": lambda: Glm4MoeConfig(

@@ -182,7 +182,7 @@ def test_a_parameter_that_nobody_has_accounted_for_is_refused() -> None:
     ("key", "value"),
     [
         ("logit_scale", 0.0625),
-        ("embedding_multiplier", 12),
+        ("embedding_scale", 12),
         ("clip_qkv", 8.0),
         ("quantization_config", {"quant_method": "gptq"}),
         ("rope_parameters", {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
@@ -285,7 +285,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
         ("gemma3", "layer_types", ["full_attention", "chunked_attention"]),
         ("gemma3", "attn_logit_softcapping", 50.0),
         ("gemma3", "use_bidirectional_attention", True),
-        ("gemma3", "rope_scaling", {"rope_type": "linear", "factor": 8.0}),
+        ("gemma3", "rope_parameters", {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}),
+        ("gemma3", "rope_parameters", {"rope_type": "linear", "factor": 8.0}),
+        ("granite", "mlp_bias", True),
+        ("granite", "attention_bias", True),
     ],
 )
 def test_what_a_family_does_not_support_is_refused_by_name(kind: str, key: str, value: object) -> None:

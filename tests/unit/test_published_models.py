@@ -113,9 +113,9 @@ def vision(text: dict[str, Any], *, is_tied: bool, **tower: Any) -> dict[str, An
 
 
 # As on huggingface.co: HuggingFaceTB/SmolLM2-135M and SmolLM3-3B, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B,
-# Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-VL-4B-Instruct and -8B-Instruct,
-# Qwen/Qwen3.5-4B, -27B and -35B-A3B, Qwen/Qwen3-Next-80B-A3B-Instruct,
-# mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, microsoft/phi-4, THUDM/GLM-4-9B-0414, zai-org/GLM-4.5-Air,
+# Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-VL-4B-Instruct and -8B-Instruct, Qwen/Qwen3.5-4B, -27B and -35B-A3B,
+# Qwen/Qwen3-Next-80B-A3B-Instruct, mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, the text of google/gemma-3-4b-it,
+# ibm-granite/granite-3.3-8b-instruct, microsoft/phi-4, THUDM/GLM-4-9B-0414, zai-org/GLM-4.5-Air,
 # openai/gpt-oss-20b and -120b, deepseek-ai/DeepSeek-V2-Lite and -V3-0324, moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash,
 # allenai/OLMo-2-1124-7B, mistralai/Mixtral-8x7B-v0.1.
 PUBLISHED = [
@@ -150,6 +150,12 @@ PUBLISHED = [
                           **HYBRID, **CAPPED, **GELU)),
     (999_885_952, table("Gemma3ForCausalLM", 1152, 6912, 26, (4, 1), 262144, 32768, head_dim=256, sliding_window=512,
                         sliding_window_pattern=6, rope_local_base_freq=10000, **HYBRID, **GELU)),
+    (3_880_263_168, table("Gemma3ForCausalLM", 2560, 10240, 34, (8, 4), 262208, 131072, head_dim=256, sliding_window=1024,
+                          sliding_window_pattern=6, rope_local_base_freq=10000, **HYBRID, **GELU, rope_theta=1000000,
+                          rope_scaling={"rope_type": "linear", "factor": 8.0})),
+    (8_170_864_640, table("GraniteForCausalLM", 4096, 12800, 40, (32, 8), 49159, 131072, attention_bias=False, mlp_bias=False,
+                          attention_multiplier=0.0078125, embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=16.0,
+                          tie_word_embeddings=True)),
     (14_659_507_200, table("Phi3ForCausalLM", 5120, 17920, 40, (40, 10), 100352, 16384, original_max_position_embeddings=16384,
                            sliding_window=None, embd_pdrop=0.0, resid_pdrop=0.0, auto_map={}, attention_bias=False)),
     (9_400_279_040, table("Glm4ForCausalLM", 4096, 13696, 40, (32, 2), 151552, 32768, head_dim=128, attention_bias=True,

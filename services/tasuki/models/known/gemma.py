@@ -46,6 +46,16 @@ def _refuse_attention_cap(config: Config) -> None:
         )
 
 
+def _refuse_scaled_windows(config: Config) -> None:
+    """Refuses a scaled rotary embedding of layers with windows, which the engine does not scale."""
+    tables = config.get("rope_parameters") or {}
+    for table in (tables, tables.get(_SLIDING) or {}, *filter(None, [(config.get("rope_scaling") or {}).get(_SLIDING)])):
+        if table.get("rope_type", table.get("type", "default")) != "default":
+            raise unsupported(
+                config, "rope_parameters", f"the engine scales layers with {_FULL} only; give each kind of layer a table"
+            )
+
+
 def _gemma2_shape(config: Config) -> dict[str, Any]:
     return {**attention_biases(config), "caps_attention": cap(config, "attn_logit_softcapping", default=50.0) is not None}
 
@@ -108,16 +118,15 @@ FAMILIES = (
         model_of=_gemma2,
         checks=(_refuse_without_hidden_act,),
     ),
-    # The text models (270M, 1B). SGLang ignores the scaling that 4B and larger models have in their full layers; those also come with a
-    # vision tower.
+    # The text models (270M, 1B), and the text of larger ones in a folder of its own.
     Family(
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",
         keys={**_GEMMA_KEYS, "sliding_window_pattern": None, "rope_local_base_freq": None},
-        rope_types=rope.DEFAULT,
+        rope_types=rope.DEFAULT | {"linear"},
         shape={**_GEMMA_SHAPE, "qk_norm": QkNorm.HEAD, "has_whole_embedding": True},
         shape_of=attention_biases,
         model_of=_gemma3,
-        checks=(_refuse_attention_cap,),
+        checks=(_refuse_attention_cap, _refuse_scaled_windows),
     ),
 )

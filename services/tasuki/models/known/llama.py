@@ -1,12 +1,21 @@
-"""Llama and its near relatives: SmolLM, Mistral, Mixtral, Phi and OLMo."""
+"""Llama and its near relatives: SmolLM, Mistral, Mixtral, Granite, Phi and OLMo."""
 
 from functools import partial
 from typing import Any
 
 from tasuki.models import rope
-from tasuki.models.config_json import Config, elements, num_layers, size, unsupported
-from tasuki.models.family import CheckpointNames, Family, attention_biases, refuse_head_dim, refuse_layer_types, refuse_window
-from tasuki.models.shape import QkNorm
+from tasuki.models.config_json import Config, elements, num_layers, number, size, unsupported
+from tasuki.models.family import (
+    Attention,
+    CheckpointNames,
+    Family,
+    Model,
+    attention_biases,
+    refuse_head_dim,
+    refuse_layer_types,
+    refuse_window,
+)
+from tasuki.models.shape import ModelShape, QkNorm
 from tasuki.wire.errors import InvalidArgument
 
 
@@ -30,6 +39,16 @@ def _check_rotated_layers(config: Config) -> None:
     if listed is not None and len(listed) != num_layers(config):
         problem = f"must have 1 or 0 for each of the {num_layers(config)} layers in the model's config.json, not {len(listed)} numbers"
         raise InvalidArgument("no_rope_layers", problem)
+
+
+_MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+
+
+def _granite(config: Config, shape: ModelShape) -> Model:
+    for key in _MULTIPLIERS:
+        number(config, key, default=1.0)
+    scale = number(config, "attention_multiplier", default=1.0)
+    return Model(shape=shape, attention=Attention(query_scale=scale, windows=(None,) * shape.num_layers))
 
 
 FAMILIES = (
@@ -64,6 +83,14 @@ FAMILIES = (
         shape={"is_tied": True},
         shape_of=attention_biases,
         checks=(refuse_layer_types, _check_rotated_layers),
+    ),
+    # Granite 3, dense.
+    Family(
+        architecture="GraniteForCausalLM",
+        model_type="granite",
+        keys={"attention_bias": (False,), "mlp_bias": (False,), **dict.fromkeys(_MULTIPLIERS)},
+        rope_types=rope.DEFAULT,
+        model_of=_granite,
     ),
     # Phi 3 and Phi 4 (14B).
     Family(

@@ -77,12 +77,14 @@ class Policy(nn.Module):
         self.causal_lm, self._attention, self._routers = causal_lm, attention, Routers(causal_lm)
         self.shares_prompts = attention.shares_prompts
         causal_lm.lm_head = LmHead(causal_lm.lm_head, softcap=final_logit_softcap)
+        self._logits_scaling: float = getattr(causal_lm.config, "logits_scaling", 1.0)  # Granite's
 
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] with gradient, and entropies [N]; float32. Its backward must precede the next pass."""
         self._routers.begin(batch)
         hidden_NH = _hidden_states(self.causal_lm, batch, self._attention)
-        scores_N = self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, temperature_N=batch.temperature_N)
+        temperature_N = batch.temperature_N * self._logits_scaling
+        scores_N = self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, temperature_N=temperature_N)
         log_probs_N, entropy_N = self._attention.gather(*scores_N, batch=batch)
         return log_probs_N, entropy_N
 
