@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from tasuki.weights.copy_box import Box
+from tasuki.weights.manifest import Box
 from tasuki.weights.plan import Slice
 
 Cut = Callable[[tuple[int, ...], int, int], Box]

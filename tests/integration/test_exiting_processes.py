@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.node.processes import is_exiting
-from tasuki.node.stop import stop_node
+from tasuki.node.processes import is_exiting, stop_node
 from tests.integration.exiting_process import hold
 from tests.integration.node_process import Node, Start, nodes_in, pids_of, wait_for
 
@@ -81,7 +80,7 @@ def test_stop_waits_for_an_exiting_process_and_says_so_once(start: Start, monkey
     init, release = lingering(node, "second")
     os.kill(init, signal.SIGKILL)
     wait_for(lambda: is_exiting(init))
-    monkeypatch.setattr("tasuki.node.stop.STOP_TIMEOUT_S", 4.0)
+    monkeypatch.setattr("tasuki.node.processes.STOP_TIMEOUT_S", 4.0)
     said: list[str] = []
     with ThreadPoolExecutor() as pool:
         stopped = pool.submit(stop_node, node.state_dir, tell=said.append)

@@ -12,8 +12,7 @@ from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.paths import model_copy_dir, model_source
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.models import folder_files
-from tasuki.node.processes import ResourceTracker, preloaded_model, remove_model_copy
-from tasuki.node.stop import stop_node
+from tasuki.node.processes import ResourceTracker, preloaded_model, remove_model_copy, stop_node
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
 

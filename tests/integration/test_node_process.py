@@ -12,8 +12,8 @@ from tasuki.config.lock import NODE_LOCK, StateLock, holder
 from tasuki.config.paths import log_path, restart_request_path, socket_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.node import stop
+from tasuki.node.processes import stop_node
 from tasuki.node.start import StartedNode, running_node
-from tasuki.node.stop import stop_node
 from tests.extent import IS_WHOLE
 from tests.integration.node_process import LIMIT_S, Start, is_alive, nodes_in, pids_of, wait_for
 
@@ -147,14 +147,14 @@ def test_down_continues_what_was_stopped(start: Start) -> None:
 def test_a_guard_that_does_not_end_after_its_supervisor_is_killed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start(first="good")
     node.wait_until_up()
-    monkeypatch.setattr("tasuki.node.stop.STOP_TIMEOUT_S", 3.0)
+    monkeypatch.setattr("tasuki.node.processes.STOP_TIMEOUT_S", 3.0)
     send = stop._kill
 
     def send_no_wake(pid: int, number: signal.Signals) -> None:
         if (pid, number) != (node.process.pid, signal.SIGCONT):
             send(pid, number)
 
-    monkeypatch.setattr("tasuki.node.stop._kill", send_no_wake)
+    monkeypatch.setattr("tasuki.node.processes._kill", send_no_wake)
     os.kill(node.process.pid, signal.SIGSTOP)
     assert stop_node(node.state_dir)
     assert node.process.wait(timeout=LIMIT_S) == -signal.SIGKILL
@@ -173,7 +173,7 @@ def test_a_node_that_does_not_end_in_time_changes_nothing_about_how_the_run_ende
         return StartedNode(config, node.process, starter_fd=node.starter_fd)
 
     monkeypatch.setattr("tasuki.node.start.start_node", start_node)
-    monkeypatch.setattr("tasuki.node.stop.STOP_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("tasuki.node.processes.STOP_TIMEOUT_S", 0.0)
     with running_node(config, tell=said.append):
         pass
     assert len(said) == 1 and said[0].startswith("tasuki: the node has not stopped in 0 s: pid ")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.paths import restart_request_path, stall_dir
-from tasuki.node.stop import stop_node
+from tasuki.node.processes import stop_node
 from tests.integration.node_process import Start, is_alive, nodes_in, pids_of, wait_for
 
 

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from tasuki.weights.copy_box import Box
+from tasuki.weights.manifest import Box
 
 
 def shapes() -> st.SearchStrategy[tuple[int, ...]]:

@@ -11,8 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasuki.v1.weights_pb2 import IpcMemory
-from tasuki.weights.copy_box import Box, first_gap, first_overlap
-from tasuki.weights.manifest import ALIGNMENT, Entry, Manifest, check, check_complete, from_proto, lay_out, to_proto
+from tasuki.weights.manifest import (
+    ALIGNMENT,
+    Box,
+    Entry,
+    Manifest,
+    check,
+    check_complete,
+    first_gap,
+    first_overlap,
+    from_proto,
+    lay_out,
+    to_proto,
+)
 from tasuki.wire.errors import BadHandle
 from tests.extent import examples
 from tests.limits import limit_s

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasuki.weights.copy_box import Box
-from tasuki.weights.manifest import Entry
+from tasuki.weights.manifest import Box, Entry
 from tasuki.weights.plan import Piece, Slice, whole
 from tasuki.weights.split import indices_of, split_by_entries
 from tests.extent import examples

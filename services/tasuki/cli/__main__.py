@@ -124,7 +124,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    from tasuki.node.stop import stop_node
+    from tasuki.node.processes import stop_node
 
     state_dir = arguments.state_dir or load_beside_node(arguments.config).state_dir
     sys.stderr.write("the node is down\n" if stop_node(state_dir) else f"no node runs on {state_dir}\n")

@@ -22,9 +22,9 @@ from tasuki.config.schema import NodeConfig
 from tasuki.doctor.finding import warn_of_certificate
 from tasuki.node.exit_report import is_requested, node_down, read_exit_report, why_it_ended
 from tasuki.node.node_snapshot import plain
+from tasuki.node.processes import to_stderr
 from tasuki.node.services import EXIT_FLEET_ENDED
 from tasuki.node.start import start_node
-from tasuki.node.stop import to_stderr
 from tasuki.rpc.port import peer_credentials
 from tasuki.v1 import coordinator_pb2, fleet_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import node_targets
@@ -168,16 +167,10 @@ class Membership:
                 await answered(self._stub.Heartbeat(self._beat(ends_because=why), timeout=_LEAVE_TIMEOUT_S))
 
     def _beat(self, *, ends_because: str = "") -> fleet_pb2.HeartbeatRequest:
-        now = Timestamp()
-        now.FromNanoseconds(time.time_ns())
-        return fleet_pb2.HeartbeatRequest(
-            name=self._config.name,
-            attempt=self._config.attempt,
-            node_rank=self._node.node_rank,
-            boot_id=self._node.boot_id,
-            ends_because=ends_because,
-            time=now,
-        )
+        beat = fleet_pb2.HeartbeatRequest(name=self._config.name, attempt=self._config.attempt, ends_because=ends_because)
+        beat.node_rank, beat.boot_id = self._node.node_rank, self._node.boot_id
+        beat.time.FromNanoseconds(time.time_ns())
+        return beat
 
     async def _tell(self, every_s: float) -> float:
         """Joins, or sends a heartbeat. Returns the heartbeat interval in seconds."""

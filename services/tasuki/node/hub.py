@@ -10,7 +10,7 @@ from typing import Any
 
 from tasuki.config.load import value_at
 from tasuki.config.schema import NodeConfig
-from tasuki.node.stop import to_stderr
+from tasuki.node.processes import to_stderr
 from tasuki.wire.errors import InvalidArgument, NotInstalled
 from tasuki.wire.extras import install_extras
 

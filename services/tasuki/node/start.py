@@ -39,9 +39,8 @@ from tasuki.node.choose import check_host_budget, check_host_ranks, choose
 from tasuki.node.exit_report import KEPT_LOGS, node_down, rotate, why_it_ended
 from tasuki.node.model_folder import check_model_folders
 from tasuki.node.node_settings import check_node_runs_with, running_settings
-from tasuki.node.processes import preloaded_model
+from tasuki.node.processes import preloaded_model, stop_node, to_stderr
 from tasuki.node.services import listens, node_services, without_secrets
-from tasuki.node.stop import stop_node, to_stderr
 from tasuki.rpc.access import ClientPaths
 from tasuki.rpc.failpoints import check_failpoints
 from tasuki.rpc.logs import check_telemetry

@@ -207,17 +207,9 @@ class CommandGate:
                 raise
             finally:
                 # `tasuki audit` reads it (coordinator/audit/commands.py). A request id may be any text.
-                _log.info(
-                    "event=command name=%s epoch=%d sequence=%d outcome=%s seconds=%.4f boot_id=%s version=%s request_id=%a",
-                    name,
-                    command.epoch,
-                    command.sequence,
-                    outcome,
-                    time.perf_counter() - started,
-                    self._boot_id,
-                    version,
-                    command.request_id,
-                )
+                text = "event=command name=%s epoch=%d sequence=%d outcome=%s seconds=%.4f boot_id=%s version=%s request_id=%a"
+                numbers, seconds = (command.epoch, command.sequence), time.perf_counter() - started
+                _log.info(text, name, *numbers, outcome, seconds, self._boot_id, version, command.request_id)
 
 
 def _refuse_old(epoch: int, *, current: int) -> None:

@@ -135,14 +135,10 @@ class WeightExport:
         return self._memory.copies
 
     def handle(self) -> weights_pb2.WeightHandle:
-        return weights_pb2.WeightHandle(
-            rank=self._arena.manifest.rank,
-            socket_path=str(self._server.path),
-            manifest_digest=self._described.digest,
-            kind=self._arena.kind,
-            generation=self._generation,
-            leaves=self._leaves,
-        )
+        handle = weights_pb2.WeightHandle(rank=self._arena.manifest.rank, socket_path=str(self._server.path))
+        handle.manifest_digest, handle.kind = self._described.digest, self._arena.kind
+        handle.generation, handle.leaves = self._generation, self._leaves
+        return handle
 
     def publish(self, version: int, *, replaced: Replaced | None = None) -> int:
         """Updates every shard for readers and marks all as `version`. Returns the bytes published.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tasuki.models.family import CheckpointNames
-from tasuki.weights.copy_box import Box
+from tasuki.weights.manifest import Box
 
 
 @dataclass(frozen=True, slots=True)

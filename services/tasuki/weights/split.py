@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import mul
 
-from tasuki.weights.copy_box import Box
-from tasuki.weights.manifest import Entry
+from tasuki.weights.manifest import Box, Entry
 from tasuki.weights.plan import Piece, Slice, whole
 
 

@@ -69,16 +69,9 @@ def read_command_log(path: Path) -> list[LoggedLife]:
             lives[-1].lacks_lines = True
         else:
             version = found["version"] or "-"
-            command = LoggedCommand(
-                name=found["name"],
-                epoch=int(found["epoch"]),
-                sequence=int(found["sequence"]),
-                outcome=found["outcome"],
-                request_id=found["request_id"],
-                boot_id=found["boot_id"] or "",
-                policy_version=None if version == "-" else int(version),
-            )
-            lives[-1].commands.append(command)
+            numbers = int(found["epoch"]), int(found["sequence"])
+            known = found["boot_id"] or "", None if version == "-" else int(version)
+            lives[-1].commands.append(LoggedCommand(found["name"], *numbers, found["outcome"], found["request_id"], *known))
     return [life for life in lives if life.commands or life.has_beginning or life.lacks_lines]
 
 

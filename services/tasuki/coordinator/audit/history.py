@@ -139,20 +139,11 @@ def _changeover(row: sqlite3.Row) -> ChangeoverRecord:
 
 def _stage(row: sqlite3.Row) -> StageRecord:
     status, version, reason = _outcome(row)
-    return StageRecord(
-        id=_number(row, "id"),
-        changeover_id=id_text(_number(row, "number")),
-        stage=Stage(row["stage"]),
-        is_undo=bool(_number(row, "is_undo")),
-        epoch=_number(row, "epoch"),
-        sequence=_number(row, "sequence"),
-        request_id=_text(row, "request_id"),
-        boot_ids={Service.TRAINER: _text(row, "trainer_boot_id"), Service.ROLLOUT: _text(row, "rollout_boot_id")},
-        status=status,
-        policy_version=version,
-        error_reason=reason,
-        is_settled=row["seconds"] == 0.0,  # written so by `resolve_intents`; a real answer takes time
-    )
+    place = _number(row, "id"), id_text(_number(row, "number")), Stage(row["stage"]), bool(_number(row, "is_undo"))
+    command = _number(row, "epoch"), _number(row, "sequence"), _text(row, "request_id")
+    boot_ids = {service: _text(row, f"{service}_boot_id") for service in Service}
+    # Written so by `resolve_intents`; a real answer takes time.
+    return StageRecord(*place, *command, boot_ids, status, version, reason, is_settled=row["seconds"] == 0.0)
 
 
 def _outcome(row: sqlite3.Row) -> tuple[StageStatus | None, int | None, str]:

@@ -92,12 +92,7 @@ def _listed(usages: Usages) -> list[dict[str, Any]]:
 
 
 def _tag(fields: Mapping[str, Any]) -> TagUsage:
-    mapped, total = int(fields["mapped_bytes"]), int(fields["total_bytes"])
-    return TagUsage(
-        tag=MemoryTag(fields["tag"]).number,
-        device=str(fields["device"]),
-        mapped_bytes=mapped,
-        total_bytes=total,
-        is_paused=mapped < total,
-        stays=bool(fields["stays"]),
-    )
+    usage = TagUsage(tag=MemoryTag(fields["tag"]).number, device=str(fields["device"]), stays=bool(fields["stays"]))
+    usage.mapped_bytes, usage.total_bytes = int(fields["mapped_bytes"]), int(fields["total_bytes"])
+    usage.is_paused = usage.mapped_bytes < usage.total_bytes
+    return usage
