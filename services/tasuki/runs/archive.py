@@ -9,16 +9,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tasuki.client.durable import write_durably
+from tasuki.config import paths
 from tasuki.config.choices import plan_path
-from tasuki.config.paths import (
-    archived_config_path,
-    config_path,
-    fleet_journal_path,
-    journal_path,
-    log_path,
-    memory_record_path,
-    training_log_path,
-)
 from tasuki.coordinator.journal_file import open_journal
 from tasuki.node.exit_report import KEPT_LOGS, rotated_paths
 from tasuki.wire.regular_file import read_path
@@ -55,7 +47,7 @@ def archive_folder(folder: Path) -> Path:
     """
     try:
         state_dir = read_path(folder / NODE_FILE)
-        return state_dir if journal_path(state_dir).is_file() else folder
+        return state_dir if paths.journal_path(state_dir).is_file() else folder
     except FileNotFoundError:
         return folder
 
@@ -63,21 +55,21 @@ def archive_folder(folder: Path) -> Path:
 def _copy_all(state_dir: Path, output_dir: Path) -> None:
     """Copies the journal last, so that it contains every command that the services logged."""
     for process in _PROCESSES:
-        target = log_path(output_dir, process)
+        target = paths.log_path(output_dir, process)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        source = log_path(state_dir, process)
+        source = paths.log_path(state_dir, process)
         pairs = zip(rotated_paths(source, keep=KEPT_LOGS), rotated_paths(target, keep=KEPT_LOGS), strict=True)
         for there, here in ((source, target), *pairs):
             _copy(there, here)
-    _copy(training_log_path(state_dir), training_log_path(output_dir))
-    _copy(memory_record_path(state_dir), memory_record_path(output_dir))
-    _copy(config_path(state_dir), archived_config_path(output_dir))
-    _copy(plan_path(state_dir), plan_path(archived_config_path(output_dir).parent))
-    if fleet_journal_path(state_dir).is_file():
-        _copy_journal(fleet_journal_path(state_dir), fleet_journal_path(output_dir))
+    _copy(paths.training_log_path(state_dir), paths.training_log_path(output_dir))
+    _copy(paths.memory_record_path(state_dir), paths.memory_record_path(output_dir))
+    _copy(paths.config_path(state_dir), paths.archived_config_path(output_dir))
+    _copy(plan_path(state_dir), plan_path(paths.archived_config_path(output_dir).parent))
+    if paths.fleet_journal_path(state_dir).is_file():
+        _copy_journal(paths.fleet_journal_path(state_dir), paths.fleet_journal_path(output_dir))
     else:
-        fleet_journal_path(output_dir).unlink(missing_ok=True)
-    _copy_journal(journal_path(state_dir), journal_path(output_dir))
+        paths.fleet_journal_path(output_dir).unlink(missing_ok=True)
+    _copy_journal(paths.journal_path(state_dir), paths.journal_path(output_dir))
 
 
 def _copy(source: Path, target: Path) -> None:

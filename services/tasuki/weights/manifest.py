@@ -223,35 +223,24 @@ def entries_by_name(manifests: Iterable[Manifest]) -> dict[str, list[Entry]]:
 
 
 def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
-    return weights_pb2.WeightManifest(
-        rank=manifest.rank,
-        num_ranks=manifest.num_ranks,
-        arena_bytes=manifest.arena_bytes,
-        entries=[
-            weights_pb2.ManifestEntry(**{name: getattr(entry, name) for name in _ENTRY_FIELDS}) for entry in manifest.entries
-        ],
-        device_uuid=manifest.device_uuid,
-        chunk_bytes=manifest.chunk_bytes,
-        ipc_memory=manifest.ipc_memory,
-    )
+    entries = [
+        weights_pb2.ManifestEntry(**{name: getattr(entry, name) for name in _ENTRY_FIELDS}) for entry in manifest.entries
+    ]
+    names = ("rank", "num_ranks", "arena_bytes", "device_uuid", "chunk_bytes", "ipc_memory")
+    return weights_pb2.WeightManifest(entries=entries, **{name: getattr(manifest, name) for name in names})
 
 
 def from_proto(message: weights_pb2.WeightManifest, *, alignment: int = ALIGNMENT) -> Manifest:
     """The manifest in `message`, checked as `check` does. Raises BadHandle."""
     if message.header_offset != 0:
         raise BadHandle(f"rank {message.rank}: header_offset is {message.header_offset} and must be 0", rank=message.rank)
-    manifest = Manifest(
-        rank=message.rank,
-        num_ranks=message.num_ranks,
-        arena_bytes=message.arena_bytes,
-        entries=tuple(
-            Entry(one.name, one.dtype, tuple(one.global_shape), tuple(one.offsets), tuple(one.sizes), one.arena_offset)
-            for one in message.entries
-        ),
-        device_uuid=message.device_uuid,
-        chunk_bytes=tuple(message.chunk_bytes),
-        ipc_memory=message.ipc_memory if message.HasField("ipc_memory") else None,
+    entries = tuple(
+        Entry(one.name, one.dtype, tuple(one.global_shape), tuple(one.offsets), tuple(one.sizes), one.arena_offset)
+        for one in message.entries
     )
+    sizes = message.rank, message.num_ranks, message.arena_bytes
+    ipc = message.ipc_memory if message.HasField("ipc_memory") else None
+    manifest = Manifest(*sizes, entries, message.device_uuid, tuple(message.chunk_bytes), ipc)
     check(manifest, alignment=alignment)
     return manifest
 
