@@ -11,7 +11,7 @@ import pytest
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
 from tasuki.config.paths import log_path, restart_request_path, socket_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.node import stop
+from tasuki.node import processes
 from tasuki.node.processes import stop_node
 from tasuki.node.start import StartedNode, running_node
 from tests.extent import IS_WHOLE
@@ -148,13 +148,13 @@ def test_a_guard_that_does_not_end_after_its_supervisor_is_killed(start: Start, 
     node = start(first="good")
     node.wait_until_up()
     monkeypatch.setattr("tasuki.node.processes.STOP_TIMEOUT_S", 3.0)
-    send = stop._kill
+    send = processes._signal
 
     def send_no_wake(pid: int, number: signal.Signals) -> None:
         if (pid, number) != (node.process.pid, signal.SIGCONT):
             send(pid, number)
 
-    monkeypatch.setattr("tasuki.node.processes._kill", send_no_wake)
+    monkeypatch.setattr("tasuki.node.processes._signal", send_no_wake)
     os.kill(node.process.pid, signal.SIGSTOP)
     assert stop_node(node.state_dir)
     assert node.process.wait(timeout=LIMIT_S) == -signal.SIGKILL
