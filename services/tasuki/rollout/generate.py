@@ -1,5 +1,6 @@
 """Generation requests: their validation, and the samples of one call."""
 
+import asyncio
 import hashlib
 import math
 from array import array
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasuki.algorithms.sampling import GREEDY_BELOW, RANGES
+from tasuki.models.images import Prepared
 from tasuki.models.tokenizer import TOKENIZER_FILE
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.seeds import sample_seed
@@ -69,6 +71,8 @@ class EngineRequest:
     id: str
     token_ids: Sequence[int]
     sampling: Mapping[str, object]
+    images: Prepared | None = None
+    """Of the token ids, which have a placeholder for each square of patches."""
 
 
 def question(request: GenerateRequest) -> str:
@@ -110,9 +114,11 @@ def check_request(request: GenerateRequest, model: ModelFacts) -> None:
     sampling = given_sampling(request)
     _check_sampling(sampling, model)
     for index, prompt in enumerate(request.prompts):
-        if prompt.images:
-            raise InvalidArgument(f"prompts[{index}].images", "the model reads text alone; send no images")
         _check_prompt(f"prompts[{index}]", prompt.token_ids, sampling, model)
+        if model.images is not None:
+            model.images.places(prompt.token_ids, len(prompt.images), field=f"prompts[{index}].token_ids")
+        elif prompt.images:
+            raise InvalidArgument(f"prompts[{index}].images", "the model reads text alone; send no images")
 
 
 def _check_prompt(field: str, token_ids: Sequence[int], sampling: Mapping[str, object], model: ModelFacts) -> None:
@@ -247,7 +253,9 @@ async def generate(
     temperature, is_exact = log_prob_temperature(given), has_exact_log_probs(given)
     # SGLang aborts by prefix: the separators keep this call from aborting another, and sample 1 from aborting sample 10.
     prefix = f"{call_id}-"
-    requests = _engine_requests(request, engine.model, prefix=prefix, seed=seed)
+    images = await _prepared(request, engine.model)
+    requests = _engine_requests(request, images, engine.model, prefix=prefix, seed=seed)
+    digests = {prompt: prepared.digest for prompt, prepared in images.items()}
     num_requests = len(request.prompts) * request.num_samples
     running = engine.generate(
         requests,
@@ -273,19 +281,34 @@ async def generate(
                     has_exact_log_probs=is_exact,
                     routed_experts=completion.routed_experts,
                     route_bytes=0 if engine.model.routes is None else engine.model.routes.token_bytes,
+                    image_digest=digests.get(index // request.num_samples, b""),
                 )
                 for index, completion in ended
             ]
 
 
+async def _prepared(request: GenerateRequest, model: ModelFacts) -> dict[int, Prepared]:
+    """The prompts with images, by position. Raises InvalidArgument as `expand`, and for one that is too long with its images."""
+    found, sampling = dict[int, Prepared](), given_sampling(request)
+    for index, prompt in enumerate(request.prompts):
+        if prompt.images:
+            assert model.images is not None
+            field = f"prompts[{index}]"
+            found[index] = await asyncio.to_thread(model.images.expand, list(prompt.token_ids), prompt.images, field=field)
+            _check_prompt(field, found[index].token_ids, sampling, model)
+    return found
+
+
 def _engine_requests(
-    request: GenerateRequest, model: ModelFacts, *, prefix: str, seed: int | str | None
+    request: GenerateRequest, images: Mapping[int, Prepared], model: ModelFacts, *, prefix: str, seed: int | str | None
 ) -> Iterator[EngineRequest]:
     """Created lazily: a call may have very many."""
     given = given_sampling(request)
-    for prompt, token_ids in enumerate([list(prompt.token_ids) for prompt in request.prompts]):
+    for prompt, message in enumerate(request.prompts):
+        prepared = images.get(prompt)
+        token_ids = list(message.token_ids) if prepared is None else prepared.token_ids
         for sample in range(request.num_samples):
             sampling = sampling_of(given, model, num_prompt_tokens=len(token_ids))
             if seed is not None:
                 sampling["sampling_seed"] = sample_seed(seed, prompt=request.first_prompt + prompt, sample=sample)
-            yield EngineRequest(f"{prefix}{prompt}-{sample}.", token_ids, sampling)
+            yield EngineRequest(f"{prefix}{prompt}-{sample}.", token_ids, sampling, prepared)

@@ -8,6 +8,7 @@ from tasuki.models import rope
 from tasuki.models.config_json import architecture_of, read_json_object
 from tasuki.models.families import read_model_file
 from tasuki.models.family import Model
+from tasuki.models.images import ImageProcessor
 from tasuki.models.routes import RouteShape
 from tasuki.models.tokenizer import read_stop_token_ids
 from tasuki.wire.errors import InvalidArgument
@@ -33,6 +34,8 @@ class ModelFacts:
     """Whether every request is sampled with its own seed."""
     is_speculative: bool = False
     """Whether the engine drafts tokens and verifies them."""
+    images: ImageProcessor | None = None
+    """None if the model reads text alone."""
     routes: RouteShape | None = None
     """What the engine reports of the experts of each token."""
     full_attention_interval: int | None = None
@@ -55,6 +58,7 @@ def read_model(config: NodeConfig) -> ModelFacts:
         stop_token_ids=read_stop_token_ids(path, vocab_size=shape.vocab_size),
         is_seeded=config.device == "cpu",
         is_speculative="speculative_algorithm" in config.rollout.engine,
+        images=None if shape.tower is None else ImageProcessor(path, shape.tower),
         routes=RouteShape.of(shape) if replays_routes(config, shape) else None,
         full_attention_interval=_full_attention_interval(model),
         rope_theta=next(rope.bases(table), 10000.0) if architecture == NEXT else None,
