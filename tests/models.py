@@ -313,6 +313,8 @@ def with_tower(text: PreTrainedModel) -> PreTrainedModel:
         text_config={key: value for key, value in table.items() if key not in TOWER_KEYS},
         vision_config=TOWER if own is None else own,
         image_token_id=IMAGE_TOKEN,
+        vision_start_token_id=IMAGE_TOKEN + 1,
+        vision_end_token_id=IMAGE_TOKEN + 2,
         tie_word_embeddings=text.config.tie_word_embeddings,
     )
     whole = architecture._from_config(config, dtype=text.dtype)

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from tasuki.models.tower import Tower
 from tasuki.trainer.data.samples import SampleImages, Samples, starts
+from tasuki.v1.types_pb2 import TrainingSample
 from tests.models import IMAGE_TOKEN
 
 GRIDS_U3 = np.array([[1, 4, 6], [1, 2, 2], [1, 10, 4], [1, 20, 22]])
@@ -55,7 +56,6 @@ def plain_image_log_probs(whole: PreTrainedModel, samples: Samples) -> Tensor:
     """[N]: transformers' log-probs of each completion token, sample by sample. whole: transformers' vision model."""
     model: Any = whole
     images = samples.images
-    assert images is not None
     scores: list[Tensor] = []
     for index, first in enumerate(starts(samples.num_tokens_S).tolist()):
         num_prompt, num_tokens = int(samples.num_prompt_S[index]), int(samples.num_tokens_S[index])
@@ -63,7 +63,7 @@ def plain_image_log_probs(whole: PreTrainedModel, samples: Samples) -> Tensor:
         is_image_1T = ids_1T == IMAGE_TOKEN
         is_image_1T[:, num_prompt:] = False
         embeddings, places, added = model.get_input_embeddings()(ids_1T), None, {}
-        if len(own := images.of(index)):
+        if images is not None and len(own := images.of(index)):
             one = images.select(np.array([index]))
             order = np.concatenate([[np.flatnonzero(np.unique(own) == each)[0]] for each in own])
             pixels = torch.tensor(np.concatenate([one.pixels_of(np.array([each])) for each in order]))
@@ -76,3 +76,46 @@ def plain_image_log_probs(whole: PreTrainedModel, samples: Samples) -> Tensor:
         log_probs_TV = torch.log_softmax(model.lm_head(hidden)[0], dim=-1)
         scores.append(log_probs_TV[num_prompt - 1 : -1].gather(1, ids_1T[0, num_prompt:, None])[:, 0])
     return torch.cat(scores)
+
+
+_PIXELS_OF = [
+    np.random.default_rng(index).standard_normal((grid.prod(), 96), dtype=np.float32) for index, grid in enumerate(GRIDS_U3[:3])
+]
+
+
+def put_images(samples: list[TrainingSample]) -> None:
+    """Begins every third prompt with an image, named by its index; no other token of a prompt stands for one."""
+    for index, sample in enumerate(samples):
+        text = [min(token, IMAGE_TOKEN - 1) for token in sample.prompt_token_ids]
+        image = index // 3 % 3
+        num_tokens = int(GRIDS_U3[image].prod()) // 4 if index % 3 == 0 else 0
+        sample.images[:] = [b"%d" % image] * (index % 3 == 0)
+        sample.prompt_token_ids[:] = [IMAGE_TOKEN] * num_tokens + text
+        sample.completion_token_ids[:] = [min(token, IMAGE_TOKEN - 1) for token in sample.completion_token_ids]
+
+
+def take_images(samples: list[TrainingSample]) -> SampleImages:
+    """The images that `put_images` gave; takes them from the samples."""
+    given = np.array([int(image) for sample in samples for image in sample.images])
+    num_images_S = np.array([len(sample.images) for sample in samples])
+    for sample in samples:
+        sample.images[:] = []
+    return SampleImages(
+        num_images_S=num_images_S,
+        image_I=given,
+        start_I=np.zeros_like(given),
+        grids_U3=GRIDS_U3[:3],
+        pixels_PD=np.concatenate(_PIXELS_OF),
+        merge_size=2,
+    )
+
+
+def plain_inputs(sample: TrainingSample) -> dict[str, Tensor]:
+    """Arguments of transformers' vision model for the image of a sample."""
+    if not sample.images:
+        return {}
+    index = int(sample.images[0])
+    token_ids = torch.tensor([[*sample.prompt_token_ids, *sample.completion_token_ids]])
+    is_image = (token_ids == IMAGE_TOKEN).int()
+    grid = torch.tensor(GRIDS_U3[index : index + 1])
+    return {"pixel_values": torch.tensor(_PIXELS_OF[index]), "image_grid_thw": grid, "mm_token_type_ids": is_image}

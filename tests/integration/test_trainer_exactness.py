@@ -18,6 +18,7 @@ from tests.integration.launched import run_ranks
 from tests.integration.trainer_samples import TEMPERATURE, PlainStep, make_samples, plain_step
 from tests.integration.trainer_steps import NUM_SAMPLES
 from tests.models import CONFIGS, HYBRID, VOCAB_SIZE, make_model, save_checkpoint
+from tests.vision import put_images
 
 BUDGETS = (23, 64, 4096)
 """Tokens per micro-batch, padding included: one long sample, a few, all."""
@@ -46,6 +47,8 @@ CASES = dict.fromkeys(
         (3, "qwen3_moe_spread", 64, 1),
         (4, "mixtral_spread", 64, 2),
         (2, "one_sided_spread", 64, 1),
+        # Some micro-batches have no image, and one image's tokens may be on both ranks.
+        *((2, "qwen3_vl_images", 64, sharing) for sharing in (1, 2)),
         # Two groups of two ranks, and more ranks than key heads.
         *((4, kind, 64, 2) for kind in ("qwen2", "gemma2")),
         *((4, kind, 64, 4) for kind in ("qwen2", "qwen3_moe")),
@@ -62,6 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_checkpoint(make_model("qwen2", seed=3, attention_dropout=0.1), folder / "qwen2_dropout")
     for kind, num_experts in SPARSE.items():
         save_checkpoint(make_model(kind, seed=3, **{num_experts: 12}), folder / f"{kind}_spread")
+    save_checkpoint(make_model("qwen3_vl", seed=3), folder / "qwen3_vl_images")
     save_checkpoint(one_sided_model(), folder / "one_sided_spread")
     return folder
 
@@ -90,7 +94,10 @@ def run_steps(num_ranks: int, *, models: Path, output: Path) -> Path:
 
 @cache
 def expected(folder: Path) -> PlainStep:
-    return plain_step(folder, make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=TEMPERATURE))
+    samples = make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=TEMPERATURE)
+    if folder.name == "qwen3_vl_images":
+        put_images(samples)
+    return plain_step(folder, samples)
 
 
 @pytest.mark.parametrize(("num_ranks", "kind", "max_tokens", "sharing"), CASES)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
 from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.v1.types_pb2 import TrainingSample
+from tests.vision import plain_inputs
 
 CLIP_LOW, CLIP_HIGH, KL_COEF, TEMPERATURE = 0.2, 0.3, 0.1, 0.8
 LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, 0.01, 0.5
@@ -136,7 +137,7 @@ def _token_rows(model: torch.nn.Module, sample: TrainingSample) -> tuple[torch.T
 
 def _scored(model: torch.nn.Module, sample: TrainingSample) -> tuple[torch.Tensor, torch.Tensor]:
     token_ids = torch.tensor([[*sample.prompt_token_ids, *sample.completion_token_ids]])
-    logits = model(input_ids=token_ids).logits[0, len(sample.prompt_token_ids) - 1 : -1].float()
+    logits = model(input_ids=token_ids, **plain_inputs(sample)).logits[0, len(sample.prompt_token_ids) - 1 : -1].float()
     all_log_probs = torch.log_softmax(logits / sample.temperature, dim=-1)
     log_probs = all_log_probs.gather(-1, torch.tensor(list(sample.completion_token_ids)).unsqueeze(-1)).squeeze(-1)
     return log_probs, -(all_log_probs.exp() * all_log_probs).sum(-1).detach()

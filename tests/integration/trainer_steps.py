@@ -6,6 +6,7 @@ python -m tasuki.trainer.launch --num-ranks N -- tests/integration/trainer_steps
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from tasuki.trainer.service.requests import decode_samples
 from tests.integration import trainer_samples as plain
 from tests.integration.learning import COST, learn, metric, start_learner, whole_gradients, whole_parameters
 from tests.models import VOCAB_SIZE
+from tests.vision import put_images, take_images
 
 NUM_SAMPLES = 23
 
@@ -37,7 +39,12 @@ def run_step(model: Path, *, max_tokens: int, sequence_parallel: int, output: Pa
         expert_parallel=model.name.endswith("_spread"),
         checkpointing="full" if max_tokens == plain.CHECKPOINTED_MAX_TOKENS else "none",
     )
-    samples = decode_samples(plain.make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE))
+    messages = plain.make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE)
+    images = None
+    if model.name == "qwen3_vl_images":
+        put_images(messages)
+        images = take_images(messages)
+    samples = replace(decode_samples(messages), images=images)
     report = learn(learner, Role.POLICY, samples, config=plain.LOSS, max_tokens=max_tokens)
     tensors = {f"gradient.{name}": tensor for name, tensor in whole_gradients(learner, Role.POLICY).items()}
     step = learner.optim_step(Role.POLICY)

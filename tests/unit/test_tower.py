@@ -1,11 +1,14 @@
 """Images in the trainer, against transformers' vision model."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tasuki.config.checks import check_model
+from tasuki.config.schema import NodeConfig
 from tasuki.models.families import read_model
 from tasuki.models.image_tokens import image_starts
 from tasuki.models.tower import Tower
@@ -108,3 +111,22 @@ def test_what_trainer_and_engine_would_read_otherwise_of_a_tower_is_refused_by_n
     with pytest.raises((InvalidArgument, UnsupportedModel)) as refused:
         read_model(table)
     assert refused.value.metadata["field"] == key
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("rollout.tp_size", {"rollout": {"tp_size": 4}}),
+        ("rollout.lora", {"trainer": {"lora": {"target_modules": ["down_proj"]}}, "rollout": {"lora": "adapter"}}),
+        ("rollout.engine.speculative_algorithm", {"device": "cuda", "rollout": {"engine": {"speculative_algorithm": "NGRAM"}}}),
+    ],
+)
+def test_what_a_model_with_a_tower_cannot_have_is_refused_by_name(
+    text: Any, field: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    shape = read_model({**text.config.to_dict(), "architectures": [type(text).__name__]}).shape
+    plain = {"state_dir": tmp_path, "model": {"path": tmp_path}}
+    check_model(NodeConfig.model_validate(plain), shape)
+    with pytest.raises(InvalidArgument) as refused:
+        check_model(NodeConfig.model_validate(plain | settings), shape)
+    assert refused.value.metadata["field"] == field

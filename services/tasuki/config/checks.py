@@ -223,9 +223,17 @@ def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShap
 
 def _check_towers(config: "NodeConfig", models: "Sequence[ModelShape]") -> None:
     for model in models:
-        if model.tower is not None and model.tower.num_heads % config.rollout.tp_size:
+        if model.tower is None:
+            continue
+        if model.tower.num_heads % config.rollout.tp_size:
             problem = f"{model.tower.num_heads} heads of the vision tower cannot be split over {config.rollout.tp_size} ranks"
             raise InvalidArgument("rollout.tp_size", problem)
+        if config.served_adapter is not None:
+            problem = f'= "adapter" is not for {model.architecture}, whose served adapters are not tested; use "merged"'
+            raise InvalidArgument("rollout.lora", problem)
+        if "speculative_algorithm" in config.rollout.engine:
+            problem = f"is not for {model.architecture}, whose drafts with images are not tested; leave it out"
+            raise InvalidArgument("rollout.engine.speculative_algorithm", problem)
 
 
 def _check_delta_nets(config: "NodeConfig", models: "Sequence[ModelShape]") -> None:

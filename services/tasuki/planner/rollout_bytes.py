@@ -16,6 +16,8 @@ from tasuki.planner.node import Node
 _PREFILL_TOKENS = 8192
 _CONTEXT_SLACK = 8
 _FLOAT32 = 4
+_CACHED_EMBEDDINGS = 100 * 2**20
+"""SGLANG_VLM_CACHE_SIZE_MB."""
 MEASURED_FREE = 0.03
 """Most of the free memory that SGLang leaves when it checks the cache whose tokens are planned (rollout/arguments.py)."""
 # CUDA graphs: what they take whatever their batches, and at least.
@@ -139,7 +141,17 @@ def engine_step(node: Node) -> int:
     drafts = draft_tokens(node.config.rollout.engine)
     copies = DRAFT_BLOCKS * drafts if drafts else 2
     sampling = running_requests(node.config) * model.vocab_size * 4 * copies
-    return _PREFILL_TOKENS * width * node.engine_bytes + sampling
+    return _PREFILL_TOKENS * width * node.engine_bytes + sampling + _tower_step(node)
+
+
+def _tower_step(node: Node) -> int:
+    """The tower's working memory for a prefill of image tokens alone, their embeddings, and those that SGLang caches. Not measured yet."""
+    tower = node.model.tower
+    if tower is None:
+        return 0
+    per_patch = 4 * tower.hidden_size + 2 * -(-max(3 * tower.hidden_size, tower.intermediate_size) // node.tp_size)
+    embedded = (1 + len(tower.deepstack)) * tower.out_size
+    return _PREFILL_TOKENS * (tower.merge_size**2 * per_patch + embedded) * node.engine_bytes + _CACHED_EMBEDDINGS
 
 
 def _tower_tensors(tower: Shapes, tp_size: int) -> list[int]:

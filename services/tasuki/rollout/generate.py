@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import math
 from array import array
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,17 +243,22 @@ def sampling_of(given: Mapping[str, object], model: ModelFacts, *, num_prompt_to
 
 
 async def generate(
-    engine: "RolloutEngine", request: GenerateRequest, *, call_id: str, policy_version: int, seed: int | str | None
-) -> AsyncIterator[list[types_pb2.Sample]]:
+    engine: "RolloutEngine",
+    request: GenerateRequest,
+    *,
+    images: Mapping[int, Prepared],
+    call_id: str,
+    policy_version: int,
+    seed: int | str | None,
+) -> AsyncGenerator[list[types_pb2.Sample], None]:
     """Yields samples in order of completion; those that ended together come together. Raises PolicyDiverged.
 
-    seed: base of the samples' seeds; None if the engine does not use seeds.
+    images: see prepared_images. seed: base of the samples' seeds; None if the engine does not use seeds.
     """
     given = given_sampling(request)
     temperature, is_exact = log_prob_temperature(given), has_exact_log_probs(given)
     # SGLang aborts by prefix: the separators keep this call from aborting another, and sample 1 from aborting sample 10.
     prefix = f"{call_id}-"
-    images = await _prepared(request, engine.model)
     requests = _engine_requests(request, images, engine.model, prefix=prefix, seed=seed)
     digests = {prompt: prepared.digest for prompt, prepared in images.items()}
     num_requests = len(request.prompts) * request.num_samples
@@ -287,7 +292,7 @@ async def generate(
             ]
 
 
-async def _prepared(request: GenerateRequest, model: ModelFacts) -> dict[int, Prepared]:
+async def prepared_images(request: GenerateRequest, model: ModelFacts) -> dict[int, Prepared]:
     """The prompts with images, by position. Raises InvalidArgument as `expand`, and for one that is too long with its images."""
     found, sampling = dict[int, Prepared](), given_sampling(request)
     for index, prompt in enumerate(request.prompts):

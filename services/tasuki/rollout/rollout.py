@@ -4,12 +4,13 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasuki.rollout.generate import check_request, generate, question
+from tasuki.models.images import Prepared
+from tasuki.rollout.generate import check_request, generate, prepared_images, question
 from tasuki.rollout.seeds import CallNumbers
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import REFUSALS
@@ -309,10 +310,26 @@ class Rollout:
         """
         check_request(request, self.engine.model)
         self._check_open()
+        if any(prompt.images for prompt in request.prompts):
+            return self._generate_with_images(request)
+        return self._generate(request, {})
+
+    async def _generate_with_images(self, request: GenerateRequest) -> AsyncIterator[list[types_pb2.Sample]]:
+        """Decodes images first, beside the event loop: another version may be served after that, or none."""
+        images = await prepared_images(request, self.engine.model)
+        self._check_open()
+        async with aclosing(self._generate(request, images)) as samples:
+            async for ended in samples:
+                yield ended
+
+    def _generate(
+        self, request: GenerateRequest, images: Mapping[int, Prepared]
+    ) -> AsyncGenerator[list[types_pb2.Sample], None]:
         assert self._held_version is not None
         call_id = uuid.uuid4().hex
         seed = self._seed(request, call_id=call_id)
-        return generate(self.engine, request, call_id=call_id, policy_version=self._held_version, seed=seed)
+        version = self._held_version
+        return generate(self.engine, request, images=images, call_id=call_id, policy_version=version, seed=seed)
 
     def _seed(self, request: GenerateRequest, *, call_id: str) -> int | str | None:
         """Base of the samples' seeds; None if the engine does not use seeds.

@@ -33,6 +33,7 @@ from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
 from tasuki.rollout.ranks import RankProcesses, RankReport
 from tasuki.rollout.request_queue import AT_ONCE, Answer, Call, Intake
 from tasuki.rollout.sessions import SessionPlaces
+from tasuki.rollout.sglang.images import give_images
 from tasuki.rollout.sglang.scheduler import EngineTokenizer, ignore_generation_config
 from tasuki.rpc.process_start import freeze_started
 from tasuki.wire.errors import InternalError
@@ -229,14 +230,13 @@ class RolloutEngine:
             for index, state in enumerate(states, start=first):
                 # Replaces an event: waking a task for each request would cost more than a small model's tokens.
                 state.event = _EndSignal(self, call, index, state)
-            self._send(
-                states,
-                [
-                    manager._create_tokenized_object(one, None, one.input_ids)
-                    for one in map(batch.__getitem__, range(len(requests)))
-                ],
-                session_key=call.session_key,
-            )
+            tokenized = [
+                manager._create_tokenized_object(one, None, one.input_ids)
+                for one in map(batch.__getitem__, range(len(requests)))
+            ]
+            if self.model.images is not None:
+                give_images(tokenized, requests, merge_size=self.model.images.merge_size)
+            self._send(states, tokenized, session_key=call.session_key)
         except Exception as error:
             for request in requests:
                 manager.rid_to_state.pop(request.id, None)

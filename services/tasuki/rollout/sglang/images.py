@@ -1,0 +1,61 @@
+"""Images of a request as SGLang's models take them: as patches, without its processors, which read some images and texts otherwise."""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any, cast
+
+import numpy as np
+import torch
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+
+from tasuki.models.image_tokens import image_positions
+from tasuki.models.images import Prepared
+from tasuki.rollout.generate import EngineRequest
+
+_HASH_BYTES = 16
+
+
+def image_inputs(prompt: Prepared, *, merge_size: int, max_new_tokens: int) -> MultimodalProcessorOutput:
+    """The images of a prompt, for its samples. merge_size: rows and columns of patches that one token stands for."""
+    num_prompt, grids_I3 = len(prompt.token_ids), prompt.grids_I3
+    # SGLang computes positions where these end, but not in a prefill of a completion's tokens, after a retraction.
+    positions_3T = image_positions(num_prompt + max_new_tokens, starts=prompt.starts, grids=grids_I3, merge_size=merge_size)
+    items: list[MultimodalDataItem] = []
+    patches = np.split(prompt.pixels_PD, np.cumsum(grids_I3.prod(axis=1))[:-1])
+    for start, grid, pixels_PD in zip(prompt.starts, grids_I3, patches, strict=True):
+        item = MultimodalDataItem(
+            Modality.IMAGE,
+            offsets=[(start, start + len(pixels_PD) // merge_size**2 - 1)],
+            feature=torch.tensor(pixels_PD),
+            model_specific_data={"image_grid_thw": torch.tensor(grid[None])},
+        )
+        # By which SGLang finds embeddings that it computed for another request.
+        item.set_hash(int.from_bytes(sha256(grid.tobytes() + pixels_PD.tobytes()).digest()[:_HASH_BYTES]))
+        items.append(item)
+    return MultimodalProcessorOutput(
+        mm_items=items,
+        im_token_id=prompt.token_ids[prompt.starts[0]],
+        mrope_positions=torch.from_numpy(positions_3T),
+        mrope_position_delta=torch.tensor([[int(positions_3T[:, :num_prompt].max()) + 1 - num_prompt]]),
+    )
+
+
+def give_images(tokenized: Sequence[Any], requests: Sequence[EngineRequest], *, merge_size: int) -> None:
+    """Gives SGLang's requests the images of their prompts.
+
+    Its cache knows image tokens by 30 bits of a hash. The digest of a prompt's images keeps it from finding those of others.
+    """
+    made: dict[int, tuple[bytes, MultimodalProcessorOutput]] = {}
+    for one, request in zip(tokenized, requests, strict=True):
+        prompt = request.images
+        if prompt is None:
+            continue
+        if id(prompt) not in made:
+            most = cast(int, request.sampling["max_new_tokens"])
+            made[id(prompt)] = prompt.digest, image_inputs(prompt, merge_size=merge_size, max_new_tokens=most)
+        digest, inputs = made[id(prompt)]
+        one.extra_key = digest.hex()
+        # It frees the pixels of each item when its request ends.
+        one.mm_inputs = replace(inputs, mm_items=[copy(item) for item in inputs.mm_items])

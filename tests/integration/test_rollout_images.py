@@ -1,0 +1,117 @@
+"""Samples of prompts with images, against transformers' vision model. One engine starts on a CPU, in float32."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tasuki.models.images import ImageProcessor, read_image_processor
+from tasuki.trainer.data.samples import SampleImages, Samples
+from tasuki.v1 import rollout_pb2, types_pb2
+from tests.integration.rollout_process import TestTrainer, connected, start_rollout, stop_rollout, wait_until_serving
+from tests.models import IMAGE_TOKEN, make_model, save_checkpoint, with_tower
+from tests.vision import plain_image_log_probs
+
+START, END = IMAGE_TOKEN + 1, IMAGE_TOKEN + 2
+SIZES = ((40, 56), (9, 300), (64, 64), (17, 23))
+
+
+def picture(seed: int) -> bytes:
+    height, width = SIZES[seed % len(SIZES)]
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def shown(*parts: list[int] | bytes) -> rollout_pb2.Prompt:
+    """A prompt of tokens and images."""
+    token_ids = [token for part in parts for token in ([START, IMAGE_TOKEN, END] if isinstance(part, bytes) else part)]
+    return rollout_pb2.Prompt(token_ids=token_ids, images=[part for part in parts if isinstance(part, bytes)])
+
+
+def expected(whole: Any, processor: ImageProcessor, prompt: rollout_pb2.Prompt, sample: types_pb2.Sample) -> torch.Tensor:
+    prepared = processor.expand(prompt.token_ids, prompt.images) if prompt.images else None
+    token_ids = list(prompt.token_ids) if prepared is None else prepared.token_ids
+    num_images = len(prompt.images)
+    images = (
+        None
+        if prepared is None
+        else SampleImages(
+            num_images_S=np.array([num_images]),
+            image_I=np.arange(num_images),
+            start_I=np.zeros(num_images, dtype=np.int64),
+            grids_U3=prepared.grids_I3,
+            pixels_PD=prepared.pixels_PD,
+            merge_size=2,
+        )
+    )
+    assert sample.image_digest == (b"" if prepared is None else prepared.digest)
+    one = Samples(
+        num_prompt_S=np.array([len(token_ids)]),
+        num_completion_S=np.array([len(sample.token_ids)]),
+        policy_version_S=np.zeros(1, dtype=np.uint64),
+        token_ids_T=np.array([*token_ids, *sample.token_ids], dtype=np.int32),
+        columns={},
+        images=images,
+    )
+    with torch.no_grad():
+        return plain_image_log_probs(whole, one)
+
+
+@pytest.mark.timeout(300)
+async def test_images_are_seen_as_transformers_sees_them(tmp_path: Path) -> None:
+    model = make_model("qwen3_vl", seed=1)
+    folder = save_checkpoint(model, tmp_path / "model")
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
+    processor |= {"size": {"shortest_edge": 256, "longest_edge": 4096}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    rollout = start_rollout(tmp_path / "node", folder, 'rollout.dtype="float32"')
+    prompts = [
+        shown([5, 6, 7], picture(0), [8, 9]),
+        shown([5, 6, 7], picture(4), [8, 9]),  # of the same size
+        shown([50], picture(1), [3], picture(2), picture(3), [4]),
+        shown([90, 3, 61]),
+        shown(picture(0)),
+    ]
+    read = read_image_processor(folder)
+    assert read is not None
+    try:
+        wait_until_serving(rollout)
+        for version in (1, 2):
+            changed = make_model("qwen3_vl", seed=version)
+            changed.visual.load_state_dict(model.visual.state_dict())
+            whole = with_tower(changed)
+            trainer = TestTrainer(rollout.socket_dir, f"trainer-{version}", changed, dtype=torch.float32)
+            async with connected(rollout) as client:
+                await client.wake(trainer.publish(version))
+                turn = prompts
+                for _ in range(2):
+                    request = rollout_pb2.GenerateRequest(
+                        prompts=turn,
+                        num_samples=2,
+                        sampling_params=types_pb2.SamplingParams(max_new_tokens=9, ignore_eos=True),
+                    )
+                    samples = [each async for answer in client.rollout.Generate(request) for each in answer.samples]
+                    assert len(samples) == 2 * len(turn)
+                    for sample in samples:
+                        theirs = expected(whole, read, turn[sample.prompt_index], sample)
+                        torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), theirs, rtol=0, atol=1e-5)
+                    # The next turn continues the first, of which the engine has cached prefixes.
+                    turn = [
+                        rollout_pb2.Prompt(
+                            token_ids=[*turn[each.prompt_index].token_ids, *each.token_ids, 9],
+                            images=turn[each.prompt_index].images,
+                        )
+                        for each in samples
+                        if IMAGE_TOKEN not in each.token_ids  # which would ask for another image
+                    ]
+                await client.sleep()
+            trainer.close()
+    finally:
+        stop_rollout(rollout)
