@@ -1,5 +1,6 @@
 """Qwen 3 VL as a causal language model beside a vision tower, whose embeddings of images take the places of image tokens."""
 
+import math
 from typing import Any, cast
 
 import torch
@@ -44,7 +45,7 @@ def text_inputs(causal_lm: nn.Module, batch: TokenBatch) -> dict[str, Any]:
     if images is None:
         side = tower.spatial_merge_size
         grids_U3 = torch.tensor([[1, side, side]], device=embeddings_TH.device)
-        pixels_PD = embeddings_TH.new_zeros(side * side, tower.patch_embed.proj.weight[0].numel())
+        pixels_PD = embeddings_TH.new_zeros(side * side, math.prod(tower.patch_embed.proj.weight.shape[1:]))
     else:
         grids_U3, pixels_PD = images.grids_U3, images.pixels_PD
     with torch.no_grad():
