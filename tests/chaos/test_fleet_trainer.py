@@ -11,7 +11,7 @@ from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 
 NUM_STEPS = 20
-TRAINER = 'learning_rate = 1e-3\neps = 1e-3\nmicro_batch_tokens = 64\ncompute_dtype = "float32"\n'
+TRAINER = 'learning_rate = 1e-3\nrouter_replay = false\neps = 1e-3\nmicro_batch_tokens = 64\ncompute_dtype = "float32"\n'
 COORDINATOR = "[coordinator]\nstage_timeout_s = 20\n"
 LORA = '[trainer.lora]\nrank = 2\nalpha = 4\ntarget_modules = ["q_proj", "v_proj"]\n'
 CRITIC = "[trainer.critic]\nlearning_rate = 1e-3\n"

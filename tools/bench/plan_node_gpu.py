@@ -48,6 +48,7 @@ path = "model"
 num_ranks = {gpus}
 checkpointing = "full"
 micro_batch_tokens = {tokens}
+router_replay = false
 [rollout]
 tp_size = {gpus}
 max_running_requests = {requests}

@@ -73,6 +73,7 @@ def step(client: Client, load: dict[str, Any], random: np.random.Generator) -> d
             rollout_log_probs=each.rollout_log_probs,
             advantages=float(random.normal()),
             policy_version=each.policy_version,
+            routed_experts=each.routed_experts,
         )
         for each in samples
     ]
