@@ -25,7 +25,13 @@ SETTINGS = ("train.num_steps=30", "train.stop_at_eval_score=1.1", "trainer.num_r
 def make_model() -> Qwen3MoeForCausalLM:
     """Makes one of 0.5 million parameters: 16 experts in each of four layers, of which a token passes four."""
     ids = {f"{name}_token_id": make_task.VOCABULARY.index(f"<{name}>") for name in ("bos", "eos", "pad")}
-    shape = {"vocab_size": make_task.VOCAB_SIZE, "hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 4, "head_dim": 16}
+    shape = {
+        "vocab_size": make_task.VOCAB_SIZE,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "tie_word_embeddings": False}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **heads, **ids, num_experts=16, num_experts_per_tok=4))
 
@@ -48,7 +54,9 @@ def main() -> None:
     steps, scores = rows[:-1], [row["eval_score"] for row in rows if row["eval_score"] is not None]
     rewards, gaps = [row["mean_reward"] for row in steps], [row["metrics"] for row in steps]
     print(f"reward {rewards[0]:.3f} to {mean(rewards[-5:]):.3f}, held-out {scores[0]:.3f} to {scores[-1]:.3f}")
-    print(f"gap mean {mean(each['log_prob_gap'] for each in gaps):.2e} max {max(each['log_prob_gap_max'] for each in gaps):.2f}")
+    print(
+        f"gap mean {mean(each['log_prob_gap'] for each in gaps):.2e} max {max(each['log_prob_gap_max'] for each in gaps):.2f}"
+    )
     print(f"k3 {mean(each['rollout_kl'] for each in gaps):.2e}")
 
 
