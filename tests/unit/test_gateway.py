@@ -248,12 +248,16 @@ def test_openais_responses_are_the_same_chat():
 def test_a_stop_text_that_a_changeover_has_split_ends_the_answer(tokenizer: ModelTokenizer):
     spans = [VersionSpan(num_tokens=2, policy_version=3), VersionSpan(num_tokens=3, policy_version=4)]
     joined = sample([A, A + 1, A + 2, A, A], version_spans=spans)
-    cut = stopped(joined, ["zz", "bc"], tokenizer.decode_whole)
+    cut = stopped(joined, ["zz", "bc"], tokenizer.decode_whole, num_before=2)
     assert cut.token_ids.tolist() == [A, A + 1, A + 2]
     assert len(cut.rollout_log_probs) == 3
     assert [(one.num_tokens, one.policy_version) for one in cut.version_spans] == [(2, 3), (1, 4)]
-    assert stopped(joined, ["b"], tokenizer.decode_whole).version_spans == ()
-    assert stopped(joined, ["zz"], tokenizer.decode_whole) is joined
+    assert stopped(joined, ["b"], tokenizer.decode_whole, num_before=1).version_spans == ()
+    assert stopped(joined, ["zz"], tokenizer.decode_whole, num_before=2) is joined
+    silent = 120  # without a text: rollout searches one token more than the text has bytes
+    for tokens, is_found in (([A, silent, A + 1], True), ([A, silent, silent, A + 1], False)):
+        ended = stopped(sample([*tokens, A]), ["ab"], tokenizer.decode_whole, num_before=1)
+        assert len(ended.token_ids) == len(tokens) + (not is_found)
 
 
 def test_sessions_are_told_apart_by_their_secrets_and_have_a_limit(tokenizer: ModelTokenizer):

@@ -151,7 +151,7 @@ class Carry:
             number = sample.sample_index if number is None else number
             before = group.samples[number]
             joined = continued(before, sample, max_new_tokens=max_new_tokens)
-            group.samples[number] = stopped(joined, sampling.stop, decode) if len(before.token_ids) else joined
+            group.samples[number] = stopped(joined, sampling.stop, decode, num_before=len(before.token_ids))
             if group.is_complete:
                 complete.append(group)
             return len(complete) >= num_groups

@@ -238,7 +238,7 @@ class Asked:
         if sample is None or not len(sample.token_ids):
             return before
         joined = continued(before, sample, max_new_tokens=most)
-        return stopped(joined, self.sampling.stop, decode) if len(before.token_ids) else joined
+        return stopped(joined, self.sampling.stop, decode, num_before=len(before.token_ids))
 
 
 def shown_message(answer: Mapping[str, Any], stop: Sequence[str]) -> dict[str, Any]:

@@ -56,20 +56,18 @@ def continued(before: Sample, after: Sample, *, max_new_tokens: int) -> Sample:
     )
 
 
-def stopped(sample: Sample, stop: Sequence[str], decode: Decode) -> Sample:
-    """The sample up to the token that completes the first of the stop texts; rollout does not see one that a cut has split."""
+def stopped(sample: Sample, stop: Sequence[str], decode: Decode, *, num_before: int) -> Sample:
+    """The sample up to the token that completes a stop text which a cut after `num_before` tokens has split.
 
-    def has_stop(num_tokens: int) -> bool:
-        text = decode(sample.token_ids[:num_tokens])
-        return any(one in text for one in stop)
-
-    most = len(sample.token_ids)
-    if not stop or not has_stop(most):
+    Rollout sees all others. As it does, searches as many of the latest tokens as the longest text has bytes, and one more.
+    """
+    longest = max((len(one.encode()) for one in stop), default=0) if num_before else 0
+    for most in range(num_before + 1, min(num_before + longest, len(sample.token_ids)) + 1):
+        text = decode(sample.token_ids[max(0, most - longest - 1) : most])
+        if any(one in text for one in stop):
+            break
+    else:
         return sample
-    least = 1
-    while least < most:
-        middle = (least + most) // 2
-        least, most = (least, middle) if has_stop(middle) else (middle + 1, most)
     spans, left = list[VersionSpan](), most
     for span in spans_of(sample):
         spans.append(VersionSpan(num_tokens=min(left, span.num_tokens), policy_version=span.policy_version))

@@ -88,7 +88,7 @@ class Rollout:
                 continue
             joined = continued(whole, sample, max_new_tokens=limit)
             if not (is_whole_only and joined.finish_reason is FinishReason.CUT):
-                whole = stopped(joined, sampling.stop, self._decode) if len(whole.token_ids) else joined
+                whole = stopped(joined, sampling.stop, self._decode, num_before=len(whole.token_ids))
         return whole
 
     async def _look(self) -> None:
