@@ -20,6 +20,8 @@ Message = Mapping[str, Any]
 # Noncharacters of Unicode, which no text contains.
 _START, _END, _SENTINEL = "\ufdd0", "\ufdd1", "\ufdd3"
 _KINDS = {"str": "text", "nonetype": "null", "dict": "object", "list": "array"}
+IMAGE = "image"
+"""Type of a part that stands for an image."""
 _OWN_KEYS = ("role", "content", "weight")
 
 
@@ -116,6 +118,9 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             content = message["content"]
             if isinstance(content, list) and not self._reads_parts([*joined[:index], message, *joined[index + 1 :]], variables):
+                if len(texts_of(content)) < len(content):
+                    problem = f"message {index} has an image, but the model's chat template reads only text"
+                    raise InvalidArgument("messages", f"{problem}; take the model's own template")
                 if len(content) > 1:
                     problem = f"message {index} has {len(content)} text parts, but the model's chat template reads only text"
                     raise InvalidArgument("messages", f"{problem}; join them into one")
@@ -132,7 +137,7 @@ class ChatTemplate:
             if isinstance(error.__cause__, _Refusal) and any(len(content) > 1 for content in contents):
                 raise
             return False
-        return all("text" in part._taken for content in contents for part in content)
+        return all("text" in part._taken for content in contents for part in content if part.get("type") != IMAGE)
 
     def render(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         """Raises InvalidArgument for messages that the template refuses or would print as Python's objects."""
@@ -320,7 +325,8 @@ def _probe(message: Message, index: int) -> Message:
     content = message["content"]
     if isinstance(content, list):
         parts = [
-            {**part, "text": part["text"] and f"{_SENTINEL}{index}.{number}{_SENTINEL}"} for number, part in enumerate(content)
+            {**part, "text": part["text"] and f"{_SENTINEL}{index}.{number}{_SENTINEL}"} if "text" in part else part
+            for number, part in enumerate(content)
         ]
         return {**message, "content": parts}
     return {**message, "content": f"{_SENTINEL}{index}{_SENTINEL}"} if content else message
@@ -328,7 +334,7 @@ def _probe(message: Message, index: int) -> Message:
 
 def texts_of(content: str | list[Any] | None) -> list[str]:
     """The texts of a content's parts."""
-    return [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+    return [part["text"] for part in content if "text" in part] if isinstance(content, list) else [content or ""]
 
 
 def _guarded(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ from numpy.typing import NDArray
 
 from tasuki.client.chat import ASSISTANT, ChatTokens, Message, chat_tokens, is_learned
 from tasuki.client.dataset import Row, prompt_problem
-from tasuki.models.chat_template import ChatTemplate, texts_of
+from tasuki.client.images import images_of
+from tasuki.models.chat_template import IMAGE, ChatTemplate, texts_of
+from tasuki.models.images import ImageProcessor, read_image_processor
 from tasuki.models.tokenizer import read_stop_token_ids, read_tokenizer
 from tasuki.models.tool_calls import Call, ToolCallForm, form_of
 from tasuki.runs.recipe import field_as_key
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
 _ANSWER = "\ufdd2"
 """Stands for an answer in a rendered chat: a noncharacter of Unicode, which no text contains."""
@@ -41,23 +44,34 @@ class ModelTokenizer:
         self._stop_token_ids = read_stop_token_ids(model_path, vocab_size=self._tokenizer.vocab_size)
 
     def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]:
-        """Encodes a string as it is, or chat messages by the chat template, ending with the generation prompt."""
+        """Encodes a string as it is, or chat messages by the chat template, ending with the generation prompt. An image is one token."""
         if isinstance(prompt, str):
             _refuse_template_fields(fields)
-            return self._tokenizer.encode_start(prompt)
+            return self._with_placeholders(self._tokenizer.encode_start(prompt), num_images=0)
         problem = prompt_problem(prompt)
         if problem or not isinstance(prompt, list):
             raise InvalidArgument("prompt", problem)
         if weighted := [index for index, message in enumerate(prompt) if message.get("weight")]:
             problem = f"message {weighted[0]} has a weight, but nothing of a prompt is trained; remove it"
             raise InvalidArgument("prompt", problem)
-        _refuse_images("prompt", prompt)
+        prompt, num_images = _without_files(prompt)
+        if num_images and self._images is None:
+            raise InvalidArgument("prompt", "has an image, but the model reads text alone; remove it")
         template, variables = self._template("prompt", fields)
         variables["add_generation_prompt"] = True
         with field_as_key("messages", "prompt"):
             messages = template.settle(prompt, variables)
             template.check(messages, variables, field="prompt")
-            return self._tokenizer.encode(template.render(messages, variables)).ids
+            return self._with_placeholders(self._tokenizer.encode(template.render(messages, variables)).ids, num_images)
+
+    def num_prompt_tokens(self, prompt: object, fields: Row | None = None) -> int:
+        """The tokens of a prompt with those of its images, which are read and decoded. Raises InvalidArgument naming one of no use."""
+        token_ids, images = self.encode_prompt(prompt, fields), images_of(prompt)
+        if not images:
+            return len(token_ids)
+        assert self._images is not None
+        counts = [self._images.num_tokens(image, field=f"image {index}") for index, image in enumerate(images)]
+        return len(token_ids) - len(images) + sum(counts)
 
     def encode_text(self, text: str) -> list[int]:
         """Encodes a text without the tokens that begin a sequence."""
@@ -157,6 +171,20 @@ class ModelTokenizer:
         """Decodes with special tokens, as the engine does to find stop texts."""
         return self._tokenizer.decode(token_ids.tolist(), has_special=True)
 
+    @cached_property
+    def _images(self) -> ImageProcessor | None:
+        """None if the model reads text alone."""
+        try:
+            return read_image_processor(self._tokenizer.folder)
+        except (PathNotFound, UnsupportedModel):
+            return None  # no node trains it; its tokenizer is of use by itself
+
+    def _with_placeholders(self, token_ids: list[int], num_images: int) -> list[int]:
+        """The ids as they are. Raises InvalidArgument if the template has not written one placeholder for each image, or a text has one."""
+        if self._images is not None:
+            self._images.places(token_ids, num_images, field="prompt")
+        return token_ids
+
     def _marked(self, template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> ChatTokens:
         text, spans = template.render_marked(messages, variables)
         answers = [message for message in messages if message["role"] == ASSISTANT]
@@ -220,8 +248,24 @@ def _given(fields: Row | None, names: Sequence[str]) -> dict[str, Any]:
 def _refuse_images(field: str, messages: Sequence[Message]) -> None:
     for index, message in enumerate(messages):
         parts: Any = message.get("content")
-        if isinstance(parts, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in parts):
-            raise InvalidArgument(field, f"message {index} has an image, but the model reads text alone; remove it")
+        if isinstance(parts, list) and any(isinstance(part, dict) and part.get("type") == IMAGE for part in parts):
+            raise InvalidArgument(field, f"message {index} has an image, which is read in prompts of [train] alone; remove it")
+
+
+def _without_files(messages: Sequence[Message]) -> tuple[list[Message], int]:
+    """The messages with images as the template reads them, and how many these are."""
+    num_images = 0
+
+    def part_of(part: Any) -> Any:
+        nonlocal num_images
+        num_images += part.get("type") == IMAGE
+        return {"type": IMAGE} if part.get("type") == IMAGE else part
+
+    shown = [
+        {**message, "content": list(map(part_of, content))} if isinstance(content := message["content"], list) else message
+        for message in messages
+    ]
+    return shown, num_images
 
 
 def _refuse_template_fields(fields: Row | None, more: Sequence[str] = ()) -> None:
