@@ -233,6 +233,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
         ("qwen3_5", "partial_rotary_factor", 0.25),
         ("qwen3_5", "layer_types", ["full_attention", "linear_attention"]),
         ("qwen3_5", "rope_parameters", {"rope_type": "yarn", "factor": 4.0}),
+        ("qwen3_vl", "rope_parameters", {"rope_type": "default", "mrope_section": [4, 2, 2]}),
+        ("qwen3_vl", "rope_parameters", {"rope_type": "default", "mrope_interleaved": False, "mrope_section": [4, 2, 2]}),
         ("qwen3_next", "attention_bias", True),
         ("qwen3_next", "mlp_only_layers", [1]),
         ("qwen3_next", "tie_word_embeddings", True),

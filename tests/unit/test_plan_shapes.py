@@ -68,6 +68,7 @@ TINY: dict[str, Any] = {
     "vocab_size": 300,
     "max_position_embeddings": 256,
 }
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_interleaved": True}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
 GLM_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "head_dim": 16}
 LATENT: dict[str, Any] = {
@@ -100,7 +101,7 @@ CONFIGS = {
     "qwen3": Qwen3Config(**TINY, head_dim=32),
     "qwen3 with biases": Qwen3Config(**TINY, head_dim=32, attention_bias=True),
     "qwen3-moe": Qwen3MoeConfig(**TINY, **EXPERTS),
-    "qwen3-vl": Qwen3VLTextConfig(**TINY, head_dim=32),
+    "qwen3-vl": Qwen3VLTextConfig(**TINY, head_dim=32, rope_parameters={**MROPE, "mrope_section": [8, 4, 4]}),
     "qwen3.5": Qwen3_5TextConfig(**TINY, **DELTA, full_attention_interval=2),
     "qwen3.5, attention": Qwen3_5TextConfig(**TINY, head_dim=32, full_attention_interval=1),
     "qwen3.5-moe, attention": Qwen3_5MoeTextConfig(
