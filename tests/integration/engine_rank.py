@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tasuki.memory.arena import NativeAllocator
 from tasuki.v1 import weights_pb2
@@ -284,18 +285,21 @@ def _load(args: Any, loader: Any = None) -> Any:
     from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.model_loader import get_model_loader
+    from sglang.srt.models import qwen3_vl
 
     from tasuki.rollout.sglang.cpu.gated_delta import install_delta_nets
     from tasuki.rollout.sglang.text_only import install_text_only
 
     config = ModelConfig.from_server_args(args)
-    if hasattr(config.hf_text_config, "linear_conv_kernel_dim"):
-        install_text_only()
-        install_delta_nets()
-        adjust_tp_num_heads_if_necessary(config.hf_text_config, args.tp_size, True)
     initialize_dp_attention(args, config)
-    made = (get_model_loader if loader is None else loader)(LoadConfig(), config)
-    return made.load_model(model_config=config, device_config=DeviceConfig(device=args.device))
+    # Another model of this process may have a tower.
+    with patch.object(qwen3_vl, "Qwen3VLMoeVisionModel", qwen3_vl.Qwen3VLMoeVisionModel):
+        if hasattr(config.hf_text_config, "linear_conv_kernel_dim"):
+            install_text_only()
+            install_delta_nets()
+            adjust_tp_num_heads_if_necessary(config.hf_text_config, args.tp_size, True)
+        made = (get_model_loader if loader is None else loader)(LoadConfig(), config)
+        return made.load_model(model_config=config, device_config=DeviceConfig(device=args.device))
 
 
 def _join_group(job: _Job, *, backend: str) -> None:

@@ -112,7 +112,9 @@ def test_a_step_equals_plain_torch_however_it_is_cut(
     assert facts["grad_norm"] == pytest.approx(plain.grad_norm, rel=1e-5)
     assert (facts["num_micro_batches"] > 1) is (max_tokens < 4096)
     for name, gradient in plain.gradients.items():
-        torch.testing.assert_close(_under(tensors, "gradient", name, gradient), gradient, rtol=1e-5, atol=1e-5)
+        # Before a gated delta net plain torch itself is off by 3e-5 from float64.
+        tolerance = 5e-5 if ".linear_attn." in name else 1e-5
+        torch.testing.assert_close(_under(tensors, "gradient", name, gradient), gradient, rtol=1e-5, atol=tolerance)
     for name, parameter in plain.parameters.items():
         torch.testing.assert_close(_under(tensors, "parameter", name, parameter), parameter, rtol=1e-5, atol=1e-5)
 

@@ -47,6 +47,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": None},
     "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma3ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
+    "Qwen3VLForConditionalGeneration": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
+    },
 }
 
 

@@ -119,7 +119,7 @@ class OfNoChunk(probe.Export):
         self.chunks = [chunk._replace(fd=nowhere) for chunk in self.chunks]
 probe.Export = OfNoChunk
 """
-OTHER_BYTES = "probe._as_bytes = lambda device: bytes(len(probe._PATTERN))"
+OTHER_BYTES = "probe._PATTERN = bytes(len(probe._PATTERN))"
 READER_KILLED = """
 run = subprocess.run
 probe.subprocess.run = lambda argv, **options: run(["sh", "-c", "kill -9 $$"], **options)

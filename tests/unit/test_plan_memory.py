@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from tasuki.config.schema import NodeConfig
+from tasuki.models.shape import ModelShape
 from tasuki.planner.advice import advise, largest_kv_ratio
 from tasuki.planner.choose import choose, plan_node
 from tasuki.planner.node import GB, MIB, TAGS, Checkpointing, Node, Part, Strategy
@@ -23,7 +24,7 @@ from tests.unit.test_model_shape import write_model
 from tools.bench import plan_gpu
 
 
-def h200s(model: str, **given: Any) -> Node:
+def h200s(model: ModelShape | str, **given: Any) -> Node:
     """8 GPUs of 141 GB, full shard, full checkpointing."""
     return node_with(model, num_ranks=8, **({"checkpointing": Checkpointing.FULL} | given))
 
@@ -203,7 +204,8 @@ def test_ranks_that_share_hold_a_part_of_the_tokens_each():
 
 def test_a_sample_that_is_too_long_for_one_gpu_is_told_to_share_it():
     rollout = {"context_length": 660_000, "engine": {"max_total_tokens": 660_000}, "kv_ratio": 0.5}
-    node = h200s("qwen2.5-7b", checkpointing=Checkpointing.OFFLOADED, trainer={"micro_batch_tokens": 660_000}, rollout=rollout)
+    model = replace(MODELS["qwen2.5-7b"], context_length=660_000)
+    node = h200s(model, checkpointing=Checkpointing.OFFLOADED, trainer={"micro_batch_tokens": 660_000}, rollout=rollout)
     advice = advise(plan(choose(node)))
     assert "trainer.sequence_parallel" in {rung.setting for rung in advice.ladder}
 
