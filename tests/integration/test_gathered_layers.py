@@ -46,9 +46,9 @@ def at_loss(learner: Learner) -> list[int]:
     sizes: list[int] = []
     backward = learner.backend.backward
 
-    def look(role: Role, loss: Tensor) -> None:
+    def look(role: Role, loss: Tensor, *, share: float) -> None:
         sizes.append(gathered_bytes(learner))
-        backward(role, loss)
+        backward(role, loss, share=share)
 
     learner.backend.backward = look
     learn(learner, Role.POLICY, SAMPLES, config=LOSS, max_tokens=48)
@@ -77,7 +77,7 @@ def test_a_call_that_fails_between_forward_and_backward_leaves_no_old_weights(
     other.save_checkpoint(tmp_path / "other")
     learner = start(model, mesh)
 
-    def fail(role: Role, loss: Tensor) -> None:
+    def fail(role: Role, loss: Tensor, **_: float) -> None:
         raise torch.OutOfMemoryError(f"no room for the {role}'s gradients of {loss:.3f}")
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):

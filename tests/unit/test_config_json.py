@@ -47,9 +47,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": None},
     "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma3ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
-    "Qwen3VLForConditionalGeneration": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True}
-    },
+    "Qwen3VLForConditionalGeneration": {"rope_parameters": {"mrope_interleaved": True, "mrope_section": [24, 20, 20]}},
 }
 
 
