@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from tasuki.trainer.backends.fsdp.lora.adapters import Dropout, adapter_tensors, in_file
+from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
+from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
@@ -21,7 +23,7 @@ from tasuki.trainer.service.requests import decode_samples
 from tests.integration import trainer_samples as plain
 from tests.integration.learning import fsdp, learn, start_learner, trained
 from tests.integration.one_rank import mesh, model
-from tests.models import VOCAB_SIZE
+from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 
 __all__ = ["mesh", "model"]
 
@@ -175,3 +177,14 @@ def test_adapters_begin_as_pefts_gaussian(mesh: DeviceMesh, model: Path) -> None
     adapters = {name: param for name, param in network.named_parameters() if ".lora_" in name}
     assert len(adapters) == 2 * 2 * 2
     assert all(torch.equal(param.full_tensor(), expected[name]) for name, param in adapters.items())
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_vl", "mixtral"])
+def test_merged_weights_have_the_names_that_are_published(mesh: DeviceMesh, tmp_path: Path, kind: str) -> None:
+    folder = save_checkpoint(make_model(kind, seed=0), tmp_path / "model")
+    learner = start_learner(folder, mesh=mesh, lora={"rank": 4, "target_modules": ["q_proj", "o_proj"]})
+    causal_lm = fsdp(learner)._policy.causal_lm
+    merged = MergedWeights(causal_lm)
+    assert merged.names and merged.names == merged.by_name.keys()
+    assert merged.names <= {shard.name for shard in local_shards(causal_lm)}
+    fsdp(learner).close()

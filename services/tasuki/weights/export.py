@@ -149,6 +149,7 @@ class WeightExport:
         if self._is_away or self._opened_for != self._addresses():
             self._hand_out_again()
         names = frozenset[str]() if replaced is None else replaced.names
+        assert names <= {shard.name for shard in self._shards}, "what is replaced must be published"
         if self._prepared is None or self._prepared.names != names:
             sources = [shard.local.detach() for shard in self._shards]
             self._prepared = _Prepared(self._arena, sources, names=names, device=self._device)

@@ -1,6 +1,7 @@
 """Weights with their adapters merged, W + scaling B A, each rank's slice by itself, for publishing and exporting."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -62,12 +63,12 @@ class MergedWeights:
     """
 
     def __init__(self, causal_lm: nn.Module) -> None:
-        adapted = adapted_parameters(causal_lm)
-        self.by_name = {name: weight for name, weight in adapted.items() if weight.base.dim() == 2}
-        self.experts = [weight for weight in adapted.values() if weight.base.dim() == 3]
-        weights = list(self.by_name.values())
+        adapted = adapted_parameters(causal_lm).values()
         # FSDP renames the class of modules that it shards.
         self._checkpoint = find_family(type(causal_lm).__name__.removeprefix("FSDP")).checkpoint
+        weights = [replace(each, name=self._checkpoint.tensor(each.name)) for each in adapted if each.base.dim() == 2]
+        self.by_name = {weight.name: weight for weight in weights}
+        self.experts = [weight for weight in adapted if weight.base.dim() == 3]
         names = {weight.name for weight in weights if weight.base.to_local().numel()}
         self.names = frozenset(names.union(*(each.keys() for each in map(self._tensors_of, self.experts))))
         self._is_by_rows = all(map(_is_split_by_rows, weights))
