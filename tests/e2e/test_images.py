@@ -4,13 +4,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from PIL import Image
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from tests.conftest import ENVIRONMENT
 from tests.models import TOWER
@@ -83,19 +85,37 @@ def write_rows(path: Path, num: int, random: np.random.Generator) -> None:
     path.write_text("".join(rows))
 
 
-def test_colors_of_pictures_are_learned(tmp_path: Path) -> None:
+def train(folder: Path, *settings: str) -> list[dict[str, Any]]:
+    """Trains a new model. Returns the steps, of which engine and trainer agree in every token."""
     random = np.random.default_rng(0)
-    save_model(tmp_path / "model")
-    write_rows(tmp_path / "train.jsonl", 96, random)
-    write_rows(tmp_path / "eval.jsonl", 24, random)
-    (tmp_path / "color_reward.py").write_text(
-        "def named(completion, answer, **_):\n    return float(completion[:1] == answer)\n"
-    )
-    (tmp_path / "node.toml").write_text(NODE)
-    command = [sys.executable, "-m", "tasuki.cli", "train", "node.toml"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=500, check=False)
+    save_model(folder / "model")
+    write_rows(folder / "train.jsonl", 96, random)
+    write_rows(folder / "eval.jsonl", 24, random)
+    (folder / "color_reward.py").write_text("def named(completion, answer, **_):\n    return float(completion[:1] == answer)\n")
+    (folder / "node.toml").write_text(NODE)
+    overrides = [argument for setting in settings for argument in ("--set", setting)]
+    command = [sys.executable, "-m", "tasuki.cli", "train", "node.toml", *overrides]
+    done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all(step["metrics"]["log_prob_gap_max"] < 1e-5 for step in steps if "log_prob_gap_max" in step.get("metrics", {}))
-    scores = [step["eval_score"] for step in steps if step.get("eval_score") is not None]
+    steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    gaps = [step["metrics"]["log_prob_gap_max"] for step in steps if "log_prob_gap_max" in step.get("metrics", {})]
+    assert len(gaps) > 1 and max(gaps) < 1e-5
+    return steps
+
+
+def test_colors_of_pictures_are_learned(tmp_path: Path) -> None:
+    scores = [step["eval_score"] for step in train(tmp_path) if step.get("eval_score") is not None]
     assert scores[0] < 0.5 and scores[-1] >= 0.9, scores
+
+
+def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
+    train(tmp_path, "trainer.lora.rank=8", "train.num_steps=4", "train.max_new_tokens=3")
+    base, merged = (AutoModelForImageTextToText.from_pretrained(tmp_path / name) for name in ("model", "run/model"))
+    adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "model" / "adapter")
+    ids = torch.arange(9, 25)[None]
+    with torch.no_grad():
+        found, expected = (model(input_ids=ids).logits for model in (adapted, merged))
+        with adapted.disable_adapter():
+            start = adapted(input_ids=ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (start - expected).abs().max() > 1e-2

@@ -43,6 +43,11 @@ def is_match(pattern: str, layer: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", layer) is not None
 
 
+def in_peft(name: str, *, has_tower: bool) -> str:
+    """PEFT's name of a layer or parameter; beside a vision tower transformers has the text in `model.language_model`."""
+    return f"base_model.model.{name.replace('model.', 'model.language_model.', 1) if has_tower else name}"
+
+
 def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
     """Raises PathNotFound, or InvalidArgument for an adapter that this run cannot continue."""
     for name in (_CONFIG_FILE, ADAPTER_FILE):
@@ -70,10 +75,11 @@ def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
             raise InvalidArgument(f"trainer.lora.{key}", f"is {ours}, but {file} has {name} {theirs}; set the same")
     wanted: dict[str, tuple[int, ...]] = {}
     for layer, (num_rows, num_columns) in lora.layers(model).items():
-        a, b = (f"base_model.model.{layer}.lora_{part}.weight" for part in "AB")
+        inside = in_peft(layer, has_tower=model.tower is not None)
+        a, b = (f"{inside}.lora_{part}.weight" for part in "AB")
         wanted |= {a: (lora.rank_of(layer), num_columns), b: (num_rows, lora.rank_of(layer))}
         if lora.use_dora:
-            wanted[f"base_model.model.{layer}.lora_magnitude_vector"] = (num_rows,)
+            wanted[f"{inside}.lora_magnitude_vector"] = (num_rows,)
     for name, shape in model.parameters().items():
         if lora.experts and name.endswith(EXPERTS):
             # See trainer/backends/fsdp/lora/adapters.py.
