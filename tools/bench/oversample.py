@@ -1,20 +1,28 @@
 """Time that carried groups save on completions of heavy-tailed lengths: `python -m tools.bench.oversample [--seeds 0 1 2] [--out FOLDER]`.
 
+--gpu: a shape of 1.5 billion parameters, median 256, at most 8,192 tokens.
+
 A prompt is a word and a number, from which the policy counts down in red or in blue: lengths belong to the row and not to the policy, and
 are lognormal, at most 32 x their median. Each word has one right colour, which only the reward tells. Counting is in the first weights.
-Each run has its own node on a CPU. Positions are the tokens, one after another, that a step waits for, those that pass during the drain
-included. Writes oversample.json and oversample.png, and prints a table.
+Each run has its own node. Positions are the tokens, one after another, that a step waits for, those that pass during the drain included.
+Trained tokens a second are those of whole steps without the first three. "held" is the seconds for which rollout holds the devices, "busy"
+the share of them in which the GPU's driver saw a kernel. Writes oversample.json and oversample.png, and prints a table.
 """
 
 import argparse
 import json
+import sqlite3
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib.figure
 import numpy as np
+import pynvml
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional
@@ -29,89 +37,138 @@ from tasuki.client.shown_samples import ShownSamples
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.load import load_config
-from tasuki.config.paths import node_targets
+from tasuki.config.paths import journal_path, node_targets
 from tasuki.node.start import running_node
 from tasuki.runs.tokenizer import ModelTokenizer
 
-MEDIAN, SIGMA, LONGEST, NUM_WORDS = 16, 0.8, 32 * 16, 64
-NUM_EVAL, NUM_TRAIN, SIZE = 128, 4096, 64
-OVERSAMPLE, MAX_STALENESS = (1.0, 1.25, 1.5), 6
+OVERSAMPLE, WARM_UP = (1.0, 1.25, 1.5), 3
 METRICS = ("staleness", "dropped_groups")
-PROMPT = [
-    "<pad>",
-    "<eos>",
-    "<unk>",
-    *(f"w{number}" for number in range(NUM_WORDS)),
-    *(f"c{number}" for number in range(LONGEST)),
-]
-VOCABULARY = [*PROMPT, *(f"{color}{number}" for color in ("red", "blue") for number in range(LONGEST))]
-FIRST, RED, BLUE = (VOCABULARY.index(word) for word in ("c0", "red0", "blue0"))
+NUM_TRAIN, NUM_WORDS, SPECIAL = 4096, 64, ("<pad>", "<eos>", "<unk>")
+FIRST = len(SPECIAL) + NUM_WORDS
+"""Id of the word for no number; those of the numbers follow, and then as many of each colour."""
 REWARD = "def right(*, completion, color):\n    return float(completion.split()[0].startswith(color))\n"
 CONFIG = """
 state_dir = "node"
-device = "cpu"
+device = "{device}"
 model.path = "{folder}/model"
 seed = {seed}
-trainer = {{ num_ranks = 1, learning_rate = 5e-4, betas = [0.9, 0.95], compute_dtype = "float32" }}
-
-[rollout]
-dtype = "float32"
-context_length = 640
-max_running_requests = 256
-engine = {{ disable_radix_cache = true, max_total_tokens = 131072 }}
-
+{services}
 [train]
 dataset = "{folder}/train.jsonl"
 eval_dataset = "{folder}/eval.jsonl"
 output_dir = "{output}"
-num_steps = 60
-prompts_per_step = 16
-group_size = 4
-max_new_tokens = 512
-eval_every = 5
+num_steps = {num_steps}
+prompts_per_step = {prompts}
+group_size = {group}
+max_new_tokens = {longest}
+eval_every = {eval_every}
 oversample = {oversample}
 max_staleness = {staleness}
 reward.function = "reward:right"
 """
 
 
-def make_task(folder: Path, *, seed: int) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Lengths, steps and the model's shape."""
+
+    device: str
+    median: int
+    sigma: float
+    longest: int
+    num_eval: int
+    prompts: int
+    group: int
+    max_staleness: int
+    num_steps: tuple[int, ...]
+    """By value of OVERSAMPLE; none if 0."""
+    eval_every: int
+    hidden: int
+    model: Mapping[str, Any]
+    services: str
+
+    @property
+    def vocabulary(self) -> list[str]:
+        numbers = range(self.longest)
+        return [
+            *SPECIAL,
+            *(f"w{word}" for word in range(NUM_WORDS)),
+            *(f"{of}{each}" for of in ("c", "red", "blue") for each in numbers),
+        ]
+
+
+SMALL = Size(
+    device="cpu", median=16, sigma=0.8, longest=512, num_eval=128, prompts=16, group=4, max_staleness=6, num_steps=(60, 60, 60),
+    eval_every=5, hidden=64,
+    model={"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 1664},
+    services="""trainer = { num_ranks = 1, learning_rate = 5e-4, betas = [0.9, 0.95], compute_dtype = "float32" }
+
+[rollout]
+dtype = "float32"
+context_length = 640
+max_running_requests = 256
+engine = { disable_radix_cache = true, max_total_tokens = 131072 }
+""",
+)  # fmt: skip
+ON_GPU = Size(
+    device="cuda", median=256, sigma=1.2, longest=8192, num_eval=64, prompts=32, group=8, max_staleness=16, num_steps=(9, 0, 22),
+    eval_every=100, hidden=1536,
+    model={"intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151_936},
+    services="""trainer = { num_ranks = 1, learning_rate = 1e-6, micro_batch_tokens = 16384 }
+
+[rollout]
+context_length = 8320
+engine = { attention_backend = "triton", sampling_backend = "pytorch" }
+""",
+)  # fmt: skip
+
+
+def make_task(folder: Path, size: Size, *, seed: int) -> None:
     """Writes model/, train.jsonl and eval.jsonl. Held-out rows have lengths of the median."""
     draw = np.random.default_rng(seed)
     torch.manual_seed(seed)
     folder.mkdir(parents=True)
     (folder / "reward.py").write_text(REWARD)
     colors = draw.permutation(["red", "blue"] * (NUM_WORDS // 2))
-    counts = np.clip(np.rint(MEDIAN * np.exp(SIGMA * draw.standard_normal(NUM_TRAIN))), 2, LONGEST).astype(int) - 1
-    for name, some in (("eval", [MEDIAN - 1] * NUM_EVAL), ("train", counts)):
+    lengths = np.rint(size.median * np.exp(size.sigma * draw.standard_normal(NUM_TRAIN)))
+    counts = np.clip(lengths, 2, size.longest).astype(int) - 1
+    for name, some in (("eval", [size.median - 1] * size.num_eval), ("train", counts)):
         words = draw.integers(NUM_WORDS, size=len(some))
         rows = ({"prompt": f"w{word} c{count}", "color": colors[word]} for word, count in zip(words, some, strict=True))
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    words = {word: index for index, word in enumerate(size.vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(folder / "model")
-    counting_model().save_pretrained(folder / "model")
+    counting_model(size).save_pretrained(folder / "model")
 
 
-def counting_model() -> Qwen2ForCausalLM:
-    """A model that counts down, in the colour it has begun with; at first it draws either."""
+def counting_model(size: Size) -> Qwen2ForCausalLM:
+    """A model that counts down, in the colour it has begun with; at first it draws either. Its layers change little."""
+    longest = size.longest
     config = Qwen2Config(
-        vocab_size=-(-len(VOCABULARY) // 64) * 64, hidden_size=SIZE, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=1024, tie_word_embeddings=False, eos_token_id=1, pad_token_id=0, bos_token_id=None,
+        hidden_size=size.hidden, max_position_embeddings=2 * longest, tie_word_embeddings=False,
+        eos_token_id=1, pad_token_id=0, bos_token_id=None, **size.model,
     )  # fmt: skip
-    model = Qwen2ForCausalLM(config)
-    codes, color = functional.normalize(torch.randn(LONGEST, SIZE), dim=1), torch.zeros(SIZE)
+    with torch.device(size.device):
+        model = Qwen2ForCausalLM(config)
+        codes, color = functional.normalize(torch.randn(longest, size.hidden), dim=1), torch.zeros(size.hidden)
     codes[:, 0], color[0] = 0.0, 1.0
     with torch.no_grad():
+        if size.device == "cuda":
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.mul_(0.01)
+                layer.mlp.down_proj.weight.mul_(0.01)
         embed, head = model.model.embed_tokens.weight, model.lm_head.weight
-        embed[FIRST : FIRST + LONGEST] = 4 * codes
+        embed[FIRST : FIRST + longest] = 4 * codes
         head[1] = 6 * codes[0]
-        for first, sign in ((RED, 1.0), (BLUE, -1.0)):
-            embed[first : first + LONGEST] = 4 * codes + 2 * sign * color
-            head[first : first + LONGEST - 1] = 6 * codes[1:] + 2 * sign * color
-    return model
+        for place, sign in ((1, 1.0), (2, -1.0)):
+            first = FIRST + place * longest
+            embed[first : first + longest] = 4 * codes + 2 * sign * color
+            head[first : first + longest - 1] = 6 * codes[1:] + 2 * sign * color
+    return model.to(torch.bfloat16) if size.device == "cuda" else model
 
 
 @dataclass(slots=True)
@@ -133,6 +190,8 @@ class Measured(RlLoop):
 
     carry: Carry = field(default_factory=MeasuredCarry)
     positions: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """Trained in each step, prompts included."""
     lengths: list[int] = field(default_factory=list)
     num_as_row: int = 0
 
@@ -145,14 +204,49 @@ class Measured(RlLoop):
         assert isinstance(self.carry, MeasuredCarry)
         self.positions.append(self.carry.positions or max(lengths))
         self.lengths += lengths
+        self.tokens.append(sum(lengths) + sum(len(sample.prompt_token_ids) for sample in samples))
         return groups
 
 
-def run(folder: Path, *, seed: int, oversample: float) -> dict[str, Any]:
+class Watched(threading.Thread):
+    """Samples of whether the GPU ran a kernel, until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.samples: list[tuple[float, int]] = []
+        self._ends = threading.Event()
+
+    def run(self) -> None:
+        nvml: Any = pynvml
+        nvml.nvmlInit()
+        gpu = nvml.nvmlDeviceGetHandleByIndex(0)
+        while not self._ends.wait(0.05):
+            self.samples.append((time.time(), nvml.nvmlDeviceGetUtilizationRates(gpu).gpu))
+
+    def stop(self) -> None:
+        self._ends.set()
+        self.join()
+
+    def busy(self, holds: Sequence[tuple[float, float]]) -> float:
+        return float(np.mean([share for at, share in self.samples if any(begin <= at < end for begin, end in holds)])) / 100
+
+
+def holds_of(state_dir: Path) -> list[tuple[float, float]]:
+    """When rollout held the devices: from the end of a changeover to the start of the next."""
+    with closing(sqlite3.connect(journal_path(state_dir))) as journal:
+        query = "SELECT target, start_time, seconds FROM changeovers JOIN outcomes USING (number) WHERE status = 'DONE' ORDER BY number"
+        rows = journal.execute(query).fetchall()
+    return [(start + seconds, later[1]) for (target, start, seconds), later in pairwise(rows) if target == "ROLLOUT"]
+
+
+def run(folder: Path, size: Size, *, seed: int, oversample: float, num_steps: int) -> dict[str, Any]:
     output = folder / f"{oversample:g}"
     output.mkdir()
-    staleness = MAX_STALENESS if oversample > 1 else 0
-    settings = CONFIG.format(folder=folder, output=output, seed=seed, oversample=oversample, staleness=staleness)
+    staleness = size.max_staleness if oversample > 1 else 0
+    settings = CONFIG.format(
+        folder=folder, output=output, seed=seed, oversample=oversample, staleness=staleness, num_steps=num_steps,
+        **{name: getattr(size, name) for name in ("device", "prompts", "group", "longest", "eval_every", "services")},
+    )  # fmt: skip
     (output / "config.toml").write_text(settings)
     config, steps = load_config(output / "config.toml"), list[Step]()
     assert config.train is not None
@@ -163,12 +257,28 @@ def run(folder: Path, *, seed: int, oversample: float) -> dict[str, Any]:
     ):
         client.begin_run()
         rows, held_out = read_jsonl(folder / "train.jsonl"), read_jsonl(folder / "eval.jsonl")
-        tokenizer = ModelTokenizer(folder / "model")
+        tokenizer, ends = ModelTokenizer(folder / "model"), list[float]()
         loop = Measured(client, Dataset(rows, seed=seed), held_out, tokenizer, rewards, config.train)
-        loop.run(steps.append)
+
+        def report(step: Step) -> None:
+            steps.append(step)
+            ends.append(time.time())
+
+        watched = Watched()
+        if size.device == "cuda":
+            watched.start()
+        loop.run(report)
+        if size.device == "cuda":
+            watched.stop()
+        holds = [(begin, end) for begin, end in holds_of(config.state_dir) if ends[WARM_UP - 1] <= begin < ends[-2]]
+    steady = slice(WARM_UP, num_steps)
     figures: dict[str, Any] = {name: float(np.mean([step.metrics.get(name, 0.0) for step in steps[:-1]])) for name in METRICS}
     return figures | {
         "seed": seed, "oversample": oversample, "positions": loop.positions,
+        "tokens_per_s": sum(loop.tokens[steady]) / (ends[num_steps - 1] - ends[WARM_UP - 1]),
+        "held": sum(end - begin for begin, end in holds), "busy": watched.busy(holds) if watched.samples else None,
+        "step_s": np.diff(ends[:num_steps]).round(3).tolist(), "seconds": [step.seconds for step in steps[:-1]],
+        "tokens": loop.tokens, "gap": [step.metrics.get("log_prob_gap", 0.0) for step in steps[:-1]],
         "generate_s": [step.seconds["generate"] for step in steps[:-1]],
         "scores": [(step.step, step.eval_score) for step in steps if step.eval_score is not None],
         "mean_length": float(np.mean(loop.lengths)), "as_row": loop.num_as_row / len(loop.lengths),
@@ -177,6 +287,8 @@ def run(folder: Path, *, seed: int, oversample: float) -> dict[str, Any]:
 
 
 def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
+    import matplotlib.figure  # which a GPU node need not have
+
     figure = matplotlib.figure.Figure(figsize=(9, 3.4), layout="constrained")
     by_step, by_position = figure.subplots(1, 2, sharey=True)
     for one in results:
@@ -196,19 +308,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--gpu", action="store_true")
     arguments = parser.parse_args()
-    results: list[dict[str, Any]] = []
-    print("seed oversample positions generate_s score   length   as_row  carried staleness dropped")
+    size, results = ON_GPU if arguments.gpu else SMALL, list[dict[str, Any]]()
+    print(
+        "seed oversample positions generate_s tokens_per_s score   length   as_row  carried staleness dropped   held_s     busy"
+    )
     for seed in arguments.seeds:
         folder = (arguments.out / f"oversample-{seed}").absolute()
-        make_task(folder, seed=seed)
-        for oversample in OVERSAMPLE:
-            one = run(folder, seed=seed, oversample=oversample)
+        make_task(folder, size, seed=seed)
+        for oversample, num_steps in zip(OVERSAMPLE, size.num_steps, strict=True):
+            if not num_steps:
+                continue
+            one = run(folder, size, seed=seed, oversample=oversample, num_steps=num_steps)
             results.append(one)
             (arguments.out / "oversample.json").write_text(json.dumps(results) + "\n")
-            figures = [one[name] for name in ("mean_length", "as_row", "carried", *METRICS)]
-            row = np.mean(one["positions"]), np.mean(one["generate_s"]), one["scores"][-1][1], *figures
-            print(f"{seed:4d} {oversample:10g} {row[0]:9.1f}", *(f"{number:8.3f}" for number in row[1:]), flush=True)
+            figures = [one[name] for name in ("mean_length", "as_row", "carried", *METRICS, "held")]
+            row = np.mean(one["positions"]), np.mean(one["generate_s"]), one["tokens_per_s"], one["scores"][-1][1], *figures
+            print(
+                f"{seed:4d} {oversample:10g} {row[0]:9.1f}", *(f"{number:8.3f}" for number in row[1:]), one["busy"], flush=True
+            )
     draw(results, arguments.out / "oversample.png")
 
 
