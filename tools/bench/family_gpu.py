@@ -6,9 +6,13 @@ recomputation, makes the forward and backward passes of a step's samples. Then a
 gap of rollout's log-probs to the trainer's, the errors of both, and of transformers, against float32, tokens a second of both training
 steps and of generation, the driver's bytes on the GPU by phase with their drift, and the planner's. Writes family_gpu.json after each
 family. --tiny: the tests' small models, on a CPU. --alone: without the step of transformers.
+
+A model with a vision tower gets another picture in each prompt, and the gap is also that of as long prompts of text alone. --prompts 256:
+that many prompts of 64 + 256 tokens beside the pictures', one sample of each.
 """
 
 import argparse
+import io
 import json
 import shutil
 import statistics
@@ -17,17 +21,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from PIL import Image
 
 from tasuki.client import Client, Phase
 from tasuki.client.types import Sample, TrainingSample
 from tasuki.config.load import load_config
+from tasuki.models.images import ImageProcessor, read_image_processor
 from tasuki.node.start import start_node
 from tasuki.planner.choose import plan_node
 from tasuki.planner.node import GB
@@ -63,6 +69,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLiteConfig", {"num_hidden_layers": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
                               "first_k_dense_replace": 1},
     ),
+    "qwen3-vl-4b": (
+        "Qwen3VLConfig",
+        {"text_config": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+                         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": True,
+                         "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20],
+                                             "mrope_interleaved": True}},
+         "vision_config": {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2560,
+                           "deepstack_visual_indexes": [5, 11, 17]},
+         "tie_word_embeddings": True},
+    ),
     # transformers' own range of random weights makes outputs of experts of this size large, and rounding with them.
     "gpt-oss-20b-4-layers": (
         "GptOssConfig", {"num_hidden_layers": 4, "num_local_experts": 32, "swiglu_limit": 7.0, "initializer_range": 0.01},
@@ -70,15 +86,55 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Prompts of a step, and the files of each one's images."""
+
+    prompts: list[list[int]]
+    images: list[list[bytes]]
+
+    def first(self, count: int) -> "Questions":
+        return Questions(self.prompts[:count], self.images[:count])
+
+
+def ask(folder: Path, load: Load, random: np.random.Generator) -> Questions:
+    """Random text, after a picture if the model reads any."""
+    prompts = load.questions(random)
+    if read_image_processor(folder) is None:
+        return Questions(prompts, [])
+    config = _config(folder)
+    marked = [config[f"{name}_token_id"] for name in ("vision_start", "image", "vision_end")]
+    return Questions([marked + prompt for prompt in prompts], [[picture(load, random)] for _ in prompts])
+
+
+def picture(load: Load, random: np.random.Generator) -> bytes:
+    """A JPEG of blurred random colours: of a photo's size, 640 x 480, but for the small models."""
+    width, height = (640, 480) if load.device == "cuda" else (64, 48)
+    colours = random.integers(0, 256, (height // 16, width // 16, 3), dtype=np.uint8)
+    Image.fromarray(colours).resize((width, height)).save(file := io.BytesIO(), "JPEG")
+    return file.getvalue()
+
+
+def with_picture(folder: Path, load: Load) -> Load:
+    """The load with the tokens of a picture among those of the prompt."""
+    if (processor := read_image_processor(folder)) is None:
+        return load
+    num_tokens = processor.num_tokens(picture(load, np.random.default_rng(0)), field="image")
+    return replace(load, prompt_tokens=load.prompt_tokens + num_tokens + 2)
+
+
 def prepare(families: Sequence[str], folder: str, load: Load, *, alone: bool = False) -> dict[str, float]:
     """Writes model folders with random weights; returns tokens a second of each one's plain step, unless `alone`."""
     models = ((family, _prepare(family, Path(folder, family), load)) for family in families)
-    return {family: 0.0 if alone else plain_rate(model, load) for family, model in models}
+    return {family: 0.0 if alone else plain_rate(model, Path(folder, family), load) for family, model in models}
 
 
 def _prepare(family: str, folder: Path, load: Load) -> Any:
     if load.device == "cpu":
         save_checkpoint(model := make_tiny(family, seed=0), folder)
+        if "vision_config" in (config := _config(folder)):
+            _write_processor(folder, config["vision_config"])
+            model = transformers.AutoModelForImageTextToText.from_pretrained(folder)
         return model
     name, settings = SHAPES[family]
     config = getattr(transformers, name)(**settings)
@@ -87,22 +143,56 @@ def _prepare(family: str, folder: Path, load: Load) -> Any:
     with torch.device(load.device):
         model = auto.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="8GB")
+    if "vision_config" in settings:
+        _write_processor(folder, _config(folder)["vision_config"])
     return model
 
 
-def plain_rate(model: Any, load: Load) -> float:
+def _write_processor(folder: Path, vision: dict[str, Any]) -> None:
+    settings = {"patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"]}
+    settings |= {"image_processor_type": "Qwen2VLImageProcessorFast", "temporal_patch_size": vision["temporal_patch_size"]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
+def plain_rate(model: Any, folder: Path, load: Load) -> float:
     """Returns tokens a second of forward and backward passes by transformers' own module, 16 rows of one length at once."""
     model.train()
     model.gradient_checkpointing_enable()
+    processor, random = read_image_processor(folder), np.random.default_rng(0)
+    if processor is not None:
+        model.model.visual.requires_grad_(False)
+    load = replace(load, prompts=16)
     rates = list[float]()
     for _ in range(STEPS + 1):
-        ids = torch.randint(3, load.vocab_size, (16, load.prompt_tokens + load.new_tokens), device=model.device)
+        asked = ask(folder, load, random)
+        answers = random.integers(3, load.vocab_size, (load.prompts, load.new_tokens)).tolist()
+        inputs = model_inputs(model, asked, answers, processor)
+        ids = inputs["input_ids"]
         started = time.perf_counter()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model(**inputs, labels=ids, use_cache=False).loss.backward()
         if load.device == "cuda":
             torch.cuda.synchronize()
         rates.append(ids.numel() / (time.perf_counter() - started))
     return statistics.median(rates[1:])
+
+
+def model_inputs(
+    model: Any, asked: Questions, answers: Sequence[Sequence[int]], processor: ImageProcessor | None
+) -> dict[str, torch.Tensor]:
+    """Arguments of transformers' module for prompts and completions of one length."""
+    if processor is None or not asked.images:
+        rows = [[*prompt, *answer] for prompt, answer in zip(asked.prompts, answers, strict=True)]
+        return {"input_ids": torch.tensor(rows, device=model.device)}
+    prepared = [processor.expand(prompt, images) for prompt, images in zip(asked.prompts, asked.images, strict=True)]
+    ids = torch.tensor([[*each.token_ids, *answer] for each, answer in zip(prepared, answers, strict=True)])
+    in_prompt = torch.arange(ids.shape[1]) < len(prepared[0].token_ids)
+    inputs = {
+        "input_ids": ids,
+        "pixel_values": torch.tensor(np.concatenate([each.pixels(2) for each in prepared])),
+        "image_grid_thw": torch.tensor(np.concatenate([each.grids_I3 for each in prepared])),
+        "mm_token_type_ids": ((ids == model.config.image_token_id) & in_prompt).int(),
+    }
+    return {name: value.to(model.device) for name, value in inputs.items()}
 
 
 def apart(families: Sequence[str], folder: str, load: Load) -> dict[str, float]:
@@ -114,12 +204,12 @@ def apart(families: Sequence[str], folder: str, load: Load) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def trained(
-    samples: list[Sample], prompts: list[list[int]], random: np.random.Generator, *, version: int
-) -> list[TrainingSample]:
+def trained(samples: list[Sample], asked: Questions, random: np.random.Generator, *, version: int) -> list[TrainingSample]:
     return [
         TrainingSample(
-            prompt_token_ids=prompts[sample.prompt_index],
+            prompt_token_ids=asked.prompts[sample.prompt_index],
+            images=asked.images[sample.prompt_index] if asked.images else (),
+            image_digest=sample.image_digest,
             completion_token_ids=sample.token_ids,
             rollout_log_probs=sample.rollout_log_probs,
             advantages=float(random.normal()),
@@ -136,7 +226,7 @@ def errors(folder: Path, batch: list[TrainingSample], trainers: list[Any], load:
     scored = dict[str, list[np.ndarray]](rollout=[each.rollout_log_probs for each in batch], trainer=trainers)
     for name, dtype in (("transformers", "auto"), ("float32", torch.float32)):
         model = auto.from_pretrained(folder, dtype=dtype).to(load.device).eval()
-        scored[name] = [_log_probs(model, each) for each in batch]
+        scored[name] = [_log_probs(model, each, read_image_processor(folder)) for each in batch]
         del model
         torch.cuda.empty_cache()
     exact = np.concatenate(scored.pop("float32"))
@@ -148,10 +238,11 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _log_probs(model: Any, sample: TrainingSample) -> np.ndarray:
-    ids = torch.tensor([[*sample.prompt_token_ids, *sample.completion_token_ids]], device=model.device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(sample.prompt_token_ids) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(1, ids[0, len(sample.prompt_token_ids) :, None])[:, 0].cpu().numpy()
+def _log_probs(model: Any, sample: TrainingSample, processor: ImageProcessor | None) -> np.ndarray:
+    asked, num_tokens = Questions([list(sample.prompt_token_ids)], [list(sample.images)]), len(sample.completion_token_ids)
+    inputs = model_inputs(model, asked, [sample.completion_token_ids], processor if sample.images else None)
+    logits = model(**inputs, use_cache=False).logits[0, -num_tokens - 1 : -1].float()
+    return logits.log_softmax(-1).gather(1, inputs["input_ids"][0, -num_tokens:, None])[:, 0].cpu().numpy()
 
 
 def _gap(client: Client, batch: list[TrainingSample]) -> dict[str, float]:
@@ -160,21 +251,32 @@ def _gap(client: Client, batch: list[TrainingSample]) -> dict[str, float]:
     return {"mean": float(gaps.mean()), "p99": float(np.quantile(gaps, 0.99)), "max": float(gaps.max())}
 
 
-def walk(client: Client, load: Load, result: dict[str, Any], *, changeovers: int) -> tuple[list[TrainingSample], list[Any]]:
+def walk(
+    client: Client, folder: Path, load: Load, result: dict[str, Any], *, changeovers: int
+) -> tuple[list[TrainingSample], list[Any]]:
     """Returns a few samples of the first version and the trainer's log-probs of them."""
     random = np.random.default_rng(0)
-    prompts = load.questions(random)
+    asked, whole = ask(folder, load, random), with_picture(folder, load)
+    text = Questions(whole.questions(random), []) if asked.images else None
     client.acquire(Phase.ROLLOUT)
     started = time.perf_counter()
-    samples = client.generate(prompts, load.sampling(load.new_tokens), num_samples=load.group)
+    samples = generate(client, asked, load, load.new_tokens, num_samples=load.group)
     result["generated_tokens_per_s"] = round(sum(len(each.token_ids) for each in samples) / (time.perf_counter() - started))
+    of_text = None if text is None else generate(client, text, load, load.new_tokens, num_samples=load.group)
+    result["generated_gb"] = round(taken_bytes(load.device) / GB, 2)
     client.acquire(Phase.TRAIN)
-    batch = trained(samples, prompts, random, version=client.trainer_state().policy_version)
+    version = client.trainer_state().policy_version
+    batch = trained(samples, asked, random, version=version)
     result["gap"] = _gap(client, batch)
-    few_of_first = batch[:8], client.compute_log_probs(batch[:8])
+    if text is not None and of_text is not None:
+        result["gap_of_text"] = _gap(client, trained(of_text, text, random, version=version))
+    # transformers would ask for an image where a completion has its token.
+    image_token = _config(folder).get("image_token_id")
+    few = [each for each in batch if image_token not in each.completion_token_ids][:8]
+    few_of_first = few, client.compute_log_probs(few)
     if len(samples[0].routed_experts):
         result["gap_without_replay"] = _gap(client, [replace(each, routed_experts=()) for each in batch])
-    tokens = sum(len(each.prompt_token_ids) + len(each.completion_token_ids) for each in batch)
+    tokens = sum(whole.prompt_tokens + len(each.completion_token_ids) for each in batch)
     rates = list[float]()
     for _ in range(STEPS):
         started = time.perf_counter()
@@ -183,18 +285,19 @@ def walk(client: Client, load: Load, result: dict[str, Any], *, changeovers: int
         rates.append(tokens / (time.perf_counter() - started))
         result["metrics"] = {name: round(value, 6) for name, value in (*metrics.items(), ("grad_norm", grad_norm))}
     result["trained_tokens_per_s"] = [round(rate) for rate in rates]
+    result["trained_gb"] = round(taken_bytes(load.device) / GB, 2)
     taken: dict[str, list[int]] = {"rollout": [], "train": []}
     seconds: dict[str, list[float]] = {"rollout": [], "train": []}
     for _ in range(changeovers):
         started = time.perf_counter()
         client.acquire(Phase.ROLLOUT)
         seconds["rollout"].append(time.perf_counter() - started)
-        few = client.generate(prompts[:4], load.sampling(16))
+        drawn = generate(client, asked.first(4), load, 16)
         taken["rollout"].append(taken_bytes(load.device))
         started = time.perf_counter()
         client.acquire(Phase.TRAIN)
         seconds["train"].append(time.perf_counter() - started)
-        client.forward_backward(trained(few, prompts, random, version=client.trainer_state().policy_version))
+        client.forward_backward(trained(drawn, asked, random, version=client.trainer_state().policy_version))
         client.optim_step(learning_rate=1e-6)
         taken["train"].append(taken_bytes(load.device))
     for phase, sizes in taken.items():
@@ -202,6 +305,10 @@ def walk(client: Client, load: Load, result: dict[str, Any], *, changeovers: int
         result[f"{phase}_ms"] = round(1000 * statistics.median(seconds[phase]), 1)
         result[f"{phase}_gb"] = [round(steady[0] / GB, 2), round(steady[-1] / GB, 2), round(max(sizes) / GB, 2)]
     return few_of_first
+
+
+def generate(client: Client, asked: Questions, load: Load, num_tokens: int, *, num_samples: int = 1) -> list[Sample]:
+    return client.generate(asked.prompts, load.sampling(num_tokens), num_samples=num_samples, images=asked.images)
 
 
 def one(
@@ -218,7 +325,10 @@ def one(
     result["before_gb"] = round(taken_bytes(load.device) / GB, 2)
     file = folder / f"{family}.toml"
     adapters = f"[trainer.lora]\nrank = {lora}\n" if lora else ""
-    text = load.config("needed").replace("node-needed", f"node-{family}").replace('path = "model"', f'path = "{family}"')
+    text = with_picture(folder / family, load).config("needed").replace("node-needed", f"node-{family}")
+    text = text.replace('path = "model"', f'path = "{family}"')
+    # The bench draws advantages itself; a group may be one sample.
+    text = text.replace("[train.reward]", '[train.advantages]\nestimator = "globally_whitened"\n[train.reward]')
     file.write_text(text.replace("[train]", adapters + "[train]", 1))
     config = load_config(file, overrides=overrides)
     started, told = time.monotonic(), list[str]()
@@ -227,7 +337,7 @@ def one(
         result |= {"started_s": round(time.monotonic() - started, 1), "told": told[-4:]}
         try:
             with Client(state_dir=config.state_dir, timeout_s=300) as client:
-                few = walk(client, load, result, changeovers=changeovers)
+                few = walk(client, folder / family, load, result, changeovers=changeovers)
         finally:
             node.stop()
     finally:
@@ -247,6 +357,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--changeovers", type=at_least_one, default=20)
     parser.add_argument("--lora", type=at_least_one)
+    parser.add_argument("--prompts", type=at_least_one)
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="a key of the node's configuration")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--alone", action="store_true")
@@ -255,6 +366,9 @@ def main() -> None:
     if not arguments.tiny:
         require_gpus()
         load = replace(GPU, gpus=1, group=2)
+    if arguments.prompts is not None:
+        load = replace(load, prompts=arguments.prompts, group=1)
+        load = load if arguments.tiny else replace(load, prompt_tokens=64, new_tokens=256)
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as temporary:
