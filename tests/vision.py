@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -42,7 +43,10 @@ def image_samples(tower: Tower, *, seed: int = 0) -> Samples:
             image_I=np.concatenate(IMAGES_OF).astype(np.int64),
             start_I=np.array(starts_I),
             grids_U3=GRIDS_U3,
-            pixels_PD=random.standard_normal((GRIDS_U3.prod(axis=1).sum(), np.prod(tower.patch_shape)), dtype=np.float32),
+            levels_PD=random.integers(
+                0, 256, (GRIDS_U3.prod(axis=1).sum(), tower.patch_shape[0] * tower.patch_shape[2] ** 2), np.uint8
+            ),
+            values_CL=random.standard_normal((tower.patch_shape[0], 256), dtype=np.float32),
             merge_size=tower.merge_size,
         ),
     )
@@ -66,7 +70,7 @@ def plain_image_log_probs(whole: PreTrainedModel, samples: Samples) -> Tensor:
         if images is not None and len(own := images.of(index)):
             one = images.select(np.array([index]))
             order = np.concatenate([[np.flatnonzero(np.unique(own) == each)[0]] for each in own])
-            pixels = torch.tensor(np.concatenate([one.pixels_of(np.array([each])) for each in order]))
+            pixels = torch.cat([plain_pixels(one.levels_of(np.array([each])), one.values_CL) for each in order])
             places = torch.tensor(one.grids_U3[order])
             found = model.model.visual(pixels, grid_thw=places)
             embeddings = embeddings.masked_scatter(is_image_1T[..., None], found.pooler_output)
@@ -78,8 +82,15 @@ def plain_image_log_probs(whole: PreTrainedModel, samples: Samples) -> Tensor:
     return torch.cat(scores)
 
 
-_PIXELS_OF = [
-    np.random.default_rng(index).standard_normal((grid.prod(), 96), dtype=np.float32) for index, grid in enumerate(GRIDS_U3[:3])
+def plain_pixels(levels_PD: NDArray[np.uint8], values_CL: NDArray[np.float32]) -> Tensor:
+    """Patches of 3 channels and 2 equal frames as transformers takes them."""
+    channels = [values_L[levels] for values_L, levels in zip(values_CL, np.split(levels_PD, 3, axis=1), strict=True)]
+    return torch.tensor(np.concatenate([part for channel in channels for part in (channel, channel)], axis=1))
+
+
+_VALUES_CL = np.random.default_rng(0).standard_normal((3, 256), dtype=np.float32)
+_LEVELS_OF = [
+    np.random.default_rng(index).integers(0, 256, (grid.prod(), 48), np.uint8) for index, grid in enumerate(GRIDS_U3[:3])
 ]
 
 
@@ -105,7 +116,8 @@ def take_images(samples: list[TrainingSample]) -> SampleImages:
         image_I=given,
         start_I=np.zeros_like(given),
         grids_U3=GRIDS_U3[:3],
-        pixels_PD=np.concatenate(_PIXELS_OF),
+        levels_PD=np.concatenate(_LEVELS_OF),
+        values_CL=_VALUES_CL,
         merge_size=2,
     )
 
@@ -118,4 +130,5 @@ def plain_inputs(sample: TrainingSample) -> dict[str, Tensor]:
     token_ids = torch.tensor([[*sample.prompt_token_ids, *sample.completion_token_ids]])
     is_image = (token_ids == IMAGE_TOKEN).int()
     grid = torch.tensor(GRIDS_U3[index : index + 1])
-    return {"pixel_values": torch.tensor(_PIXELS_OF[index]), "image_grid_thw": grid, "mm_token_type_ids": is_image}
+    pixels = plain_pixels(_LEVELS_OF[index], _VALUES_CL)
+    return {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": is_image}

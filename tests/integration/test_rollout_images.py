@@ -47,7 +47,8 @@ def expected(whole: Any, processor: ImageProcessor, prompt: rollout_pb2.Prompt, 
             image_I=np.arange(num_images),
             start_I=np.zeros(num_images, dtype=np.int64),
             grids_U3=prepared.grids_I3,
-            pixels_PD=prepared.pixels_PD,
+            levels_PD=prepared.levels_PD,
+            values_CL=prepared.values_CL,
             merge_size=2,
         )
     )

@@ -82,7 +82,7 @@ def test_patches_are_those_of_the_folders_processor(
     ]
     prepared = processor.expand([7, *[START, IMAGE, END] * len(files), 8], files)
     wanted = oracle(images=[Image.open(BytesIO(file)) for file in files], return_tensors="np")
-    np.testing.assert_array_equal(prepared.pixels_PD, wanted["pixel_values"])
+    np.testing.assert_array_equal(prepared.pixels(2), wanted["pixel_values"])
     np.testing.assert_array_equal(prepared.grids_I3, wanted["image_grid_thw"])
     counts = [int(grid.prod()) // 4 for grid in wanted["image_grid_thw"]]
     assert prepared.token_ids == [7, *(token for count in counts for token in (START, *[IMAGE] * count, END)), 8]
@@ -213,7 +213,7 @@ def test_trainer_decodes_each_distinct_image_once_and_ranks_get_the_same(tmp_pat
     assert images.num_images_S.tolist() == [1, 1, 0, 2, 2]
     assert images.image_I.tolist() == [0, 0, 1, 0, 2, 1]
     assert images.start_I.tolist() == [start for one in expanded if one is not None for start in one.starts]
-    np.testing.assert_array_equal(images.pixels_PD, np.concatenate([processor.patches(file, field="")[0] for file in files]))
+    np.testing.assert_array_equal(images.levels_PD, np.concatenate([processor.patches(file, field="")[0] for file in files]))
     assert decode_samples(samples[2:3], names=(), images=processor).images is None
 
 

@@ -61,7 +61,7 @@ def test_parts_have_the_whole_batchs_images_in_their_own_places(tower: Tower, nu
     assert whole.images is not None and whole.positions_3T is not None
     for index, part in enumerate(parts):
         assert part.images is not None and part.positions_3T is not None
-        assert torch.equal(part.images.pixels_PD, whole.images.pixels_PD)
+        assert torch.equal(part.images.levels_PD, whole.images.levels_PD)
         places += (part.images.places_I + width * index).tolist()
         rows += part.images.rows_I.tolist()
         kept = whole.positions_3T[:, width * index : width * (index + 1)]

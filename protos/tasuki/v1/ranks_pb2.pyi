@@ -370,7 +370,8 @@ class SampleColumns(_message.Message):
     PREFIXES_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
     HAS_WIDE_ROUTES_FIELD_NUMBER: _builtins.int
-    PIXELS_FIELD_NUMBER: _builtins.int
+    LEVELS_FIELD_NUMBER: _builtins.int
+    LEVEL_VALUES_FIELD_NUMBER: _builtins.int
     GRIDS_FIELD_NUMBER: _builtins.int
     NUM_IMAGES_FIELD_NUMBER: _builtins.int
     IMAGE_INDICES_FIELD_NUMBER: _builtins.int
@@ -390,8 +391,10 @@ class SampleColumns(_message.Message):
     Empty: the trainer's routers choose.
     """
     has_wide_routes: _builtins.bool
-    pixels: _builtins.bytes
-    """The distinct images, each once. float32: their patches. Empty: no images."""
+    levels: _builtins.bytes
+    """The distinct images, each once. Unsigned bytes: their patches, of each channel its rows and columns. Empty: no images."""
+    level_values: _builtins.bytes
+    """float32, [channels, 256]: what the tower reads for each level."""
     grids: _builtins.bytes
     """int64, [images, 3]: frames, rows and columns of patches of each."""
     num_images: _builtins.bytes
@@ -416,7 +419,8 @@ class SampleColumns(_message.Message):
         prefixes: _builtins.bytes = ...,
         routes: _builtins.bytes = ...,
         has_wide_routes: _builtins.bool = ...,
-        pixels: _builtins.bytes = ...,
+        levels: _builtins.bytes = ...,
+        level_values: _builtins.bytes = ...,
         grids: _builtins.bytes = ...,
         num_images: _builtins.bytes = ...,
         image_indices: _builtins.bytes = ...,
@@ -425,7 +429,7 @@ class SampleColumns(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "grids", b"grids", "has_wide_routes", b"has_wide_routes", "image_indices", b"image_indices", "image_starts", b"image_starts", "merge_size", b"merge_size", "num_completion_tokens", b"num_completion_tokens", "num_images", b"num_images", "num_prompt_tokens", b"num_prompt_tokens", "pixels", b"pixels", "policy_versions", b"policy_versions", "prefixes", b"prefixes", "routes", b"routes", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "grids", b"grids", "has_wide_routes", b"has_wide_routes", "image_indices", b"image_indices", "image_starts", b"image_starts", "level_values", b"level_values", "levels", b"levels", "merge_size", b"merge_size", "num_completion_tokens", b"num_completion_tokens", "num_images", b"num_images", "num_prompt_tokens", b"num_prompt_tokens", "policy_versions", b"policy_versions", "prefixes", b"prefixes", "routes", b"routes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,7 @@ _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 _MAX_FILE_PIXELS = 1 << 26
 """Of a file as it is stored; a decoded one takes 3 bytes for each."""
 _MAX_RATIO = 200
+_LEVELS = {"do_rescale": False, "do_normalize": False}
 _MAX_KEPT_BYTES = 1 << 28
 """Patches of recent images: a group's samples, and a prompt's turns, come one after the other."""
 _PNG_DEPTH = 24
@@ -50,15 +51,25 @@ class Prepared:
     """With as many placeholders for each image as it has merged patches."""
     starts: list[int]
     """Place of each image's first token."""
-    pixels_PD: NDArray[np.float32]
-    """Patches of all images, in order."""
+    levels_PD: NDArray[np.uint8]
+    """Patches of all images, in order: of each channel its rows and columns, as 8 bits."""
+    values_CL: NDArray[np.float32]
+    """What the model reads for each channel's 256 levels."""
     grids_I3: NDArray[np.int64]
     """Patches of each image in time, height and width."""
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of patches and grids: equal for equal images, whatever the text."""
-        return hashlib.sha256(self.grids_I3.tobytes() + self.pixels_PD.tobytes()).digest()
+        """SHA-256 of what the model reads of the images: equal for equal ones, whatever the text."""
+        parts = (self.grids_I3, self.values_CL, self.levels_PD)
+        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).digest()
+
+    def pixels(self, num_frames: int) -> NDArray[np.float32]:
+        """[P, D * num_frames]: patches as transformers' processor makes them, with equal frames."""
+        num_channels = len(self.values_CL)
+        levels_PCS = self.levels_PD.reshape(len(self.levels_PD), num_channels, -1)
+        pixels_PCS = self.values_CL[np.arange(num_channels)[:, None], levels_PCS]
+        return np.repeat(pixels_PCS[:, :, None], num_frames, axis=2).reshape(len(levels_PCS), -1)
 
 
 def read_image_processor(folder: Path) -> "ImageProcessor | None":
@@ -75,8 +86,7 @@ class ImageProcessor:
         config = read_json_object(folder / "config.json", field=_KEY)
         self._folder, self._tower = folder, tower
         self._start_id, self._end_id = (size(config, f"vision_{edge}_token_id") for edge in ("start", "end"))
-        self._processor: Any = None
-        self._kept = OrderedDict[bytes, tuple[NDArray[np.float32], NDArray[np.int64]]]()
+        self._kept = OrderedDict[bytes, tuple[NDArray[np.uint8], NDArray[np.int64]]]()
         self._lock = Lock()
 
     @cached_property
@@ -136,34 +146,55 @@ class ImageProcessor:
         places = self.places(token_ids, len(images), field=f"{field}.{ids}")
         prepared = [self.patches(image, field=f"{field}.images[{index}]") for index, image in enumerate(images)]
         expanded, starts, end = list[int](), list[int](), 0
-        for place, (pixels_PD, _) in zip(places, prepared, strict=True):
+        for place, (levels_PD, _) in zip(places, prepared, strict=True):
             expanded += token_ids[end:place]
             starts.append(len(expanded))
-            expanded += [self._tower.image_token_id] * (len(pixels_PD) // self.merge_size**2)
+            expanded += [self._tower.image_token_id] * (len(levels_PD) // self.merge_size**2)
             end = place + 1
         expanded += token_ids[end:]
-        pixels, grids = [pixels_PD for pixels_PD, _ in prepared], [grid_13 for _, grid_13 in prepared]
-        return Prepared(expanded, starts, np.concatenate(pixels) if len(pixels) > 1 else pixels[0], np.concatenate(grids))
+        levels, grids = [levels_PD for levels_PD, _ in prepared], [grid_13 for _, grid_13 in prepared]
+        levels_PD = np.concatenate(levels) if len(levels) > 1 else levels[0]
+        return Prepared(expanded, starts, levels_PD, self.values_CL, np.concatenate(grids))
 
-    def patches(self, image: bytes, *, field: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Patches and grid [1, 3] of one image; of a recent one, without computing them again."""
+    def patches(self, image: bytes, *, field: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Levels of patches and grid [1, 3] of one image; of a recent one, without computing them again."""
         key = hashlib.sha256(image).digest()
         with self._lock:
             if (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return kept
         decoded = _decoded(image, field=field)
-        if self._processor is None:
-            self._processor = self._loaded()
-        made = self._processor(images=[decoded], return_tensors="np")
-        pixels_PD, grid_13 = made["pixel_values"].astype(np.float32, copy=False), made["image_grid_thw"].astype(np.int64)
+        made = self._processor(images=[decoded], return_tensors="np", **_LEVELS)
+        levels_PD = np.ascontiguousarray(self._by_channel(made)[:, :, 0]).reshape(len(made["pixel_values"]), -1)
+        grid_13 = made["image_grid_thw"].astype(np.int64)
         with self._lock:
-            self._kept[key] = pixels_PD, grid_13
+            self._kept[key] = levels_PD, grid_13
             while len(self._kept) > 1 and sum(one.nbytes for one, _ in self._kept.values()) > _MAX_KEPT_BYTES:
                 self._kept.popitem(last=False)
-        return pixels_PD, grid_13
+        return levels_PD, grid_13
 
-    def _loaded(self) -> Any:
+    @cached_property
+    def values_CL(self) -> NDArray[np.float32]:
+        """What the model reads for each channel's 256 levels, by the processor."""
+        from PIL.Image import fromarray
+
+        ramp = fromarray(np.tile(np.arange(256, dtype=np.uint8)[:, None], (self._step, self._step, 3)))
+        levels, values = (
+            self._by_channel(self._processor(images=[ramp], return_tensors="np", do_resize=False, **more))
+            for more in (_LEVELS, {})
+        )
+        values_CL = np.empty((levels.shape[1], 256), dtype=np.float32)
+        for channel, values_L in enumerate(values_CL):
+            values_L[levels[:, channel]] = values[:, channel]
+        return values_CL
+
+    def _by_channel(self, made: Any) -> NDArray[Any]:
+        """[patches, channels, frames, pixels]."""
+        channels, frames, *_ = self._tower.patch_shape
+        return made["pixel_values"].reshape(len(made["pixel_values"]), channels, frames, -1)
+
+    @cached_property
+    def _processor(self) -> Any:
         """The torchvision backend, which transformers takes by default, with the folder's settings."""
         try:
             from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor

@@ -23,7 +23,7 @@ def image_inputs(prompt: Prepared, *, merge_size: int, max_new_tokens: int) -> M
     # SGLang computes positions where these end, but not in a prefill of a completion's tokens, after a retraction.
     positions_3T = image_positions(num_prompt + max_new_tokens, starts=prompt.starts, grids=grids_I3, merge_size=merge_size)
     items: list[MultimodalDataItem] = []
-    patches = np.split(prompt.pixels_PD, np.cumsum(grids_I3.prod(axis=1))[:-1])
+    patches = np.split(prompt.pixels(2), np.cumsum(grids_I3.prod(axis=1))[:-1])
     for start, grid, pixels_PD in zip(prompt.starts, grids_I3, patches, strict=True):
         item = MultimodalDataItem(
             Modality.IMAGE,

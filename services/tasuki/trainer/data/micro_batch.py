@@ -58,8 +58,10 @@ class SharedPrompts:
 class ImageBatch:
     """Images of a micro-batch, each once, and where their embeddings go in one part of the tokens."""
 
-    pixels_PD: Tensor
-    """float32."""
+    levels_PD: Tensor
+    """uint8: see SampleImages. In host memory, until the tower reads them."""
+    values_CL: Tensor
+    """float32, in host memory: what the tower reads for each level."""
     grids_U3: Tensor
     """int64."""
     places_I: Tensor
@@ -178,7 +180,8 @@ def _images(
     part_3T[:, : len(packed.rows_T)] = np.concatenate(positions_3T, axis=1)[:, packed.rows_T][:, : tokens.stop]
     places_I = np.flatnonzero(image_T[tokens] != NO_IMAGE)
     batch = ImageBatch(
-        pixels_PD=_tensor(images.pixels_of(kept_U), device=device),
+        levels_PD=torch.tensor(images.levels_of(kept_U)),
+        values_CL=torch.tensor(images.values_CL),
         grids_U3=_tensor(images.grids_U3[kept_U], device=device),
         places_I=_tensor(places_I, device=device),
         rows_I=_tensor(row_T[tokens][places_I], device=device),

@@ -19,7 +19,8 @@ NO_PREFIX = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleImages:
-    """Images of prompts. Shape suffixes: I images of all samples, U distinct ones, P their patches, D numbers of a patch."""
+    """Images of prompts. Shape suffixes: I images of all samples, U distinct ones, P their patches, D numbers of a patch, C channels,
+    L levels."""
 
     num_images_S: NDArray[np.int64]
     image_I: NDArray[np.int64]
@@ -28,8 +29,10 @@ class SampleImages:
     """Place of its first token in its sample."""
     grids_U3: NDArray[np.int64]
     """Frames, rows and columns of patches."""
-    pixels_PD: NDArray[np.float32]
-    """Patches of the distinct images, one image after the other."""
+    levels_PD: NDArray[np.uint8]
+    """Patches of the distinct images, one image after the other: of each channel its rows and columns, as 8 bits."""
+    values_CL: NDArray[np.float32]
+    """What the tower reads for each level."""
     merge_size: int
     """Rows and columns of patches that one token stands for."""
 
@@ -53,13 +56,13 @@ class SampleImages:
             image_I=image_I,
             start_I=self.start_I[rows_I],
             grids_U3=self.grids_U3[kept_U],
-            pixels_PD=self.pixels_of(kept_U),
+            levels_PD=self.levels_of(kept_U),
         )
 
-    def pixels_of(self, kept_U: NDArray[np.int64]) -> NDArray[np.float32]:
+    def levels_of(self, kept_U: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Patches of these distinct images."""
         num_patches_U = self.grids_U3.prod(axis=1)
-        return self.pixels_PD[ranges(starts(num_patches_U)[kept_U], num_patches_U[kept_U])]
+        return self.levels_PD[ranges(starts(num_patches_U)[kept_U], num_patches_U[kept_U])]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

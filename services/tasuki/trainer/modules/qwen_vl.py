@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel, Qwen3VLVisionModel
 
-from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.data.micro_batch import ImageBatch, TokenBatch
 
 
 class Qwen3VLForCausalLM(Qwen3ForCausalLM):
@@ -42,12 +42,13 @@ def text_inputs(causal_lm: nn.Module, batch: TokenBatch) -> dict[str, Any]:
     if tower is None:
         return {"input_ids": batch.input_ids_T.unsqueeze(0)}
     embeddings_TH: Tensor = cast(Any, causal_lm).model.embed_tokens(batch.input_ids_T)
+    patch_shape = tower.patch_embed.proj.weight.shape[1:]
     if images is None:
         side = tower.spatial_merge_size
         grids_U3 = torch.tensor([[1, side, side]], device=embeddings_TH.device)
-        pixels_PD = embeddings_TH.new_zeros(side * side, math.prod(tower.patch_embed.proj.weight.shape[1:]))
+        pixels_PD = embeddings_TH.new_zeros(side * side, math.prod(patch_shape))
     else:
-        grids_U3, pixels_PD = images.grids_U3, images.pixels_PD
+        grids_U3, pixels_PD = images.grids_U3, _pixels(images, num_frames=patch_shape[1], like=embeddings_TH)
     with torch.no_grad():
         found = tower(pixels_PD, grid_thw=grids_U3)
     if images is None:
@@ -59,3 +60,11 @@ def text_inputs(causal_lm: nn.Module, batch: TokenBatch) -> dict[str, Any]:
         "visual_pos_masks": mask_T.unsqueeze(0),
         "deepstack_visual_embeds": [features[images.rows_I] for features in found.deepstack_features],
     }
+
+
+def _pixels(images: ImageBatch, *, num_frames: int, like: Tensor) -> Tensor:
+    """[P, D * num_frames]: patches as transformers' processor makes them, in the dtype of the tower."""
+    values_CL, levels_PD = images.values_CL.to(like), images.levels_PD.to(like.device)
+    levels_PCS = levels_PD.unflatten(1, (len(values_CL), -1))
+    channels = [values_L[levels_PS.int()] for values_L, levels_PS in zip(values_CL, levels_PCS.unbind(1), strict=True)]
+    return torch.stack(channels, dim=1).unsqueeze(2).expand(-1, -1, num_frames, -1).flatten(1)

@@ -42,7 +42,8 @@ def _image_columns(images: SampleImages) -> dict[str, Any]:
         "image_indices": images.image_I.tobytes(),
         "image_starts": images.start_I.tobytes(),
         "grids": images.grids_U3.tobytes(),
-        "pixels": images.pixels_PD.tobytes(),
+        "levels": images.levels_PD.tobytes(),
+        "level_values": images.values_CL.tobytes(),
         "merge_size": images.merge_size,
     }
 
@@ -56,7 +57,8 @@ def _images(message: SampleColumns) -> SampleImages:
         image_I=np.frombuffer(message.image_indices, np.int64),
         start_I=np.frombuffer(message.image_starts, np.int64),
         grids_U3=grids_U3,
-        pixels_PD=np.frombuffer(message.pixels, np.float32).reshape(num_patches, -1 if num_patches else 0),
+        levels_PD=np.frombuffer(message.levels, np.uint8).reshape(num_patches, -1 if num_patches else 0),
+        values_CL=np.frombuffer(message.level_values, np.float32).reshape(-1, 256),
         merge_size=message.merge_size,
     )
 
@@ -71,7 +73,7 @@ def decode_columns(message: SampleColumns) -> Samples:
         columns={name: np.frombuffer(content, dtype=np.float32) for name, content in message.columns.items()},
         prefix_S=np.frombuffer(message.prefixes, dtype=np.int32) if message.prefixes else None,
         routes_TR=_routes(message, num_tokens=len(message.token_ids) // 4) if message.routes else None,
-        images=_images(message) if message.pixels else None,
+        images=_images(message) if message.levels else None,
     )
 
 

@@ -97,7 +97,7 @@ def _read_images(
         return prompts, None
     files, places, digests = Files(), dict[bytes, int](), dict[tuple[int, ...], bytes]()
     counts, indices, starts = list[int](), list[int](), list[int]()
-    pixels, grids = list[NDArray[np.float32]](), list[NDArray[np.int64]]()
+    levels, grids = list[NDArray[np.uint8]](), list[NDArray[np.int64]]()
     for index, message in enumerate(messages):
         field, own = f"samples[{index}]", list[int]()
         given = files.of(message, field=field)
@@ -109,8 +109,8 @@ def _read_images(
         for file in given:
             place = places.setdefault(sha256(file).digest(), len(places))
             if place == len(grids):
-                patches_PD, grid_13 = processor.patches(file, field=field)
-                pixels.append(patches_PD)
+                levels_PD, grid_13 = processor.patches(file, field=field)
+                levels.append(levels_PD)
                 grids.append(grid_13)
             own.append(place)
         if (known := digests.get(tuple(own))) is None:
@@ -123,9 +123,9 @@ def _read_images(
         prompts[index] = prepared.token_ids
         indices += own
         starts += prepared.starts
-    if not pixels:
+    if not levels:
         return prompts, None
-    if (num_bytes := sum(each.nbytes for each in pixels)) > _MAX_PIXEL_BYTES:
+    if (num_bytes := sum(each.nbytes for each in levels)) > _MAX_PIXEL_BYTES:
         problem = f"have {num_bytes} bytes of patches in one call; at most {_MAX_PIXEL_BYTES} fit: make several calls"
         raise InvalidArgument("samples[].images", problem)
     return prompts, SampleImages(
@@ -133,7 +133,8 @@ def _read_images(
         image_I=_integers(indices),
         start_I=_integers(starts),
         grids_U3=np.concatenate(grids),
-        pixels_PD=np.concatenate(pixels),
+        levels_PD=np.concatenate(levels),
+        values_CL=processor.values_CL,
         merge_size=processor.merge_size,
     )
 
