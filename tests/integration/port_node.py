@@ -2,7 +2,7 @@
 
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +14,8 @@ from tasuki.config.paths import node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
-from tasuki.v1 import (
-    coordinator_pb2_grpc,
-    fleet_pb2_grpc,
-    memory_pb2_grpc,
-    rank_store_pb2_grpc,
-    rollout_pb2_grpc,
-    trainer_pb2_grpc,
-)
-from tests.integration.scripted_node import ScriptedNode
+from tasuki.v1 import fleet_pb2_grpc, memory_pb2_grpc, rank_store_pb2_grpc
+from tests.integration.scripted_node import ADDERS, ScriptedNode
 from tests.ports import free_port
 
 SERVICES = ("coordinator", "trainer", "rollout")
@@ -110,13 +103,8 @@ async def port_node(config: NodeConfig, folder: Path) -> AsyncIterator[PortNode]
     socket_dir(config.state_dir)
     node = ScriptedNode(config.state_dir)
     node.targets = config.port_targets
-    adders: dict[str, Callable] = {
-        "coordinator": coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
-        "trainer": trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
-        "rollout": rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
-    }
     servers = []
-    for name, add in adders.items():
+    for name, add in ADDERS.items():
         server = RpcServer(service=name, target=node_targets(config)[name], port=port_of(config, name))
         server.add(add, node, f"tasuki.v1.{name.capitalize()}Service")
         if name != "coordinator":

@@ -1,7 +1,7 @@
 """A node for tests of the client: real servers on unix sockets with the real command gate, and scripted work."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,6 +13,13 @@ from tasuki.v1 import rollout_pb2 as rollout
 from tasuki.v1 import trainer_pb2 as trainer
 from tasuki.wire.address import socket_folder, unix_target
 from tasuki.wire.errors import Asleep, InvalidArgument, NoGradients, TasukiError, WrongPhase
+
+# Some RPCs are left out on purpose: the client has no verb for them.
+ADDERS: dict[str, Callable] = {
+    "coordinator": coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
+    "trainer": trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
+    "rollout": rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
+}
 
 
 class ScriptedNode(
@@ -49,7 +56,14 @@ class ScriptedNode(
         self.changeover.set()
         self.left_early = asyncio.Event()
         self.changed = asyncio.Condition()
-        self.targets = {name: unix_target(state_dir, service=name) for name in ("trainer", "rollout")}
+        self.targets = {name: unix_target(state_dir, service=name) for name in ADDERS}
+        self.servers: list[RpcServer] = []
+
+    async def serve(self, name: str) -> None:
+        server = RpcServer(service=name, target=self.targets[name])
+        server.add(ADDERS[name], self, f"tasuki.v1.{name.capitalize()}Service")
+        await server.start()
+        self.servers.append(server)
 
     def node_state(self) -> coordinator.NodeState:
         return coordinator.NodeState(
@@ -207,6 +221,9 @@ class ScriptedNode(
 
     # Rollout.
 
+    async def GetRolloutState(self, request, context):
+        return rollout.GetRolloutStateResponse()
+
     async def Generate(self, request, context):
         self.requests.append(request)
         if self.phase != types_pb2.PHASE_ROLLOUT:
@@ -237,24 +254,17 @@ class ScriptedNode(
 
 
 @asynccontextmanager
-async def scripted_node(state_dir: Path, *, make: Callable[[Path], ScriptedNode] = ScriptedNode) -> AsyncIterator[ScriptedNode]:
+async def scripted_node(
+    state_dir: Path, *, make: Callable[[Path], ScriptedNode] = ScriptedNode, services: Sequence[str] = tuple(ADDERS)
+) -> AsyncIterator[ScriptedNode]:
+    """services: those that serve from the start."""
     socket_folder(state_dir).mkdir(mode=0o700, parents=True)
-    # Some RPCs are left out on purpose: the client has no verb for them.
     node = make(state_dir)
-    adders: dict[str, Callable] = {
-        "coordinator": coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
-        "trainer": trainer_pb2_grpc.add_TrainerServiceServicer_to_server,
-        "rollout": rollout_pb2_grpc.add_RolloutServiceServicer_to_server,
-    }
-    servers = []
-    for name, add in adders.items():
-        server = RpcServer(service=name, target=unix_target(state_dir, service=name))
-        server.add(add, node, f"tasuki.v1.{name.capitalize()}Service")
-        await server.start()
-        servers.append(server)
+    for name in services:
+        await node.serve(name)
     try:
         yield node
     finally:
         node.hang.set()
-        for server in servers:
+        for server in node.servers:
             await server.stop(grace_s=0)

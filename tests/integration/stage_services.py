@@ -35,6 +35,8 @@ class StageService(SimulatedService):
         self.refuses_usage = False
 
     def _counted(self, request: Any, act: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
+        counted = super()._counted(request, act)
+
         async def run() -> Any:
             name = type(request).__name__
             stage = stage_of(request) if hasattr(request, "stage") else _STAGES.get(name)
@@ -43,7 +45,7 @@ class StageService(SimulatedService):
                 await self.hold[stage].wait()
             if stage in self.fail:
                 raise self.fail[stage]
-            answer = await act()
+            answer = await counted()
             self.commands.append(request.command)
             return answer
 

@@ -9,43 +9,27 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tasuki.config.schema import CoordinatorConfig
+from tasuki.config.paths import node_targets
+from tasuki.config.schema import CoordinatorConfig, ModelConfig, NodeConfig
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.replay import audit
 from tasuki.coordinator.changeover import Peers
 from tasuki.coordinator.journal import Intent, Journal, Outcome
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.phases import Observed
-from tasuki.rpc.server import RpcServer
-from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer, add_MemoryServiceServicer_to_server
-from tasuki.v1.rollout_pb2_grpc import RolloutServiceServicer, add_RolloutServiceServicer_to_server
-from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer, add_TrainerServiceServicer_to_server
 from tasuki.wire.errors import PeerUnavailable, TasukiError
 from tasuki.wire.stages import RULES, Phase, Service
 from tests.extent import IS_WHOLE
 from tests.integration.faulty_proxy import Break, FaultyProxy
+from tests.integration.stage_services import StageRollout, StageTrainer, serving
 from tests.unit.memory_folder import memory_folder
-from tests.unit.simulated_services import Disk, SimulatedRollout, SimulatedTrainer
 
 NUM_FAULTS, SHARE, SEED = 1000 if IS_WHOLE else 150, 0.2, 5
 DUPLICATE = "the request arrives twice"
-
-
-def front_of(service: Any, base: type) -> Any:
-    """Serves a simulated service over gRPC."""
-
-    def served(name: str) -> Any:
-        async def call(self: Any, request: Any, context: Any) -> Any:
-            return await getattr(service, name)(request)
-
-        return call
-
-    methods = {name: served(name) for name in (*dir(base), "Pause", "Resume") if name[0].isupper() and hasattr(service, name)}
-    return type("Front", (base, MemoryServiceServicer), methods)()
 
 
 class FaultyPeers(Peers):
@@ -83,29 +67,15 @@ class FaultyPeers(Peers):
 
 
 @asynccontextmanager
-async def services(folder: Path) -> AsyncIterator[tuple[SimulatedTrainer, SimulatedRollout, dict[Service, FaultyProxy]]]:
-    trainer = SimulatedTrainer("trainer-1", Disk())
-    rollout = SimulatedRollout("rollout-1", lambda: trainer, lambda version: None)
-    trainer.weather.seconds = rollout.weather.seconds = 0.001
-    servers, proxies = [], {}
-    for service, front, add in (
-        (Service.TRAINER, front_of(trainer, TrainerServiceServicer), add_TrainerServiceServicer_to_server),
-        (Service.ROLLOUT, front_of(rollout, RolloutServiceServicer), add_RolloutServiceServicer_to_server),
-    ):
-        server = RpcServer(service=service, target=f"unix:{folder}/{service}.sock")
-        server.add(add, front, f"tasuki.v1.{service.title()}Service")
-        server.add(add_MemoryServiceServicer_to_server, front, "tasuki.v1.MemoryService")
-        await server.start()
-        servers.append(server)
-        proxies[service] = FaultyProxy(folder / f"{service}.sock")
-        await proxies[service].start(folder / f"{service}.proxy")
-    try:
+async def services(config: NodeConfig) -> AsyncIterator[tuple[StageTrainer, StageRollout, dict[Service, FaultyProxy]]]:
+    async with serving(config) as (trainer, rollout), AsyncExitStack() as stack:
+        trainer.weather.seconds = rollout.weather.seconds = 0.001
+        proxies = {}
+        for service in Service:
+            proxies[service] = FaultyProxy(Path(node_targets(config)[service].removeprefix("unix:")))
+            await proxies[service].start(config.state_dir / f"{service}.proxy")
+            stack.push_async_callback(proxies[service].close)
         yield trainer, rollout, proxies
-    finally:
-        for proxy in proxies.values():
-            await proxy.close()
-        for server in servers:
-            await server.stop(grace_s=0.0)
 
 
 async def acquire(node: Node, phase: Phase, request_id: str) -> TasukiError | None:
@@ -123,7 +93,7 @@ async def test_faults_carry_no_stage_out_twice_and_every_changeover_ends() -> No
     journal = Journal(folder / "journal.sqlite")
     journal.begin_epoch("boot-1")
     restarts: list[Service] = []
-    async with services(folder) as (trainer, rollout, proxies):
+    async with services(NodeConfig(state_dir=folder, model=ModelConfig(path=folder))) as (trainer, rollout, proxies):
         peers = FaultyPeers(proxies, folder)
         node = Node(
             journal,
