@@ -3,6 +3,7 @@
 GPU = [
     'device="cuda"',
     'rollout.engine.attention_backend="triton"',
+    'rollout.engine.mm_attention_backend="triton_attn"',
     'rollout.engine.sampling_backend="pytorch"',
     'rollout.dtype="bfloat16"',
     'trainer.compute_dtype="bfloat16"',

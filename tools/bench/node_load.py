@@ -32,6 +32,8 @@ max_new_tokens = {new_tokens}
 [train.reward]
 function = "unused:unused"
 """
+# Triton's kernels, and torch's sampling: FlashAttention and FlashInfer are not installed where this runs.
+ENGINE = 'engine = { attention_backend = "triton", mm_attention_backend = "triton_attn", sampling_backend = "pytorch" }\n'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class Load:
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
             trainer=f"micro_batch_tokens = {16_384 if is_gpu else 512}",
-            rollout='engine = { attention_backend = "triton", sampling_backend = "pytorch" }\n' if is_gpu else "",
+            rollout=ENGINE if is_gpu else "",
         )
         # Without a run nothing bounds the cache but kv_ratio.
         return text if kv == "needed" else text[: text.index("[train]")]

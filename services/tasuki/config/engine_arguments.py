@@ -51,8 +51,8 @@ _WITHOUT_MEMORY: Mapping[str, type] = {
     ),
     **dict.fromkeys(("gc_warning_threshold_secs", "schedule_conservativeness", "soft_watchdog_timeout", "watchdog_timeout"), float),
     **dict.fromkeys(
-        ("attention_backend", "decode_attention_backend", "prefill_attention_backend", "radix_eviction_policy", "sampling_backend",
-         "schedule_policy", "served_model_name", "speculative_ngram_match_type"),
+        ("attention_backend", "decode_attention_backend", "mm_attention_backend", "prefill_attention_backend", "radix_eviction_policy",
+         "sampling_backend", "schedule_policy", "served_model_name", "speculative_ngram_match_type"),
         str,
     ),
     **dict.fromkeys(("gc_threshold", "numa_node"), list),
