@@ -11,7 +11,6 @@ from tasuki.config import load
 from tasuki.config.checks import HEARTBEAT_S
 from tasuki.config.load import has_bf16, load_config, slow_dtypes
 from tasuki.config.paths import node_targets, socket_dir
-from tasuki.config.replaced_keys import OTHERS, REPLACED
 from tasuki.config.save import save_config
 from tasuki.wire.address import socket_folder, unix_target
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -151,9 +150,9 @@ def test_deadlines_are_noticed_in_their_order(tmp_path: Path, stage_s: float) ->
     assert stage_s < 2 or deadlines.progress_s <= deadlines.stage_timeout_s
 
 
-@pytest.mark.parametrize("key", REPLACED)
-def test_a_key_that_is_gone_is_told_what_to_write(tmp_path: Path, key: str) -> None:
-    with pytest.raises(InvalidArgument, match=re.escape(REPLACED[key])) as refused:
+@pytest.mark.parametrize(("key", "instead"), load.known_names("earlier_versions").items())
+def test_a_key_that_is_gone_is_told_what_to_write(tmp_path: Path, key: str, instead: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(instead)) as refused:
         load_config(write(tmp_path, MINIMAL), overrides=[f"{key}=1"])
     assert refused.value.metadata["field"] == key
 
@@ -236,7 +235,7 @@ def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
 
 def test_key_of_another_library_is_answered_with_ours(tmp_path: Path) -> None:
     loss = {"name", *LossConfig().settings(), *PpoLoss.__dataclass_fields__}
-    for own in {one for text in OTHERS.values() for one in text.partition(", with")[0].split(", or ")}:
+    for own in {one for text in load.known_names("other_libraries").values() for one in text.partition(", with")[0].split(", or ")}:
         *above, last = own.split(".")
         assert last in (loss if above == ["train", "loss"] else load._keys_beside([*above, last])), own
     with pytest.raises(InvalidArgument, match=r"train\.loss\.beta: unknown key; tasuki's name is train\.loss\.kl_coef"):

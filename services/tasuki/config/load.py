@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,7 +13,6 @@ from pydantic import BaseModel, ValidationError
 from tasuki.algorithms.setting import SettingError
 from tasuki.config.checks import SettingsConflict
 from tasuki.config.paths import config_path
-from tasuki.config.replaced_keys import OTHERS, check_replaced
 from tasuki.config.schema import NodeConfig
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -53,10 +53,12 @@ def config_of(table: dict[str, Any], *, overrides: Sequence[str] = ()) -> NodeCo
     for override in overrides:
         _apply(table, override)
     _anchor_paths(table, Path.cwd())
-    check_replaced(table)
     try:
         return _for_this_cpu(NodeConfig.model_validate(table))
     except ValidationError as error:
+        for replaced, instead in known_names("earlier_versions").items():
+            if value_at(table, replaced) is not None:
+                raise InvalidArgument(replaced, instead) from error
         # An unknown key may be why another is missing.
         first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         conflict = first.get("ctx", {}).get("error")
@@ -66,10 +68,17 @@ def config_of(table: dict[str, Any], *, overrides: Sequence[str] = ()) -> NodeCo
         problem = conflict.problem if isinstance(conflict, SettingError) else _explain(first)
         if isinstance(conflict, SettingError):
             key = f"{key}.{conflict.field}"
-        own = OTHERS.get(key.rpartition(".")[2].lower())
-        if own is not None and problem.startswith("unknown key"):  # another library's name of a key
+        own = known_names("other_libraries").get(key.rpartition(".")[2].lower())
+        if own is not None and problem.startswith("unknown key"):
             problem = f"unknown key; tasuki's name is {own}"
         raise InvalidArgument(key, problem) from error
+
+
+@cache
+def known_names(table: str) -> dict[str, str]:
+    """What to write instead, by unknown key. table: "other_libraries" or "earlier_versions" of unknown_keys.toml."""
+    names: Mapping[str, str] = _toml(Path(__file__).with_name("unknown_keys.toml"))[table]
+    return {name: instead for instead, given in names.items() for name in given.split()}
 
 
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
@@ -104,12 +113,12 @@ def changed(config: NodeConfig, values: Mapping[str, object]) -> NodeConfig:
     return config_of(table)
 
 
-def value_at(config: NodeConfig, key: str) -> object:
+def value_at(at: NodeConfig | Mapping[str, object], key: str) -> object:
     """The value of a key; None without one."""
-    at: object = config
+    found: object = at
     for part in key.split("."):
-        at = at.get(part) if isinstance(at, Mapping) else getattr(at, part, None)
-    return at
+        found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)
+    return found
 
 
 def origins(path: Path, *, overrides: Sequence[str] = ()) -> Callable[[str], str]:
