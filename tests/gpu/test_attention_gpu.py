@@ -9,14 +9,12 @@ from torch import Tensor
 
 from tasuki.models.family import full_attention
 from tasuki.planner.presets import MODELS
-from tasuki.trainer.attention.flash import Fa4Sequences, VarlenSequences, packed_attention
-from tasuki.trainer.attention.packed import Kernel
-from tasuki.trainer.attention.padded import PaddedSequences
+from tasuki.trainer.attention.packed import AttentionBackend, Sequences, sequences_of
 from tasuki.trainer.attention.trial import choose_kernel
 from tasuki.wire.errors import InvalidArgument
+from tests.unit.test_packed_attention import pack
 
 LENGTHS = (1, 127, 128, 129, 1000, 4097)
-KERNELS: dict[str, Kernel] = {"fa4": Fa4Sequences, "varlen": VarlenSequences, "sdpa": PaddedSequences.of}
 # Query heads, key heads, head size, window: Qwen2.5 7B and 0.5B, Qwen3 8B, Mistral's window, Gemma 3.
 SHAPES = [(28, 4, 128, None), (14, 2, 64, None), (32, 8, 128, None), (32, 8, 128, 100), (4, 1, 256, 512)]
 SHAPE = MODELS["qwen2.5-0.5b"]
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(params=["fa4", "varlen", "sdpa"])
-def name(request: pytest.FixtureRequest) -> str:
+def name(request: pytest.FixtureRequest) -> AttentionBackend:
     if request.param == "fa4":
         pytest.importorskip("flash_attn.cute")
     return request.param
@@ -41,14 +39,16 @@ def inputs(num_heads: int, num_keys: int, head_dim: int) -> list[Tensor]:
     ]
 
 
-def starts() -> Tensor:
-    return torch.tensor([0, *LENGTHS], device="cuda").cumsum(0, dtype=torch.int32)
+def sequences(name: AttentionBackend) -> Sequences:
+    return sequences_of(
+        name, replace(pack(LENGTHS), cu_seqlens_S=torch.tensor([0, *LENGTHS], device="cuda").cumsum(0, dtype=torch.int32))
+    )
 
 
-def run(kernel: Kernel, tensors: list[Tensor], window: int | None) -> list[Tensor]:
+def run(name: AttentionBackend, tensors: list[Tensor], window: int | None) -> list[Tensor]:
     """Returns output, dq, dk and dv."""
     *qkv, grad = tensors
-    out = kernel(starts(), max(LENGTHS)).attend(*qkv, scale=0.07, window=window, softcap=None)
+    out = sequences(name).attend(*qkv, scale=0.07, window=window, softcap=None)
     return [out, *torch.autograd.grad(out, qkv, grad)]
 
 
@@ -58,62 +58,36 @@ def off(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize(("num_heads", "num_keys", "head_dim", "window"), SHAPES)
 def test_a_kernel_and_its_gradients_are_near_float32(
-    name: str, num_heads: int, num_keys: int, head_dim: int, window: int | None
+    name: AttentionBackend, num_heads: int, num_keys: int, head_dim: int, window: int | None
 ) -> None:
     tensors = inputs(num_heads, num_keys, head_dim)
-    found = run(KERNELS[name], tensors, window)
-    exact = run(PaddedSequences.of, [x.detach().float().requires_grad_() for x in tensors], window)
+    found = run(name, tensors, window)
+    exact = run("sdpa", [x.detach().float().requires_grad_() for x in tensors], window)
     errors = {each: off(one, other) for each, one, other in zip(("out", "dq", "dk", "dv"), found, exact, strict=True)}
     assert max(errors.values()) < 0.01, errors
 
 
-def test_a_sequence_changes_nothing_in_its_neighbours(name: str) -> None:
+def test_a_sequence_changes_nothing_in_its_neighbours(name: AttentionBackend) -> None:
     tensors = [x.detach() for x in inputs(14, 2, 64)]
     changed = [x.clone() for x in tensors]
     first, last = LENGTHS[0] + LENGTHS[1], LENGTHS[0] + LENGTHS[1] + LENGTHS[2]
     for x in changed[:3]:
         x[first:last] = 3.0
-    one, other = (
-        KERNELS[name](starts(), max(LENGTHS)).attend(*x[:3], scale=0.1, window=None, softcap=None) for x in (tensors, changed)
-    )
+    one, other = (sequences(name).attend(*x[:3], scale=0.1, window=None, softcap=None) for x in (tensors, changed))
     assert torch.equal(one[:first], other[:first])
     assert torch.equal(one[last:], other[last:])
     assert not torch.allclose(one[first:last], other[first:last])
-
-
-def test_fa4_gives_the_log_sum_and_its_gradient() -> None:
-    pytest.importorskip("flash_attn.cute")
-    q, k, v, grad = inputs(14, 2, 64)
-    out, lse = packed_attention(q, k, v, starts(), max(LENGTHS), 0.07, None)
-    weight = torch.randn(lse.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
-    found = torch.autograd.grad((out * grad).float().sum() + (lse * weight).sum(), [q, k, v])
-    exact_q, exact_k, exact_v = (x.detach().float().requires_grad_() for x in (q, k, v))
-    total = torch.zeros((), device="cuda")
-    first = 0
-    for length in LENGTHS:
-        rows = slice(first, first + length)
-        keys, values = (x[rows].repeat_interleave(7, dim=1) for x in (exact_k, exact_v))
-        logits = torch.einsum("qhd,khd->hqk", exact_q[rows], keys) * 0.07
-        logits = logits.masked_fill(~torch.ones(length, length, dtype=torch.bool, device="cuda").tril(), -torch.inf)
-        exact_lse = torch.logsumexp(logits, -1)
-        torch.testing.assert_close(lse[:, rows], exact_lse, atol=2e-2, rtol=1e-2)
-        exact_out = torch.einsum("hqk,khd->qhd", torch.softmax(logits, -1), values)
-        total = total + (exact_out * grad[rows].float()).sum() + (exact_lse * weight[:, rows]).sum()
-        first += length
-    exact = torch.autograd.grad(total, [exact_q, exact_k, exact_v])
-    for one, other in zip(found, exact, strict=True):
-        assert off(one, other) < 0.02
 
 
 def test_auto_takes_the_first_kernel_that_is_right(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("flash_attn.cute")
     settings = {"shape": SHAPE, "device": torch.device("cuda", 0)}
     full = full_attention(SHAPE)
-    assert choose_kernel("auto", attention=full, dtype=torch.bfloat16, **settings) is Fa4Sequences
+    assert choose_kernel("auto", attention=full, dtype=torch.bfloat16, **settings) == "fa4"
     capped = replace(full, logit_softcap=50.0)
     with caplog.at_level(logging.INFO, "tasuki.trainer"):
-        assert choose_kernel("auto", attention=capped, dtype=torch.bfloat16, **settings) == PaddedSequences.of
-        assert choose_kernel("auto", attention=full, dtype=torch.float32, **settings) == PaddedSequences.of
+        assert choose_kernel("auto", attention=capped, dtype=torch.bfloat16, **settings) == "sdpa"
+        assert choose_kernel("auto", attention=full, dtype=torch.float32, **settings) == "sdpa"
     assert "backend=sdpa" in caplog.text
     assert "cannot cap logits" in caplog.text
     for attention, dtype, named in ((capped, torch.bfloat16, "50"), (full, torch.float32, "compute_dtype")):

@@ -6,8 +6,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tasuki.models.families import read_model
-from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
-from tasuki.trainer.attention.padded import PaddedSequences
+from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
 from tasuki.trainer.attention.trial import choose_kernel, fault_with_shared_prompts
 from tasuki.trainer.backends.fsdp.model import Policy
 from tasuki.trainer.data.micro_batch import token_batch
@@ -36,12 +35,12 @@ def gradients(samples: Samples, dtype: torch.dtype) -> Tensor:
     causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32).bfloat16().to(CUDA, dtype)
     causal_lm.set_attn_implementation(IMPLEMENTATION)
     model = read_model(config.to_dict())
-    kernel = PaddedSequences.of
+    backend: AttentionBackend = "sdpa"
     if dtype is torch.bfloat16:
         settings = {"shape": model.shape, "attention": model.attention, "dtype": dtype, "device": CUDA}
-        kernel = choose_kernel("auto", **settings)
-        assert fault_with_shared_prompts(kernel, **settings) is None
-    policy = Policy(causal_lm, attention=PackedAttention(kernel, model.attention))
+        backend = choose_kernel("auto", **settings)
+        assert fault_with_shared_prompts(backend, **settings) is None
+    policy = Policy(causal_lm, attention=PackedAttention(backend, model.attention))
     log_probs_N, _ = policy(token_batch(samples, device=CUDA))
     weights_N = torch.randn(len(log_probs_N), generator=torch.Generator().manual_seed(1)).to(CUDA)
     (log_probs_N * weights_N).sum().backward()

@@ -19,7 +19,6 @@ from tasuki.algorithms.loss_types import Correction, LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.models.families import read_model
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
-from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.model import Policy, groups_of
 from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.data.micro_batch import token_batch
@@ -75,7 +74,7 @@ def broken(samples: Samples) -> Samples:
 def test_temperatures_are_not_rounded_to_the_compute_dtype(mesh: DeviceMesh, model: Path) -> None:
     samples = decode_samples(make_samples(9, vocab_size=VOCAB_SIZE, temperature=0.7))
     unsharded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
-    attention = PackedAttention(PaddedSequences.of, read_model(unsharded.config.to_dict()).attention)
+    attention = PackedAttention("sdpa", read_model(unsharded.config.to_dict()).attention)
     learner = start_learner(model, mesh=mesh, compute_dtype="bfloat16")
     with torch.no_grad():
         expected, _ = Policy(unsharded, attention=attention)(token_batch(samples, device=learner.backend.device))

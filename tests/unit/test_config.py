@@ -235,7 +235,9 @@ def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
 
 def test_key_of_another_library_is_answered_with_ours(tmp_path: Path) -> None:
     loss = {"name", *LossConfig().settings(), *PpoLoss.__dataclass_fields__}
-    for own in {one for text in load.known_names("other_libraries").values() for one in text.partition(", with")[0].split(", or ")}:
+    for own in {
+        one for text in load.known_names("other_libraries").values() for one in text.partition(", with")[0].split(", or ")
+    }:
         *above, last = own.split(".")
         assert last in (loss if above == ["train", "loss"] else load._keys_beside([*above, last])), own
     with pytest.raises(InvalidArgument, match=r"train\.loss\.beta: unknown key; tasuki's name is train\.loss\.kl_coef"):

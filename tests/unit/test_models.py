@@ -15,7 +15,6 @@ from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.models.tower import TOWER
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
-from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.model import Policy, check_module, correct_latent_norms, set_buffers
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
@@ -138,7 +137,7 @@ def loaded(kind: str) -> PreTrainedModel:
 
 def policy_of(module: PreTrainedModel, **settings: float | None) -> Policy:
     """Builds the policy with the trainer's attention, as on a CPU, and the trainer's head instead of the module's."""
-    attention = PackedAttention(PaddedSequences.of, model_of(module).attention)
+    attention = PackedAttention("sdpa", model_of(module).attention)
     module.set_attn_implementation(IMPLEMENTATION)
     return Policy(module, attention=attention, **settings)
 

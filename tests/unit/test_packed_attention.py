@@ -11,8 +11,10 @@ from tasuki.models.families import read_model
 from tasuki.models.family import full_attention
 from tasuki.planner.node import Checkpointing
 from tasuki.planner.presets import MODELS
+from tasuki.trainer.attention import packed
 from tasuki.trainer.attention import padded as attention_padded
-from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
+from tasuki.trainer.attention.blocks import OwnBlocks
+from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
 from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.attention.trial import choose_kernel
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
@@ -46,7 +48,9 @@ def pack(lengths: tuple[int, ...], *, seed: int = 0) -> TokenBatch:
     )
 
 
-def policy_of(causal_lm: PreTrainedModel, *, checkpointing: Checkpointing = Checkpointing.NONE) -> Policy:
+def policy_of(
+    causal_lm: PreTrainedModel, *, checkpointing: Checkpointing = Checkpointing.NONE, backend: AttentionBackend = "sdpa"
+) -> Policy:
     """Builds a policy from a copy of the model."""
     causal_lm = deepcopy(causal_lm)
     causal_lm.config._attn_implementation = IMPLEMENTATION  # a tower keeps its own
@@ -54,7 +58,7 @@ def policy_of(causal_lm: PreTrainedModel, *, checkpointing: Checkpointing = Chec
     set_checkpointing(causal_lm, checkpointing, on_host=None)
     causal_lm.train()
     model = read_model({**causal_lm.config.to_dict(), "architectures": [type(causal_lm).__name__]})
-    attention = PackedAttention(PaddedSequences.of, model.attention)
+    attention = PackedAttention(backend, model.attention)
     return Policy(causal_lm, attention=attention, final_logit_softcap=model.final_logit_softcap)
 
 
@@ -72,7 +76,20 @@ def plain_log_probs(causal_lm: PreTrainedModel, batch: TokenBatch) -> Tensor:
 @pytest.mark.parametrize(("kind", "checkpointing"), crossed(CONFIGS, RUNGS))
 def test_a_pack_equals_its_sequences_one_by_one(kind: str, checkpointing: Checkpointing) -> None:
     causal_lm, batch = make_model(kind, seed=5), pack(LENGTHS)
-    policy = policy_of(causal_lm, checkpointing=checkpointing)
+    check_alike(causal_lm, policy_of(causal_lm, checkpointing=checkpointing), batch)
+
+
+@pytest.mark.parametrize("checkpointing", RUNGS)
+def test_so_does_one_in_blocks_of_a_kernel(checkpointing: Checkpointing, monkeypatch: pytest.MonkeyPatch) -> None:
+    # These blocks take the place of FlashAttention's.
+    monkeypatch.setitem(packed._OWN, "fa4", OwnBlocks.of)
+    monkeypatch.setitem(attention_padded.PRODUCTS_UP_TO, "cpu", 0)
+    causal_lm, batch = make_model("qwen2", seed=5), pack(LENGTHS)
+    check_alike(causal_lm, policy_of(causal_lm, checkpointing=checkpointing, backend="fa4"), batch)
+
+
+def check_alike(causal_lm: PreTrainedModel, policy: Policy, batch: TokenBatch) -> None:
+    """Compares log-probs and gradients with those of transformers' own attention."""
     weights_N = torch.randn(len(batch.token_ids_N), generator=torch.Generator().manual_seed(1))
     found_N, exact_N = policy(batch)[0], plain_log_probs(causal_lm, batch)
     torch.testing.assert_close(found_N, exact_N, rtol=1e-5, atol=1e-5)
@@ -155,4 +172,4 @@ def test_a_kernel_that_cannot_compute_the_model_is_refused(backend: str) -> None
     ) as refused:
         choose_kernel(backend, attention=attention, **settings)
     assert refused.value.metadata["field"] == "trainer.attention_backend"
-    assert choose_kernel("auto", attention=attention, **settings) == PaddedSequences.of
+    assert choose_kernel("auto", attention=attention, **settings) == "sdpa"

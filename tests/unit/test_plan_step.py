@@ -19,7 +19,6 @@ from tasuki.models.family import full_attention
 from tasuki.planner.node import Checkpointing, Node, Part
 from tasuki.planner.step_bytes import step_moments
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
-from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
 from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
@@ -187,7 +186,7 @@ def _causal_lm(checkpointing: str, vocab_size: int, on_host: HostActivations, *,
 
 
 def _attention(causal_lm: Any) -> PackedAttention:
-    return PackedAttention(PaddedSequences.of, full_attention(_node(causal_lm, "none").model))
+    return PackedAttention("sdpa", full_attention(_node(causal_lm, "none").model))
 
 
 def _node(causal_lm: Any, checkpointing: str, **trainer: Any) -> Node:

@@ -17,9 +17,7 @@ from tasuki.trainer.attention import blocks as attention_blocks
 from tasuki.trainer.attention import packed as attention
 from tasuki.trainer.attention import padded as attention_padded
 from tasuki.trainer.attention.blocks import OwnBlocks, PromptBlocks
-from tasuki.trainer.attention.flash import Fa4Sequences
 from tasuki.trainer.attention.packed import sequences_of
-from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.attention.trial import fault_with_shared_prompts
 from tasuki.trainer.backends.fsdp.lora.adapters import trained_parameters
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
@@ -93,7 +91,7 @@ def attended(samples: Samples, q: Tensor, k: Tensor, v: Tensor, *, window: int |
     """Attention output [N, H, D] at predicting positions; queries, keys and values depend only on a token and its position."""
     batch = token_batch(samples, device=CPU)
     rows = batch.input_ids_T * 512 + batch.position_ids_T
-    sequences = sequences_of(PaddedSequences.of, batch)
+    sequences = sequences_of("sdpa", batch)
     out = sequences.attend(*(x[rows % len(x)] for x in (q, k, v)), scale=0.3, window=window, softcap=softcap)
     places = batch.places_N if batch.order_N is None else batch.places_N[batch.order_N]
     return out[places]
@@ -157,10 +155,10 @@ def test_a_trial_tells_right_gradients_from_wrong_ones(
     blocks: type[PromptBlocks], fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This takes the place of FlashAttention.
-    monkeypatch.setitem(attention._OWN, Fa4Sequences, OwnBlocks.of)
-    monkeypatch.setitem(attention._PROMPTS, Fa4Sequences, blocks)
+    monkeypatch.setitem(attention._OWN, "fa4", OwnBlocks.of)
+    monkeypatch.setitem(attention._PROMPTS, "fa4", blocks)
     fault_with_shared_prompts.cache_clear()
-    found = fault_with_shared_prompts(Fa4Sequences, **SETTINGS)
+    found = fault_with_shared_prompts("fa4", **SETTINGS)
     fault_with_shared_prompts.cache_clear()
     assert found is None if fault is None else fault in str(found)
 

@@ -4,154 +4,16 @@ Shape suffixes: S sequences, T their tokens, H query heads, K key heads, D head 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers its operators
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from tasuki.trainer.attention.shared import Gradients, Settings
 from tasuki.trainer.data.micro_batch import SharedPrompts
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fa4Sequences:
-    """FlashAttention-4. Kernels that are not in its cache are compiled at their first call, in 10 to 13 s each."""
-
-    cu_seqlens_S: Tensor
-    max_seqlen: int
-
-    def attend(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        """[T, H, D]. See attention.Sequences."""
-        assert softcap is None, "attention.choose_kernel refuses it"
-        q, k, v = (x.contiguous() for x in (q_THD, k_TKD, v_TKD))
-        return packed_attention(q, k, v, self.cu_seqlens_S, self.max_seqlen, scale, window)[0]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class VarlenSequences:
-    """torch's `varlen_attn`."""
-
-    cu_seqlens_S: Tensor
-    max_seqlen: int
-
-    def attend(
-        self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        """[T, H, D]. See attention.Sequences."""
-        assert softcap is None, "attention.choose_kernel refuses it"
-        q, k, v = (x.contiguous() for x in (q_THD, k_TKD, v_TKD))
-        starts, longest = self.cu_seqlens_S, self.max_seqlen
-        seen = (-1 if window is None else window - 1, 0)
-        return varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=seen)  # pyright: ignore[reportReturnType]
-
-
-@torch.library.custom_op(
-    "tasuki::packed_attention",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale, int? window) -> (Tensor, Tensor)",
-)
-def packed_attention(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens_S: Tensor, max_seqlen: int, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """FlashAttention-4 as a torch operator: returns output [T, H, D] and log-sum-exp of the scaled logits, [H, T] float32.
-
-    Both have gradients. All tensors must be contiguous and aligned to 16 bytes; b15 misreads others
-    (https://github.com/Dao-AILab/flash-attention/issues/2745).
-    """
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    # Lengths must be Python numbers: with tensors it compiles each (https://github.com/Dao-AILab/flash-attention/issues/2507).
-    out, lse, *_ = _flash_attn_fwd(
-        q_THD,
-        k_TKD,
-        v_TKD,
-        cu_seqlens_q=cu_seqlens_S,
-        cu_seqlens_k=cu_seqlens_S,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
-        softmax_scale=scale,
-        causal=True,
-        window_size_left=None if window is None else window - 1,
-        return_lse=True,
-    )
-    return out, lse
-
-
-@packed_attention.register_fake
-def _(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens_S: Tensor, max_seqlen: int, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
-    num_tokens, num_heads, _ = q_THD.shape
-    return torch.empty_like(q_THD), q_THD.new_empty(num_heads, num_tokens, dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "tasuki::packed_attention_backward",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor grad_out, Tensor? grad_lse, Tensor cu_seqlens, "
-    "int max_seqlen, float scale, int? window) -> (Tensor, Tensor, Tensor)",
-)
-def _packed_attention_backward(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    out_THD: Tensor,
-    lse_HT: Tensor,
-    grad_out_THD: Tensor,
-    grad_lse_HT: Tensor | None,
-    cu_seqlens_S: Tensor,
-    max_seqlen: int,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    return _flash_attn_bwd(
-        q_THD,
-        k_TKD,
-        v_TKD,
-        out_THD,
-        grad_out_THD.contiguous(),
-        lse_HT,
-        softmax_scale=scale,
-        causal=True,
-        window_size_left=None if window is None else window - 1,
-        cu_seqlens_q=cu_seqlens_S,
-        cu_seqlens_k=cu_seqlens_S,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
-        dlse=grad_lse_HT,
-    )
-
-
-@_packed_attention_backward.register_fake
-def _(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q_THD), torch.empty_like(k_TKD), torch.empty_like(v_TKD)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens_S, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_S)
-    # Makes an unused log-sum free.
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, grad_out_THD: Tensor | None, grad_lse_HT: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, cu_seqlens_S = ctx.saved_tensors
-    if grad_out_THD is None:
-        grad_out_THD = torch.zeros_like(out)
-    grads = _packed_attention_backward(q, k, v, out, lse, grad_out_THD, grad_lse_HT, cu_seqlens_S, *ctx.settings)
-    return *grads, None, None, None, None
-
-
-packed_attention.register_autograd(_gradients, setup_context=_keep)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,13 +30,17 @@ class Runs:
 
     def window(self, settings: Settings) -> int | None:
         """Number of keys visible before a query's own; None for all."""
+        assert settings.softcap is None, "attention.choose_kernel refuses it"
         assert settings.window is None or self.is_causal, "attention.fault_with_shared_prompts refuses it"
         return None if settings.window is None else settings.window - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fa4Blocks:
-    """FlashAttention-4. Its backward uses the given log-sum, whatever keys that covers."""
+    """FlashAttention-4. Its backward uses the given log-sum, whatever keys that covers.
+
+    Kernels that are not in its cache are compiled at their first call, in 10 to 13 s each.
+    """
 
     runs: Runs
 
@@ -269,10 +135,12 @@ def block_attention(
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention-4 as a torch operator, without gradients. before: number of keys visible before a query's own; None for all.
 
-    Returns the output, shaped like q, and log-sum-exp of the logits, [H, queries] float32.
+    Returns the output, shaped like q, and log-sum-exp of the logits, [H, queries] float32. All tensors must be contiguous and aligned to
+    16 bytes; b15 misreads others (https://github.com/Dao-AILab/flash-attention/issues/2745).
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 
+    # Lengths must be Python numbers: with tensors it compiles each (https://github.com/Dao-AILab/flash-attention/issues/2507).
     out, lse, *_ = _flash_attn_fwd(
         q,
         k,

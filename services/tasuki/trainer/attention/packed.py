@@ -16,14 +16,7 @@ from transformers import AttentionInterface
 from tasuki.models.family import Attention
 from tasuki.trainer.attention.blocks import OwnBlocks, PromptBlocks
 from tasuki.trainer.attention.delta import DeltaKernel, DeltaSequences, PlainDelta
-from tasuki.trainer.attention.flash import (
-    Fa4Blocks,
-    Fa4Sequences,
-    VarlenBlocks,
-    VarlenSequences,
-    own_runs,
-    prompt_runs,
-)
+from tasuki.trainer.attention.flash import Fa4Blocks, VarlenBlocks, own_runs, prompt_runs
 from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.attention.shared import Blocks, SharedSequences
@@ -43,21 +36,17 @@ class Sequences(Protocol):
         ...
 
 
-Kernel = Callable[[Tensor, int], Sequences]
-"""cu_seqlens [S + 1] int32 and the maximum length, both of a TokenBatch -> its sequences."""
 AttentionBackend = Literal["fa4", "varlen", "sdpa"]
-KERNELS: dict[AttentionBackend, Kernel] = {"fa4": Fa4Sequences, "varlen": VarlenSequences, "sdpa": PaddedSequences.of}
-
-
-_OWN: dict[Kernel, Callable[[Tensor, int], Blocks]] = {
-    Fa4Sequences: lambda *starts: Fa4Blocks(own_runs(*starts)),
-    VarlenSequences: lambda *starts: VarlenBlocks(own_runs(*starts)),
-    PaddedSequences.of: OwnBlocks.of,
+_OWN: dict[AttentionBackend, Callable[[Tensor, int], Blocks]] = {
+    "fa4": lambda *starts: Fa4Blocks(own_runs(*starts)),
+    "varlen": lambda *starts: VarlenBlocks(own_runs(*starts)),
+    "sdpa": OwnBlocks.of,
 }
-_PROMPTS: dict[Kernel, Callable[[SharedPrompts], Blocks]] = {
-    Fa4Sequences: lambda prompts: Fa4Blocks(prompt_runs(prompts)),
-    VarlenSequences: lambda prompts: VarlenBlocks(prompt_runs(prompts)),
-    PaddedSequences.of: PromptBlocks,
+"""cu_seqlens [S + 1] int32 and the maximum length, both of a TokenBatch -> every sequence over itself."""
+_PROMPTS: dict[AttentionBackend, Callable[[SharedPrompts], Blocks]] = {
+    "fa4": lambda prompts: Fa4Blocks(prompt_runs(prompts)),
+    "varlen": lambda prompts: VarlenBlocks(prompt_runs(prompts)),
+    "sdpa": PromptBlocks,
 }
 
 
@@ -65,7 +54,6 @@ def attention_operators() -> list[OpOverload]:
     """Torch operators that compute a layer's whole attention, for every kernel. Excludes plain products for short or capped sequences."""
     aten = torch.ops.aten
     return [
-        torch.ops.tasuki.packed_attention.default,
         torch.ops.tasuki.block_attention.default,
         torch.ops.torch_attn._varlen_attn.default,
         aten._scaled_dot_product_flash_attention.default,
@@ -106,7 +94,7 @@ class LayerAttention:
 class PackedAttention:
     """Attention of a network's layers."""
 
-    kernel: Kernel
+    backend: AttentionBackend
     attention: Attention
     """Parameters of the family. transformers also passes them with each call, under names that differ between families."""
     sharing: SequenceGroup | None = None
@@ -116,7 +104,7 @@ class PackedAttention:
     delta: DeltaKernel = PlainDelta
 
     def over(self, batch: TokenBatch) -> LayerAttention:
-        sequences = sequences_of(self.kernel, batch, has_sinks=self.attention.has_sinks)
+        sequences = sequences_of(self.backend, batch, has_sinks=self.attention.has_sinks)
         is_whole = batch.prompts is None and self.sharing is None
         delta = self.delta(batch.cu_seqlens_S) if is_whole else None
         return LayerAttention(sequences, self.attention, delta, self.sharing)
@@ -127,13 +115,15 @@ class PackedAttention:
         return scores if batch.order_N is None else [score_N.index_select(0, batch.order_N) for score_N in scores]
 
 
-def sequences_of(kernel: Kernel, batch: TokenBatch, *, has_sinks: bool = False) -> Sequences:
+def sequences_of(backend: AttentionBackend, batch: TokenBatch, *, has_sinks: bool = False) -> Sequences:
     """The sequences of a micro-batch, some of which may continue a prompt. has_sinks: whether SharedSequences are needed anyway."""
     starts, prompts = (batch.cu_seqlens_S, batch.max_seqlen), batch.prompts
+    if backend == "sdpa" and prompts is None and not has_sinks:
+        return PaddedSequences.of(*starts)
+    own = _OWN[backend](*starts)
     if prompts is None:
-        return SharedSequences(_OWN[kernel](*starts)) if has_sinks else kernel(*starts)
-    num_prefix, num_suffix = sum(prompts.num_prefix), sum(prompts.num_suffix)
-    return SharedSequences(_OWN[kernel](*starts), _PROMPTS[kernel](prompts), prompts.first, num_prefix, num_suffix)
+        return SharedSequences(own)
+    return SharedSequences(own, _PROMPTS[backend](prompts), prompts.first, sum(prompts.num_prefix), sum(prompts.num_suffix))
 
 
 @torch.compiler.disable

@@ -14,8 +14,7 @@ from torch import Tensor
 from tasuki.models.family import Attention
 from tasuki.models.shape import ModelShape
 from tasuki.trainer.attention.flash import HEAD_DIM_STEP, MAX_HEAD_DIM
-from tasuki.trainer.attention.packed import KERNELS, AttentionBackend, Kernel, Sequences, sequences_of
-from tasuki.trainer.attention.padded import PaddedSequences
+from tasuki.trainer.attention.packed import AttentionBackend, Sequences, sequences_of
 from tasuki.trainer.data.micro_batch import TokenBatch, token_batch
 from tasuki.trainer.data.samples import NO_PREFIX, Samples
 from tasuki.wire.errors import InvalidArgument
@@ -40,7 +39,7 @@ def choose_kernel(
     attention: Attention,
     dtype: torch.dtype,
     device: torch.device,
-) -> Kernel:
+) -> AttentionBackend:
     """Chooses a network's kernel by trial on this device: `wanted`, or for "auto" the first correct one of fa4, varlen and sdpa.
 
     Logs the choice and reasons once. Raises InvalidArgument if `wanted` cannot compute the model.
@@ -51,11 +50,11 @@ def choose_kernel(
         problem = None
         if backend != "sdpa":
             problem = _unsupported(shape, attention, dtype=dtype, device=device)
-            problem = problem or _fault(KERNELS[backend], shape=shape, attention=attention, dtype=dtype, device=device)
+            problem = problem or _fault(backend, shape=shape, attention=attention, dtype=dtype, device=device)
         if problem is None:
             seconds = time.monotonic() - started
             _log.info("event=attention backend=%s architecture=%s seconds=%.1f", backend, shape.architecture, seconds)
-            return KERNELS[backend]
+            return backend
         if wanted != "auto":
             raise InvalidArgument("trainer.attention_backend", f'"{wanted}" is not possible here: {problem}')
         if device.type == "cuda":
@@ -78,33 +77,33 @@ def _unsupported(shape: ModelShape, attention: Attention, *, dtype: torch.dtype,
 
 @functools.cache
 def fault_with_shared_prompts(
-    kernel: Kernel, *, shape: ModelShape, attention: Attention, dtype: torch.dtype, device: torch.device
+    backend: AttentionBackend, *, shape: ModelShape, attention: Attention, dtype: torch.dtype, device: torch.device
 ) -> str | None:
     """Why the kernel cannot share prompts: no support, or wrong results in a trial, which is logged once. None if it can."""
-    if kernel == PaddedSequences.of:
+    if backend == "sdpa":
         return None
     if any(window is not None for window in attention.windows):
         return f'attention of {shape.architecture} has windows, which need trainer.attention_backend = "sdpa"'
-    fault = _error(kernel, _batch(device), shape=shape, attention=attention, dtype=dtype, device=device)
+    fault = _error(backend, _batch(device), shape=shape, attention=attention, dtype=dtype, device=device)
     if fault is not None:
         _log.warning("event=prefix_sharing choice=false reason=%r", fault)
     return fault
 
 
-def _fault(kernel: Kernel, *, attention: Attention, device: torch.device, **settings: Any) -> str | None:
+def _fault(backend: AttentionBackend, *, attention: Attention, device: torch.device, **settings: Any) -> str | None:
     """Errors of a kernel for this model's heads and windows."""
     starts_S = torch.tensor([0, *_LENGTHS], device=device).cumsum(0, dtype=torch.int32)
     batch = replace(_batch(device), cu_seqlens_S=starts_S, max_seqlen=max(_LENGTHS), prompts=None)
     settings |= {"attention": attention, "device": device}
     for window in sorted({0 if window is None else min(window, _SHORT_WINDOW) for window in attention.windows}):
-        fault = _error(kernel, batch, window=window or None, **settings)
+        fault = _error(backend, batch, window=window or None, **settings)
         if fault is not None:
             return f"{fault} with window {window}" if window else fault
     return None
 
 
 def _error(
-    kernel: Kernel,
+    backend: AttentionBackend,
     batch: TokenBatch,
     *,
     shape: ModelShape,
@@ -124,10 +123,10 @@ def _error(
     sequences = partial(sequences_of, batch=batch, has_sinks=attention.has_sinks)
     settings = {"scale": attention.query_scale, "window": window, "softcap": None}
     try:
-        found = _with_gradients(sequences(kernel), leaves, grad, **settings)
+        found = _with_gradients(sequences(backend), leaves, grad, **settings)
     except Exception as error:  # noqa: BLE001  a compiler's, a driver's or an import's, whatever it is: the kernel is not usable
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    expected = _with_gradients(sequences(PaddedSequences.of), [x.float() for x in leaves], grad.float(), **settings)
+    expected = _with_gradients(sequences("sdpa"), [x.float() for x in leaves], grad.float(), **settings)
     for name, one, other in zip(("output", "dq", "dk", "dv", "dsinks"), found, expected, strict=False):
         difference = float((one.float() - other).norm() / other.norm())
         if not difference < _TOLERANCE:

@@ -235,17 +235,17 @@ def _attention(source: NetworkSource) -> PackedAttention:
         heads, kv_heads = shape.num_heads // num_parts, max(1, shape.num_kv_heads // num_parts)
         shape = replace(shape, num_heads=heads, num_kv_heads=kv_heads)
     settings = {"shape": shape, "attention": model.attention, "dtype": source.compute_dtype, "device": mesh_device(source.mesh)}
-    kernel = choose_kernel(source.attention_backend, **settings)
+    backend = choose_kernel(source.attention_backend, **settings)
     if model.shape.delta is not None:
         assert source.sharing is None and source.prefix_sharing is not True, "check_model refuses both"
         delta = choose_delta(model.shape.delta, dtype=source.compute_dtype, device=mesh_device(source.mesh))
-        return PackedAttention(kernel, model.attention, delta=delta)
+        return PackedAttention(backend, model.attention, delta=delta)
     if source.prefix_sharing is False:
-        return PackedAttention(kernel, model.attention, source.sharing)
-    fault = fault_with_shared_prompts(kernel, **settings)
+        return PackedAttention(backend, model.attention, source.sharing)
+    fault = fault_with_shared_prompts(backend, **settings)
     if fault is not None and source.prefix_sharing is True:
         raise InvalidArgument("trainer.prefix_sharing", f"true is not possible here: {fault}")
-    return PackedAttention(kernel, model.attention, source.sharing, shares_prompts=fault is None)
+    return PackedAttention(backend, model.attention, source.sharing, shares_prompts=fault is None)
 
 
 def _on_meta(source: NetworkSource) -> PreTrainedModel:
