@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
+from sglang.srt.layers.utils.common import pad_or_narrow_weight
 from torch import nn
 
 from tasuki.rollout.record import record_plan
-from tasuki.weights.plan import Constant, whole
+from tasuki.weights.plan import Constant, Slice, whole
 
 
 class PaddingRank(nn.Module):
@@ -40,6 +41,18 @@ class JoinedRows(nn.Module):
             self.part.data.copy_(torch.cat([given["c"], given["d"]], dim=0)[2:4])
 
 
+class PaddedColumns(nn.Module):
+    """SGLang's padding of a rank's columns on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((6, 4), torch.nan), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, loaded in weights:
+            self.weight.data.copy_(pad_or_narrow_weight(loaded, 1, 1, 4))
+
+
 class Published:
     values: ClassVar = {name: torch.randn(rows, 2) for name, rows in (("a", 2), ("b", 3), ("c", 2), ("d", 3))}
 
@@ -62,6 +75,15 @@ def test_a_rank_that_holds_no_row_of_a_tensor_needs_no_fallback_for_it() -> None
     plan = record_plan(PaddingRank(), Vocabulary())
     assert (plan.pieces, plan.fallback_names) == ((), ())
     assert plan.constants == (Constant("weight", whole((4, 2)), 0.0),)
+
+
+def test_padding_of_a_loaded_tensor_is_a_constant_and_the_rest_is_copied() -> None:
+    plan = record_plan(PaddedColumns(), Vocabulary())
+    assert [(piece.source, piece.destination) for piece in plan.pieces] == [
+        (Slice(1, (6, 1), (2, 1)), Slice(0, (6, 1), (4, 1)))
+    ]
+    assert plan.constants == (Constant("weight", Slice(1, (6, 3), (4, 1)), 0.0),)
+    assert plan.fallback_names == ()
 
 
 def test_tensors_that_are_loaded_as_one_are_copied_and_a_part_of_both_is_a_fallback() -> None:

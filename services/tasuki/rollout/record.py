@@ -152,8 +152,9 @@ class RecordingTensor(torch.Tensor):
     index_space: torch.Tensor
     origin: frozenset[str]
     recorder: "_Recorder"
-    rows: "tuple[RecordingTensor, ...]"
-    """What it was concatenated from along its first dimension; empty for a part of one published tensor."""
+    parts: tuple[torch.Tensor, ...]
+    """What it was concatenated from, other such tensors and zeros; empty for a part of one published tensor."""
+    joined_dim: int
 
     @staticmethod
     def __new__(
@@ -161,7 +162,8 @@ class RecordingTensor(torch.Tensor):
         index_space: torch.Tensor,
         origin: frozenset[str],
         recorder: "_Recorder",
-        rows: "tuple[RecordingTensor, ...]" = (),
+        parts: tuple[torch.Tensor, ...] = (),
+        dim: int = 0,
     ) -> "RecordingTensor":
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -171,7 +173,8 @@ class RecordingTensor(torch.Tensor):
             dtype=index_space.dtype,
             device=recorder.device,
         )
-        tensor.index_space, tensor.origin, tensor.recorder, tensor.rows = index_space, origin, recorder, rows
+        tensor.index_space, tensor.origin, tensor.recorder = index_space, origin, recorder
+        tensor.parts, tensor.joined_dim = parts, dim
         return cast(RecordingTensor, tensor)
 
     @classmethod
@@ -216,8 +219,10 @@ class _Recorder(TorchDispatchMode):
         if sources and func is _aten.copy_.default and not isinstance(args[0], RecordingTensor):
             self._note_copy(args[0], args[1])
             return args[0]
-        if sources and func is _aten.cat.default and len(sources) == len(args[0]) and args[1:] in ((), (0,)) and not kwargs:
-            return self._joined(tuple(sources))
+        if sources and func is _aten.cat.default and not kwargs:
+            parts, dim = tuple(args[0]), args[1] if len(args) > 1 else 0
+            if all(isinstance(part, RecordingTensor) or not part.any() for part in parts):
+                return self._joined(parts, dim, sources)
         if sources:
             return self._apply(func, args, kwargs, sources)
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and args[0].device.type != "meta":
@@ -230,9 +235,13 @@ class _Recorder(TorchDispatchMode):
     def _note_copy(self, destination: torch.Tensor, source: RecordingTensor) -> None:
         if not destination.numel():
             return  # the rank holds no row of the tensor; an empty tensor has no address
-        if source.rows:
-            for part, rows in zip(destination.split([len(each) for each in source.rows]), source.rows, strict=True):
-                self._note_copy(part, rows)
+        if source.parts:
+            sizes = [each.shape[source.joined_dim] for each in source.parts]
+            for place, part in zip(destination.split(sizes, source.joined_dim), source.parts, strict=True):
+                if isinstance(part, RecordingTensor):
+                    self._note_copy(place, part)
+                elif (found := self._parameters.locate(place)) is not None:
+                    self._note_fill(_aten.zero_.default, (place,), *found)
             return
         place = self._parameters.locate(destination)
         if place is None:
@@ -242,10 +251,10 @@ class _Recorder(TorchDispatchMode):
             space = source.index_space.expand(destination.shape)
             self.pieces.append(Piece(name, Slice(int(space.storage_offset()), tuple(space.shape), space.stride()), *place))
 
-    def _joined(self, sources: tuple[RecordingTensor, ...]) -> RecordingTensor:
+    def _joined(self, parts: tuple[torch.Tensor, ...], dim: int, sources: Sequence[RecordingTensor]) -> RecordingTensor:
         """A tensor that can be copied as a whole. Its views have no place in one published tensor, and become fallbacks."""
-        space = torch.cat([source.index_space for source in sources])
-        return RecordingTensor(space, frozenset[str]().union(*(source.origin for source in sources)), self, sources)
+        space = torch.cat([_index_space(part).to("meta") for part in parts], dim)
+        return RecordingTensor(space, frozenset[str]().union(*(source.origin for source in sources)), self, parts, dim)
 
     def _note_fill(self, func: Any, args: tuple[Any, ...], parameter: str, destination: Slice) -> None:
         if func is _aten.zero_.default:
@@ -265,7 +274,7 @@ class _Recorder(TorchDispatchMode):
         origin = frozenset[str]().union(*(source.origin for source in sources))
         returns = func._schema.returns
         is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        if not is_view or any(source.rows for source in sources):
+        if not is_view or any(source.parts for source in sources):
             self.fallback |= origin
         try:
             spaces = _mapped(args, _index_space)
