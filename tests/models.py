@@ -29,6 +29,9 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLTextConfig,
     Qwen2Config,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
@@ -101,6 +104,16 @@ _DELTA = {
     "partial_rotary_factor": 0.5,
     "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
 }
+WINDOW_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 44,  # which the engine pads to a multiple of 8
+    "num_heads": 2,
+    "patch_size": 4,
+    "out_hidden_size": 64,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+}
 TOWER = {
     "depth": 2,
     "hidden_size": 32,
@@ -142,6 +155,13 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=48,
+    ),
+    "qwen2_5_vl": lambda: Qwen2_5_VLTextConfig(
+        **_SIZES,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+        vision_config=WINDOW_TOWER,
+        image_token_id=IMAGE_TOKEN,
     ),
     "qwen3_vl": lambda: Qwen3VLTextConfig(
         **_SIZES,
@@ -301,6 +321,7 @@ def quantize_matrices(folder: Path) -> dict[str, torch.Tensor]:
 _WITH_TOWER: dict[type[PreTrainedConfig], tuple[Any, Any]] = {
     Qwen3_5TextConfig: (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
     Qwen3_5MoeTextConfig: (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+    Qwen2_5_VLTextConfig: (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     Qwen3VLTextConfig: (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
 }
 

@@ -74,7 +74,8 @@ def plain_image_log_probs(whole: PreTrainedModel, samples: Samples) -> Tensor:
             places = torch.tensor(one.grids_U3[order])
             found = model.model.visual(pixels, grid_thw=places)
             embeddings = embeddings.masked_scatter(is_image_1T[..., None], found.pooler_output)
-            added = {"visual_pos_masks": is_image_1T, "deepstack_visual_embeds": found.deepstack_features}
+            if hasattr(found, "deepstack_features"):
+                added = {"visual_pos_masks": is_image_1T, "deepstack_visual_embeds": found.deepstack_features}
         positions, _ = model.model.get_rope_index(ids_1T, is_image_1T.int(), image_grid_thw=places)
         hidden = model.model.language_model(inputs_embeds=embeddings, position_ids=positions, **added).last_hidden_state
         log_probs_TV = torch.log_softmax(model.lm_head(hidden)[0], dim=-1)

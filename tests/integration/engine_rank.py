@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tasuki.memory.arena import NativeAllocator
+from tasuki.models.tower import TOWER
 from tasuki.v1 import weights_pb2
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS
@@ -45,6 +46,7 @@ class Outcome:
     copied_bytes: int
     num_constants: int
     is_plan_recorded_ahead: bool = False
+    tower_numel: int = 0
     error: str = ""
 
 
@@ -228,6 +230,7 @@ def _models_without_a_test() -> list[str]:
     tested = (
         "llama",
         "qwen2",
+        "qwen2_5_vl",
         "qwen3",
         "qwen3_moe",
         "qwen3_5",
@@ -373,6 +376,7 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
         different=different,
         lost=[f"{tensor.dtype} {tuple(tensor.shape)}" for tensor, before in others if not torch.equal(tensor, before)],
         num_others=len(others),
+        tower_numel=sum(parameter.numel() for name, parameter in model.named_parameters() if name.startswith(TOWER)),
         is_plan_kept=rank.receiver.plan is plan,
         checksums=list(received.checksums),
         fallback_names=received.fallback_names,

@@ -86,7 +86,7 @@ DORA = {"use_dora": True, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 LORA = {"rank": 3, "alpha": 5, "target_modules": ["o_proj"]}
 EXPORTED = [
     (kind, lora)
-    for kind in ("llama_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "phi3", "qwen3_5", "qwen3_vl")
+    for kind in ("llama_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "phi3", "qwen3_5", "qwen2_5_vl", "qwen3_vl")
     for lora in (None, LORA)
 ]
 
@@ -120,10 +120,10 @@ def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
             assert (tmp_path / "again" / file).read_text() == (tmp_path / "model" / file).read_text(), file
     assert (tmp_path / "again" / "adapter").exists() is (lora is not None)
     start, end = (load_file(tmp_path / name / "model.safetensors") for name in ("start", "model"))
-    tower = {name for name in start if ".visual." in name}
-    assert bool(tower) is kind.startswith(("qwen3_5", "qwen3_vl"))
+    tower = {name for name in start if "visual." in name}
+    assert bool(tower) is kind.startswith(("qwen3_5", "qwen2_5_vl", "qwen3_vl"))
     # A tower that is not even loaded keeps its dtype.
-    assert all(end[name].dtype == (torch.float32 if kind == "qwen3_vl" else start[name].dtype) for name in tower)
+    assert all(end[name].dtype == (torch.float32 if kind.endswith("_vl") else start[name].dtype) for name in tower)
     assert all(torch.equal(end[name].to(start[name].dtype), start[name]) for name in tower)
 
 

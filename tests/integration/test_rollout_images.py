@@ -66,8 +66,9 @@ def expected(whole: Any, processor: ImageProcessor, prompt: rollout_pb2.Prompt, 
 
 
 @pytest.mark.timeout(300)
-async def test_images_are_seen_as_transformers_sees_them(tmp_path: Path) -> None:
-    model = make_model("qwen3_vl", seed=1)
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
+async def test_images_are_seen_as_transformers_sees_them(kind: str, tmp_path: Path) -> None:
+    model = make_model(kind, seed=1)
     folder = save_checkpoint(model, tmp_path / "model")
     processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     processor |= {"size": {"shortest_edge": 256, "longest_edge": 4096}}
@@ -85,7 +86,7 @@ async def test_images_are_seen_as_transformers_sees_them(tmp_path: Path) -> None
     try:
         wait_until_serving(rollout)
         for version in (1, 2):
-            changed = make_model("qwen3_vl", seed=version)
+            changed = make_model(kind, seed=version)
             changed.visual.load_state_dict(model.visual.state_dict())
             whole = with_tower(changed)
             trainer = TestTrainer(rollout.socket_dir, f"trainer-{version}", changed, dtype=torch.float32)

@@ -48,7 +48,7 @@ CASES = dict.fromkeys(
         (4, "mixtral_spread", 64, 2),
         (2, "one_sided_spread", 64, 1),
         # Some micro-batches have no image, and one image's tokens may be on both ranks.
-        *((2, "qwen3_vl_images", 64, sharing) for sharing in (1, 2)),
+        *((2, f"{kind}_images", 64, sharing) for kind, sharing in (("qwen3_vl", 1), ("qwen3_vl", 2), ("qwen2_5_vl", 1))),
         # Two groups of two ranks, and more ranks than key heads.
         *((4, kind, 64, 2) for kind in ("qwen2", "gemma2")),
         *((4, kind, 64, 4) for kind in ("qwen2", "qwen3_moe")),
@@ -65,7 +65,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_checkpoint(make_model("qwen2", seed=3, attention_dropout=0.1), folder / "qwen2_dropout")
     for kind, num_experts in SPARSE.items():
         save_checkpoint(make_model(kind, seed=3, **{num_experts: 12}), folder / f"{kind}_spread")
-    save_checkpoint(make_model("qwen3_vl", seed=3), folder / "qwen3_vl_images")
+    for kind in ("qwen3_vl", "qwen2_5_vl"):
+        save_checkpoint(make_model(kind, seed=3), folder / f"{kind}_images")
     save_checkpoint(one_sided_model(), folder / "one_sided_spread")
     return folder
 
@@ -95,7 +96,7 @@ def run_steps(num_ranks: int, *, models: Path, output: Path) -> Path:
 @cache
 def expected(folder: Path) -> PlainStep:
     samples = make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=TEMPERATURE)
-    if folder.name == "qwen3_vl_images":
+    if folder.name.endswith("_images"):
         put_images(samples)
     return plain_step(folder, samples)
 

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from tasuki.config.paths import base_socket_path
+from tasuki.models.families import read_model_shape
+from tasuki.planner.rollout_bytes import _tower_tensors
 from tasuki.rollout.rollout import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.v1 import memory_pb2, types_pb2
@@ -112,7 +114,7 @@ MIXTURES = (
     "qwen3_next",
 )
 # SGLang has no model file for Phi 3, and computes Gemma 2's norms while loading them.
-SHARED = [kind for kind in CONFIGS if kind not in (*MIXTURES, "gemma2", "phi3", "qwen3_5", "qwen3_vl")]
+SHARED = [kind for kind in CONFIGS if kind not in (*MIXTURES, "gemma2", "phi3", "qwen3_5", "qwen2_5_vl", "qwen3_vl")]
 
 
 # Fused layers can be shared only with one rank per service.
@@ -294,4 +296,6 @@ def test_sync_equals_loading_the_checkpoint_from_disk(
         check_outcomes(outcomes, kind)
         # The orphan and the rotary table.
         assert all(outcome.num_others >= 2 for outcome in outcomes)
+        planned = sum(_tower_tensors(read_model_shape(published.folder).tower_parameters(), tp_size))
+        assert [outcome.tower_numel for outcome in outcomes] == [planned] * tp_size
         check_received(pieces_of(outcomes), import_weights(published.message, timeout_s=5))

@@ -41,7 +41,7 @@ def run_step(model: Path, *, max_tokens: int, sequence_parallel: int, output: Pa
     )
     messages = plain.make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE)
     images = None
-    if model.name == "qwen3_vl_images":
+    if model.name.endswith("_images"):
         put_images(messages)
         images = take_images(messages)
     samples = replace(decode_samples(messages), images=images)

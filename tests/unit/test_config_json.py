@@ -47,6 +47,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": None},
     "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma3ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
+    "Qwen2_5_VLForConditionalGeneration": {"rope_parameters": {"mrope_section": [4, 2, 2]}},
     "Qwen3VLForConditionalGeneration": {"rope_parameters": {"mrope_interleaved": True, "mrope_section": [24, 20, 20]}},
 }
 

@@ -112,8 +112,28 @@ def vision(text: dict[str, Any], *, is_tied: bool, **tower: Any) -> dict[str, An
     return {**whole, "text_config": text, "vision_config": VISION | {"out_hidden_size": text["hidden_size"]} | tower, **beside}
 
 
+def qwen2_5_vl(hidden: int, inner: int, layers: int, heads: tuple[int, int], vocab_size: int, **rest: Any) -> dict[str, Any]:
+    """Its text is not in a table of its own."""
+    rope = {"rope_theta": 1000000.0, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    window = {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": layers}
+    text = table(
+        "Qwen2_5_VLForConditionalGeneration", hidden, inner, layers, heads, vocab_size, 128000, **rope, **window, **rest
+    )
+    tower = {
+        "depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_chans": 3,
+        "out_hidden_size": hidden, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+    beside = {
+        f"{name}_token_id": 151652 + index
+        for index, name in enumerate(("vision_start", "vision_end", "vision", "image", "video"))
+    }
+    return {**text, "model_type": "qwen2_5_vl", "vision_config": tower, **beside}
+
+
 # As on huggingface.co: HuggingFaceTB/SmolLM2-135M and SmolLM3-3B, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B,
 # Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-VL-4B-Instruct and -8B-Instruct, Qwen/Qwen3.5-4B, -27B and -35B-A3B,
+# Qwen/Qwen2.5-VL-3B-Instruct and -7B-Instruct,
 # Qwen/Qwen3-Next-80B-A3B-Instruct, mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, the text of google/gemma-3-4b-it,
 # ibm-granite/granite-3.3-8b-instruct, microsoft/phi-4, THUDM/GLM-4-9B-0414, zai-org/GLM-4.5-Air,
 # openai/gpt-oss-20b and -120b, deepseek-ai/DeepSeek-V2-Lite and -V3-0324, moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash,
@@ -136,6 +156,8 @@ PUBLISHED = [
     (30_532_122_624, table("Qwen3MoeForCausalLM", 2048, 6144, 48, (32, 4), 151936, 40960, head_dim=128, num_experts=128,
                            num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
                            mlp_only_layers=[], router_aux_loss_coef=0.001, output_router_logits=False)),
+    (3_754_622_976, qwen2_5_vl(2048, 11008, 36, (16, 2), 151936, tie_word_embeddings=True)),
+    (8_292_166_656, qwen2_5_vl(3584, 18944, 28, (28, 4), 152064, tie_word_embeddings=False)),
     (4_437_815_808, vision(qwen3_vl(2560, 9728), is_tied=True)),
     (8_767_123_696, vision(qwen3_vl(4096, 12288), is_tied=False, depth=27, hidden_size=1152, intermediate_size=4304,
                            deepstack_visual_indexes=[8, 16, 24])),

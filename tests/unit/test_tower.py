@@ -22,9 +22,9 @@ from tests.vision import image_samples, plain_image_log_probs
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def text() -> Any:
-    return make_model("qwen3_vl", seed=5)
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
+def text(request: pytest.FixtureRequest) -> Any:
+    return make_model(request.param, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +95,10 @@ def test_image_tokens_that_fit_no_image_are_refused(tower: Tower) -> None:
         ("vision_config", {"vision_config": 3}),
         ("image_token_id", {"image_token_id": None}),
         ("depth", {"vision_config": {"depth": 0}}),
-        ("hidden_act", {"vision_config": {"hidden_act": "silu"}}),
-        ("window_size", {"vision_config": {"window_size": 112}}),
+        ("hidden_act", {"vision_config": {"hidden_act": "gelu"}}),
         ("out_hidden_size", {"vision_config": {"out_hidden_size": 32}}),
         ("deepstack_visual_indexes", {"vision_config": {"deepstack_visual_indexes": [1, 0]}}),
-        ("rms_norm_eps", {"rms_norm_eps": 1e-5}),
+        ("mrope_section", {"rope_parameters": {"mrope_section": [4, 2, 1]}}),
     ],
 )
 def test_what_trainer_and_engine_would_read_otherwise_of_a_tower_is_refused_by_name(
@@ -111,6 +110,19 @@ def test_what_trainer_and_engine_would_read_otherwise_of_a_tower_is_refused_by_n
     with pytest.raises((InvalidArgument, UnsupportedModel)) as refused:
         read_model(table)
     assert refused.value.metadata["field"] == key
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "changes"),
+    [
+        ("qwen3_vl", "window_size", {"vision_config": {"window_size": 112}}),
+        ("qwen3_vl", "rms_norm_eps", {"rms_norm_eps": 1e-5}),
+        ("qwen2_5_vl", "window_size", {"vision_config": {"window_size": 7}}),
+        ("qwen2_5_vl", "fullatt_block_indexes", {"vision_config": {"fullatt_block_indexes": [3]}}),
+    ],
+)
+def test_what_one_tower_cannot_have_is_refused_by_name(kind: str, key: str, changes: dict[str, Any]) -> None:
+    test_what_trainer_and_engine_would_read_otherwise_of_a_tower_is_refused_by_name(make_model(kind, seed=5), key, changes)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,8 @@ class CheckpointNames:
 
     decoder: str = "model"
     """Of the decoder, which is `model` in the text model's module."""
+    tower: str = "model.visual."
+    """Start of the names of a vision tower's tensors."""
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -71,7 +73,7 @@ class CheckpointNames:
     def tensor(self, parameter: str) -> str:
         """Checkpoint name of a parameter other than an expert's."""
         if parameter.startswith(TOWER):
-            return _DECODER + parameter
+            return self.tower + parameter.removeprefix(TOWER)
         name = parameter.replace(".mlp.", f".{self.block}.")
         return f"{self.decoder}.{name.removeprefix(_DECODER)}" if name.startswith(_DECODER) else name
 
@@ -231,7 +233,7 @@ def check_keys(config: Config, family: Family) -> None:
 
 # Keys of a vision model beside `text_config`, none of which has an effect on text.
 _VISION_KEYS = frozenset({
-    "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id",
     "language_model_only",
 })  # fmt: skip
 
@@ -240,19 +242,21 @@ TOWER_KEYS = ("vision_config", "image_token_id")
 
 
 def text_config(config: Config, family: Family) -> dict[str, Any]:
-    """A vision model's `text_config` as a config.json of its text alone.
+    """A vision model's `text_config` as a config.json of its text alone; without one, as Qwen2.5-VL has it, the keys beside the tower's.
 
     Raises InvalidArgument if it is missing, UnsupportedModel for a key beside it with an unknown effect and for embeddings that are tied
     in one of the two alone.
     """
     text, outer_type = config.get("text_config"), family.model_type.removesuffix("_text")
+    if text is None and family.model_type == "qwen2_5_vl_text":
+        text = {key: value for key, value in config.items() if key not in _VISION_KEYS} | {"model_type": family.model_type}
     if not isinstance(text, dict):
         raise InvalidArgument("text_config", "must be a table in the model's config.json")
     for key, value in config.items():
         if key == "model_type" and value != outer_type:
             raise unsupported(config, key, f"trainer and engine agree on {outer_type!r} only")
         is_known = key in _VISION_KEYS | _KEYS_WITHOUT_EFFECT | {"model_type", "tie_word_embeddings"} or key.startswith("_")
-        if value and not is_known:
+        if value and not is_known and text.get(key) != value:
             raise unsupported(config, key, "its effect is unknown; unset it if nothing is computed from it")
     is_tied = flag(config, "tie_word_embeddings")
     if flag(text, "tie_word_embeddings", default=is_tied) is not is_tied:

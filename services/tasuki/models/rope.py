@@ -8,6 +8,7 @@ from tasuki.wire.errors import InvalidArgument
 # Parameters of each type besides its name and base. "dynamic" and "longrope" depend on the longest sequence of a batch.
 _PARAMETERS = {
     "default": frozenset[str](),
+    "mrope": frozenset[str](),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}),
@@ -17,7 +18,9 @@ _REQUIRED = frozenset({"factor", "low_freq_factor", "high_freq_factor"})
 DEFAULT = frozenset({"default"})
 YARN = frozenset({"default", "yarn"})
 MSCALES = frozenset({"mscale", "mscale_all_dim"})
-SCALED = frozenset(_PARAMETERS)
+MROPE = frozenset({"default", "mrope"})
+"""transformers reads the second name as the first."""
+SCALED = frozenset(_PARAMETERS) - {"mrope"}
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 _TABLES = ("rope_scaling", "rope_parameters")
 _BASES = ("rope_theta", "rope_local_base_freq")

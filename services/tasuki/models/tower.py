@@ -9,15 +9,22 @@ from tasuki.wire.errors import InvalidArgument
 TOWER = "visual."
 """Start of the names of a tower's parameters in the trainer's module."""
 _EPSILON = 1e-6
-_ACTIVATION = "gelu_pytorch_tanh"
-_SIZES = frozenset({
+_SIZES = (
     "depth", "hidden_size", "intermediate_size", "num_heads", "patch_size", "temporal_patch_size", "in_channels", "spatial_merge_size",
-    "num_position_embeddings", "out_hidden_size", "deepstack_visual_indexes",
-})  # fmt: skip
-# Keys without effect on the tower. transformers writes the rest of its common ones.
+    "out_hidden_size",
+)  # fmt: skip
+_DEEPSTACK = "deepstack_visual_indexes"
+_OWN_SIZES = {
+    False: (*_SIZES, "num_position_embeddings", _DEEPSTACK),
+    True: (*_SIZES, "window_size", "fullatt_block_indexes"),
+}
+"""Sizes of a tower without and with windows."""
+_ACTIVATION = {False: "gelu_pytorch_tanh", True: "silu"}
+# Keys without effect on the tower: of videos, names that nobody reads, and transformers' common ones.
 _NOTES = frozenset({
-    "architectures", "hidden_act", "model_type", "initializer_range", "dtype", "torch_dtype", "transformers_version", "return_dict",
-    "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "output_attentions", "output_hidden_states", "problem_type",
+    "tokens_per_second", "in_chans", "spatial_patch_size", "architectures", "hidden_act", "model_type", "initializer_range", "dtype",
+    "torch_dtype", "transformers_version", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id",
+    "output_attentions", "output_hidden_states", "problem_type",
 })  # fmt: skip
 
 
@@ -35,14 +42,31 @@ class Tower:
     """Channels, frames, rows and columns of a patch."""
     merge_size: int
     """Rows and columns of a square of patches."""
-    num_positions: int
-    """Learned positions, of a square grid that is interpolated."""
     out_size: int
     """Size of an embedding: the text's hidden size."""
-    deepstack: tuple[int, ...]
+    num_positions: int = 0
+    """Learned positions, of a square grid that is interpolated."""
+    deepstack: tuple[int, ...] = ()
     """Blocks whose outputs are also embedded, and added to the text's hidden states after its first layers."""
+    has_windows: bool = False
+    """Whether it is Qwen 2.5's: attention within windows in most blocks, gated MLPs, RMS norms and no learned positions."""
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
+        return self._windowed_parameters() if self.has_windows else self._plain_parameters()
+
+    def _windowed_parameters(self) -> dict[str, tuple[int, ...]]:
+        hidden, inner, merged = self.hidden_size, self.intermediate_size, self.hidden_size * self.merge_size**2
+        shapes: dict[str, tuple[int, ...]] = {"patch_embed.proj.weight": (hidden, *self.patch_shape)}
+        for index in range(self.depth):
+            block = f"blocks.{index}."
+            shapes |= {f"{block}{norm}.weight": (hidden,) for norm in ("norm1", "norm2")}
+            shapes |= _linear(f"{block}attn.qkv", 3 * hidden, hidden) | _linear(f"{block}attn.proj", hidden, hidden)
+            shapes |= _linear(f"{block}mlp.gate_proj", inner, hidden) | _linear(f"{block}mlp.up_proj", inner, hidden)
+            shapes |= _linear(f"{block}mlp.down_proj", hidden, inner)
+        shapes["merger.ln_q.weight"] = (hidden,)
+        return shapes | _linear("merger.mlp.0", merged, merged) | _linear("merger.mlp.2", self.out_size, merged)
+
+    def _plain_parameters(self) -> dict[str, tuple[int, ...]]:
         hidden, inner, merged = self.hidden_size, self.intermediate_size, self.hidden_size * self.merge_size**2
         shapes: dict[str, tuple[int, ...]] = {
             "patch_embed.proj.weight": (hidden, *self.patch_shape),
@@ -70,10 +94,10 @@ def _linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
 
 
-def read_tower(config: Config, *, out_size: int) -> Tower | None:
+def read_tower(config: Config, *, has_windows: bool = False) -> Tower | None:
     """The tower of a text model's config.json with `vision_config` and `image_token_id` beside the text's keys; None without.
 
-    out_size: the text's hidden size. Raises UnsupportedModel naming a key that changes the tower or has an unknown effect, InvalidArgument
+    has_windows: see Tower. Raises UnsupportedModel naming a key that changes the tower or has an unknown effect, InvalidArgument
     naming a missing or invalid one.
     """
     vision = config.get("vision_config")
@@ -85,22 +109,26 @@ def read_tower(config: Config, *, out_size: int) -> Tower | None:
     for key, value in vision.items():
         if key in _NOTES or key.startswith("_"):
             continue
-        if key not in _SIZES and value:
+        if key not in _OWN_SIZES[has_windows] and value:
             raise unsupported(vision, key, "its effect on the vision tower is unknown; unset it if nothing is computed from it")
-    if number(config, "rms_norm_eps", default=_EPSILON) != _EPSILON:
+    if not has_windows and number(config, "rms_norm_eps", default=_EPSILON) != _EPSILON:
         raise unsupported(
             config,
             "rms_norm_eps",
             f"the engine gives it to the norms of the vision tower, which have {_EPSILON} in transformers",
         )
-    if vision.get("hidden_act", _ACTIVATION) != _ACTIVATION:
-        raise unsupported(vision, "hidden_act", f"trainer and engine agree on {_ACTIVATION!r} only for the vision tower")
+    if vision.get("hidden_act", activation := _ACTIVATION[has_windows]) != activation:
+        raise unsupported(vision, "hidden_act", f"trainer and engine agree on {activation!r} only for the vision tower")
+    out_size = size(config, "hidden_size")
     if (out := size(vision, "out_hidden_size")) != out_size:
         raise InvalidArgument("out_hidden_size", f"is {out}, but the text's hidden_size is {out_size}")
     depth, side = size(vision, "depth"), size(vision, "patch_size")
-    deepstack = elements(vision, "deepstack_visual_indexes", of=int) or []
-    if deepstack != sorted({each for each in deepstack if 0 <= each < depth}):
-        raise InvalidArgument("deepstack_visual_indexes", f"must ascend below depth, {depth}, not {deepstack}")
+    merge_size, listed = size(vision, "spatial_merge_size", default=2), "fullatt_block_indexes" if has_windows else _DEEPSTACK
+    blocks = elements(vision, listed, of=int) or []
+    if blocks != sorted({each for each in blocks if 0 <= each < depth}):
+        raise InvalidArgument(listed, f"must ascend below depth, {depth}, not {blocks}")
+    if has_windows and (window := size(vision, "window_size", default=112)) < side * merge_size:
+        raise InvalidArgument("window_size", f"is {window}, less than the {side * merge_size} pixels of a token")
     return Tower(
         image_token_id=size(config, "image_token_id"),
         depth=depth,
@@ -108,8 +136,9 @@ def read_tower(config: Config, *, out_size: int) -> Tower | None:
         intermediate_size=size(vision, "intermediate_size"),
         num_heads=size(vision, "num_heads"),
         patch_shape=(size(vision, "in_channels", default=3), size(vision, "temporal_patch_size", default=2), side, side),
-        merge_size=size(vision, "spatial_merge_size", default=2),
-        num_positions=size(vision, "num_position_embeddings"),
+        merge_size=merge_size,
         out_size=out_size,
-        deepstack=tuple(deepstack),
+        num_positions=0 if has_windows else size(vision, "num_position_embeddings"),
+        deepstack=() if has_windows else tuple(blocks),
+        has_windows=has_windows,
     )

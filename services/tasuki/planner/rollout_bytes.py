@@ -22,6 +22,8 @@ MEASURED_FREE = 0.03
 """Most of the free memory that SGLang leaves when it checks the cache whose tokens are planned (rollout/arguments.py)."""
 # CUDA graphs: what they take whatever their batches, and at least.
 _GRAPHS, _CUDA_GRAPHS = 100 * 10**6, 600 * 10**6
+# SGLang pads the inner size of a vision tower's gated MLPs to a multiple of this.
+_GATED_STEP = 8
 # Every rank has these whole.
 _WHOLE = (
     "o_proj.bias",
@@ -156,16 +158,20 @@ def _tower_step(node: Node) -> int:
 
 def _tower_tensors(tower: Shapes, tp_size: int) -> list[int]:
     """Elements of a rank's parameters of a vision tower: linear layers are split, biases of those by columns are whole."""
-    whole = ("patch_embed.proj.weight", ".proj.bias", "linear_fc2.bias")
-    padded = {
-        name: (-(-shape[0] // VOCABULARY_STEP) * VOCABULARY_STEP, *shape[1:])
-        for name, shape in tower.items()
-        if "pos_embed" in name
-    }
+    whole = ("patch_embed.proj.weight", ".proj.bias", "linear_fc2.bias", "down_proj.bias", "mlp.2.bias", "ln_q.weight")
     return [
         math.prod(shape) if "norm" in name or name.endswith(whole) else -(-math.prod(shape) // tp_size)
-        for name, shape in {**tower, **padded}.items()
+        for name, shape in ((name, _padded(name, shape)) for name, shape in tower.items())
     ]
+
+
+def _padded(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape in SGLang of a parameter of a vision tower."""
+    if "pos_embed" in name:
+        return -(-shape[0] // VOCABULARY_STEP) * VOCABULARY_STEP, *shape[1:]
+    if "gate_proj" in name or "up_proj" in name:
+        return -(-shape[0] // _GATED_STEP) * _GATED_STEP, *shape[1:]
+    return (shape[0], -(-shape[1] // _GATED_STEP) * _GATED_STEP) if "down_proj.weight" in name else shape
 
 
 def _rank_tensors(unit: Shapes, tp_size: int) -> dict[str, int]:

@@ -139,9 +139,10 @@ def _at_layer(node: Node) -> Bytes:
 def _at_tower(node: Node, tower: Tower) -> Bytes:
     """Peak of the tower's forward pass, in a block's attention or MLP, with all tokens images; nothing of the text is kept yet."""
     compute, hidden = node.compute_bytes, tower.hidden_size
-    # Hidden states and their norm; queries, keys and values, and both of them rotated, in float32; or the MLP before and after its GELU.
+    # Hidden states and their norm; queries, keys and values, and both of them rotated, in float32; or the MLP before and after its GELU, or
+    # its gate, the rest and their product.
     attention = 3 * hidden * compute + 2 * 2 * hidden * _FLOAT32
-    per_patch = 2 * hidden * compute + max(attention, 2 * tower.intermediate_size * compute)
+    per_patch = 2 * hidden * compute + max(attention, (3 if tower.has_windows else 2) * tower.intermediate_size * compute)
     num_patches = node.micro_batch_tokens * tower.merge_size**2
     pixels = num_patches * math.prod(tower.patch_shape) * (_FLOAT32 + (compute if compute < _FLOAT32 else 0))
     return {

@@ -30,6 +30,8 @@ REPLACED = [
     ("kernels.ops.attention.fla.fused_norm_gate", "_use_cpu"),
     ("kernels.ops.attention.fla.layernorm_gated", "_use_cpu"),
     ("srt.models.mixtral", "MixtralMoE.__init__"),
+    ("srt.models.qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration.get_image_feature"),
+    ("srt.models.qwen2_5_vl", "Qwen2_5_VisionTransformer.forward"),
     ("srt.models.qwen3_vl", "Qwen3VLMoeVisionModel"),
     ("srt.layers.attention.torch_native_backend", "TorchNativeAttnBackend._run_sdpa_forward_decode"),
     ("srt.layers.attention.torch_native_backend", "TorchNativeAttnBackend._run_sdpa_forward_extend"),

@@ -7,7 +7,7 @@ from tasuki.models.family import Family, attention_biases, refuse_layer_types
 from tasuki.models.shape import QkNorm
 
 # SGLang has no sliding window for Qwen2 and Qwen3. Without use_sliding_window the other two keys have no effect.
-_QWEN_KEYS = {"use_sliding_window": (False,), "sliding_window": None, "max_window_layers": None, "layer_types": None}
+QWEN_KEYS = {"use_sliding_window": (False,), "sliding_window": None, "max_window_layers": None, "layer_types": None}
 _EXPERT_KEYS: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")),
     "norm_topk_prob": (False, True),
@@ -33,14 +33,14 @@ FAMILIES = (
     Family(
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",
-        keys=_QWEN_KEYS,
+        keys=QWEN_KEYS,
         shape={"has_qkv_bias": True},
         checks=(refuse_layer_types,),
     ),
     Family(
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
-        keys={**_QWEN_KEYS, "attention_bias": None},
+        keys={**QWEN_KEYS, "attention_bias": None},
         shape={"head_dim": 128, "qk_norm": QkNorm.HEAD},
         shape_of=attention_biases,
         checks=(refuse_layer_types,),
@@ -49,7 +49,7 @@ FAMILIES = (
     Family(
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
-        keys={**_QWEN_KEYS, "attention_bias": None, **_EXPERT_KEYS},
+        keys={**QWEN_KEYS, "attention_bias": None, **_EXPERT_KEYS},
         shape={"qk_norm": QkNorm.HEAD},
         shape_of=_qwen_experts,
         checks=(refuse_layer_types,),

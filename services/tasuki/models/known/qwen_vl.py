@@ -1,14 +1,22 @@
-"""Qwen 3 VL, dense: a Qwen 3 whose rotary embedding has three positions a token, beside a vision tower."""
+"""Qwen 2.5 VL and 3 VL, dense: a Qwen 2 or 3 whose rotary embedding has three positions a token, beside a vision tower."""
 
 from tasuki.models import rope
 from tasuki.models.config_json import Config, size, unsupported
-from tasuki.models.family import TOWER_KEYS, CheckpointNames, Family, attention_biases
+from tasuki.models.family import TOWER_KEYS, CheckpointNames, Family, attention_biases, refuse_head_dim, refuse_layer_types
+from tasuki.models.known.qwen import QWEN_KEYS
 from tasuki.models.shape import QkNorm
 from tasuki.models.tower import read_tower
 from tasuki.wire.errors import InvalidArgument
 
 
-def _check_positions(config: Config) -> None:
+def _check_sections(config: Config, *, half: int) -> None:
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    section = given.get("mrope_section")
+    if not (isinstance(section, list) and len(section) == 3 and sum(section) == half):
+        raise InvalidArgument("mrope_section", f"must be three numbers of sum {half}, half of head_dim, not {section!r}")
+
+
+def _check_interleaved(config: Config) -> None:
     """Checks keys that transformers and the engine read differently where they are missing."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     key, found = "rope_parameters.mrope_interleaved", given.get("mrope_interleaved")
@@ -16,20 +24,35 @@ def _check_positions(config: Config) -> None:
         raise unsupported(
             {**config, key: found}, key, "transformers always interleaves, the engine as the key says; set it to true"
         )
-    section, half = given.get("mrope_section"), size(config, "head_dim", default=128) // 2
-    if not (isinstance(section, list) and len(section) == 3 and sum(section) == half):
-        raise InvalidArgument("mrope_section", f"must be three numbers of sum {half}, half of head_dim, not {section!r}")
+    _check_sections(config, half=size(config, "head_dim", default=128) // 2)
+
+
+def _check_halves(config: Config) -> None:
+    _check_sections(config, half=size(config, "hidden_size") // size(config, "num_attention_heads") // 2)
 
 
 FAMILIES = (
+    Family(
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        text_module="Qwen2_5_VLForCausalLM",
+        model_type="qwen2_5_vl_text",
+        keys={**QWEN_KEYS, **dict.fromkeys(TOWER_KEYS)},
+        shape={"has_qkv_bias": True},
+        shape_of=lambda config: {"tower": read_tower(config, has_windows=True)},
+        checks=(refuse_layer_types, refuse_head_dim, _check_halves),
+        rope_types=rope.MROPE,
+        rope_notes=frozenset({"mrope_section"}),
+        checkpoint=CheckpointNames(tower="visual."),
+        has_tower=True,
+    ),
     Family(
         architecture="Qwen3VLForConditionalGeneration",
         text_module="Qwen3VLForCausalLM",
         model_type="qwen3_vl_text",
         keys={"attention_bias": None, **dict.fromkeys(TOWER_KEYS)},
         shape={"head_dim": 128, "qk_norm": QkNorm.HEAD},
-        shape_of=lambda config: {**attention_biases(config), "tower": read_tower(config, out_size=size(config, "hidden_size"))},
-        checks=(_check_positions,),
+        shape_of=lambda config: {**attention_biases(config), "tower": read_tower(config)},
+        checks=(_check_interleaved,),
         rope_types=rope.DEFAULT,
         rope_notes=frozenset({"mrope_section", "mrope_interleaved"}),
         checkpoint=CheckpointNames(decoder="model.language_model"),

@@ -50,6 +50,7 @@ from tasuki.rollout.sglang.routes import install_routes
 from tasuki.rollout.sglang.shared_base import EngineBase
 from tasuki.rollout.sglang.text_only import install_text_only
 from tasuki.rollout.sglang.unrotated import install_unrotated
+from tasuki.rollout.sglang.window_tower import install_window_tower
 from tasuki.rpc.memory import staying_of_engine_rank
 from tasuki.rpc.process_start import freeze_started
 from tasuki.weights.gloo_peers import check_gloo_peers
@@ -331,6 +332,8 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         install_routes(shape, device=str(device))
     if shape is not None and find_family(shape.architecture).text_module and shape.tower is None:
         install_text_only()
+    if shape is not None and shape.tower is not None and shape.tower.has_windows:
+        install_window_tower()
     if shape is not None and shape.delta is not None and device == "cpu":
         install_delta_nets()
     if setup.config is not None and setup.config.served_adapter is not None:

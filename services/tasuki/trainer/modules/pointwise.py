@@ -78,8 +78,8 @@ def clamped_gate(experts: Any) -> Callable[[Tensor], Tensor]:
 
 
 def fuse_pointwise(causal_lm: nn.Module) -> None:
-    """Replaces norms and MLPs that have a fused form. Parameters keep their names and order."""
-    for parent in list(causal_lm.modules()):
+    """Replaces the text's norms and MLPs that have a fused form. Parameters keep their names and order."""
+    for parent in list(causal_lm.get_submodule("model").modules()):
         for name, module in list(parent.named_children()):
             fused = _fused(module)
             if fused is not None:

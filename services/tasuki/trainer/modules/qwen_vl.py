@@ -1,16 +1,50 @@
-"""Qwen 3 VL as a causal language model beside a vision tower, whose embeddings of images take the places of image tokens."""
+"""Qwen 2.5 VL and 3 VL as causal language models beside a vision tower, whose embeddings of images take the places of image tokens."""
 
 import math
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM, Qwen3VLTextConfig
+from transformers import AutoModelForCausalLM, Qwen2_5_VLTextConfig, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3VLTextConfig
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
+    Qwen2_5_VisionTransformerPretrainedModel,
+    Qwen2_5_VLRotaryEmbedding,
+)
 from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel, Qwen3VLVisionModel
 
 from tasuki.trainer.data.micro_batch import ImageBatch, TokenBatch
+
+
+class _MRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
+    """Takes each section of cosines and sines from the positions in time, rows or columns, once for all layers."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """position_ids: [3, 1, T], or [1, T] equal ones. Returns [1, T, D] each, as a Qwen 2 takes them."""
+        positions_31T = position_ids if position_ids.dim() == 3 else position_ids.expand(3, *position_ids.shape)
+        sections = 2 * cast(Any, self.config).rope_parameters["mrope_section"]
+        cos_31TD, sin_31TD = super().forward(x, positions_31T)
+        cos, sin = (
+            torch.cat([part[index % 3] for index, part in enumerate(each.split(sections, dim=-1))], dim=-1)
+            for each in (cos_31TD, sin_31TD)
+        )
+        return cos, sin
+
+
+class Qwen2_5_VLForCausalLM(Qwen2ForCausalLM):  # noqa: N801  as transformers names its own
+    """A Qwen 2, and the tower as `visual` if the configuration has a `vision_config`."""
+
+    config_class = Qwen2_5_VLTextConfig
+
+    def __init__(self, config: Qwen2_5_VLTextConfig) -> None:
+        super().__init__(cast(Any, config))
+        self.model.rotary_emb = cast(Any, _MRotaryEmbedding(cast(Any, config)))
+        if (vision := getattr(config, "vision_config", None)) is not None:
+            tower = Qwen2_5_VLVisionConfig(**vision)
+            tower._attn_implementation = "sdpa"
+            self.visual = Qwen2_5_VisionTransformerPretrainedModel(tower).requires_grad_(False)
 
 
 class Qwen3VLForCausalLM(Qwen3ForCausalLM):
@@ -29,6 +63,7 @@ class Qwen3VLForCausalLM(Qwen3ForCausalLM):
         self.post_init()
 
 
+AutoModelForCausalLM.register(Qwen2_5_VLTextConfig, Qwen2_5_VLForCausalLM)
 AutoModelForCausalLM.register(Qwen3VLTextConfig, Qwen3VLForCausalLM)
 
 
@@ -54,6 +89,8 @@ def text_inputs(causal_lm: nn.Module, batch: TokenBatch) -> dict[str, Any]:
     if images is None:
         return {"inputs_embeds": embeddings_TH.unsqueeze(0)}
     embeddings_TH = embeddings_TH.index_copy(0, images.places_I, found.pooler_output[images.rows_I].to(embeddings_TH.dtype))
+    if not hasattr(found, "deepstack_features"):
+        return {"inputs_embeds": embeddings_TH.unsqueeze(0)}
     mask_T = torch.zeros_like(batch.input_ids_T, dtype=torch.bool).index_fill(0, images.places_I, True)
     return {
         "inputs_embeds": embeddings_TH.unsqueeze(0),

@@ -5,6 +5,7 @@ PEFT renames parameters: `q_proj.weight` becomes `q_proj.base_layer.weight`, nex
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,12 +63,14 @@ def _from_file(name: str, stored: Tensor, shape: Sequence[int]) -> Tensor:
     return stored.view(*shape)
 
 
-def _peft_config(config: LoraConfig) -> "PeftConfig":
+def _peft_config(config: LoraConfig, *, has_tower: bool) -> "PeftConfig":
+    """has_tower: whether the model has a vision tower, some of whose layers are named as the text's."""
     # Takes two seconds to import, so only when needed.
     from peft import LoraConfig as PeftConfig
 
     alpha, targets = cast(int, config.alpha), [*map(str, config.target_modules)]
     experts = list[str](EXPERTS) if config.experts else None
+    excluded = "|".join([*map(re.escape, config.exclude_modules), r"visual\..*"])
     return PeftConfig(
         r=config.rank,
         lora_alpha=alpha,
@@ -76,7 +79,7 @@ def _peft_config(config: LoraConfig) -> "PeftConfig":
         lora_dropout=config.dropout,
         target_modules=targets,
         target_parameters=experts,
-        exclude_modules=list(config.exclude_modules) or None,
+        exclude_modules=rf"(.*\.)?({excluded})" if has_tower else list(config.exclude_modules) or None,
         rank_pattern=config.rank_pattern,
         alpha_pattern=config.alpha_pattern,
         init_lora_weights="gaussian" if config.init == "gaussian" else True,
@@ -91,7 +94,8 @@ def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    inject_adapter_in_model(_peft_config(config.model_copy(update={"experts": False})), causal_lm)
+    named = config.model_copy(update={"experts": False})
+    inject_adapter_in_model(_peft_config(named, has_tower=hasattr(causal_lm, "visual")), causal_lm)
     for index, module in enumerate(causal_lm.modules()):
         if config.dropout and isinstance(module, LoraLayer):
             module.lora_dropout["default"] = Dropout(config.dropout, index)
@@ -213,7 +217,7 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], *, config: LoraConfi
     """Writes a folder that PEFT loads. tensors: of `adapter_tensors`. source: the model folder."""
     folder.mkdir()
     save_tensors(tensors, folder / "adapter_model.safetensors")
-    settings = _peft_config(config)
+    settings = _peft_config(config, has_tower=any(".language_model." in name for name in tensors))
     settings.base_model_name_or_path, settings.task_type, settings.inference_mode = str(source), "CAUSAL_LM", True
     settings.target_modules = sorted(config.target_modules)  # PEFT's is a set, in another order in each process
     settings.save_pretrained(str(folder))
