@@ -220,7 +220,7 @@ class _Recorder(TorchDispatchMode):
             self._note_copy(args[0], args[1])
             return args[0]
         if sources and func is _aten.cat.default and not kwargs:
-            parts, dim = tuple(args[0]), args[1] if len(args) > 1 else 0
+            parts, dim = tuple(args[0]), (*args[1:], 0)[0]
             if all(isinstance(part, RecordingTensor) or not part.any() for part in parts):
                 return self._joined(parts, dim, sources)
         if sources:
