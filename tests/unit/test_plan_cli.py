@@ -68,10 +68,10 @@ def test_a_nodes_configuration_is_planned_unchanged(node: Path, capsys: pytest.C
     assert planned["fits"] and planned["gpu_bytes"] == 80 * 10**9
     assert [stage["stage"] for stage in planned["stages"]] == list(PLAN_STAGES)
     served = next(stage for stage in planned["stages"] if stage["stage"] == "ROLLOUT")
-    with_engine, without = served["gpus"]
-    assert with_engine["kv_cache"] == planned["kv_cache"]["bytes"] and "kv_cache" not in without
+    _, with_engine, without = ({part["part"]: part["bytes"] for part in device["parts"]} for device in served["devices"])
+    assert with_engine["kv_cache"] == planned["kv_cache_bytes"] and "kv_cache" not in without
     # 0.5 of the memory beside contexts, weights included.
-    assert 38e9 < planned["kv_cache"]["bytes"] < 40e9
+    assert 38e9 < planned["kv_cache_bytes"] < 40e9
 
 
 @pytest.mark.parametrize("as_folder", [True, False])
@@ -80,14 +80,14 @@ def test_a_model_alone_is_planned_by_flags(node: Path, as_folder: bool, capsys: 
     sets = [word for key in ("rollout.tp_size=2", "trainer.micro_batch_tokens=2048") for word in ("--set", key)]
     flags = ["--gpus", "4", "--gpu-gb", "24", "--json", *sets]
     assert main(["plan", str(model), *flags]) == 0
-    assert len(json.loads(capsys.readouterr().out)["stages"][0]["gpus"]) == 4
+    assert len(json.loads(capsys.readouterr().out)["stages"][0]["devices"]) == 5
 
 
 def test_what_does_not_fit_exits_1_with_a_change_that_fits(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", "--preset", "balanced", "--set", "rollout.kv_ratio=0.98", "--json"]) == 1
     planned = json.loads(capsys.readouterr().out)
     assert planned["problems"] == [planned["problems"][0]] and "a GPU needs" in planned["problems"][0]
-    last = planned["ladder"][-1]
+    last = planned["advice"][-1]
     assert last["fits"] and last["setting"] == "rollout.kv_ratio" and float(last["new"]) == planned["max_kv_ratio"]
 
 

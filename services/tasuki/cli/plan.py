@@ -10,11 +10,12 @@ from typing import Any
 
 from tasuki.cli.arguments import DEFAULT_HOST_GB
 from tasuki.cli.node_view import open_console
-from tasuki.cli.plan_report import as_table, show, traffic_lines, traffic_table
+from tasuki.cli.plan_report import show, traffic_lines, traffic_table
 from tasuki.config.checks import fleet_port_problem
 from tasuki.config.engine_arguments import uncounted_arguments
 from tasuki.config.load import config_of, load_config, put
 from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.planning import plan_table
 from tasuki.memory.host import host_memory
 from tasuki.models.families import read_model_shape
 from tasuki.models.shape import ModelShape
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     advice = advise(planned)
     not_counted = [f"rollout.engine.{name}" for name in uncounted_arguments(node.config.rollout.engine)]
     if arguments.json:
-        table = as_table(planned, advice) | traffic_table(traffic, rate) | {"not_counted": not_counted}
+        table = plan_table(planned, advice) | traffic_table(traffic, rate) | {"not_counted": not_counted}
         sys.stdout.write(json.dumps(table, indent=2) + "\n")
     else:
         show(planned, advice, console=open_console())

@@ -113,41 +113,6 @@ def _experts(node: Node) -> str:
     )
 
 
-def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
-    """The whole plan, in bytes."""
-    node = planned.node
-    return {
-        "fits": planned.fits,
-        "problems": planned.problems(),
-        "strategy": node.strategy,
-        "gpu_bytes": node.gpu_bytes,
-        "host_bytes": node.host_bytes,
-        "parameters": node.model.count_by_kind(),
-        "gpu_peak": {"stage": planned.gpu_peak.stage, "bytes": planned.gpu_peak.gpu_bytes},
-        "host_peak": {"stage": planned.host_peak.stage, "bytes": planned.host_peak.host_bytes},
-        "kv_cache": {"tokens": planned.kv_pool.num_tokens, "bytes": planned.kv_pool.num_bytes},
-        "stages": [
-            {"stage": each.stage, "gpus": [dict(parts) for parts in each.gpus], "host": dict(each.host)}
-            for each in planned.stages
-        ],
-        "residency": [
-            {"gpus": name, "stays": list(stays), "leaves": list(leaves)} for name, stays, leaves in stay_and_leave(node)
-        ],
-        "expected_seconds": expected_seconds(planned),
-        "max_kv_ratio": advice.max_kv_ratio,
-        "ladder": [
-            {
-                "setting": rung.setting,
-                "old": rung.old,
-                "new": rung.new,
-                "gpu_peak_bytes": rung.plan.gpu_peak.gpu_bytes,
-                "fits": rung.plan.fits,
-            }
-            for rung in advice.ladder
-        ],
-    }
-
-
 def traffic_lines(traffic: Sequence[Traffic], network_gbit: float | None, *, fits: bool) -> list[str]:
     """Traffic between nodes and its expected seconds; empty for one node."""
     lines: list[str] = []

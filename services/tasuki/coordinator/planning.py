@@ -1,8 +1,10 @@
-"""Plan of this node on the wire, as `tasuki plan --json` prints it, and its memory as a metric."""
+"""Plan of this node on the wire and as JSON, and its memory as a metric."""
 
 import asyncio
 from collections.abc import Mapping
+from typing import Any
 
+from google.protobuf.json_format import ParseDict
 from prometheus_client.core import GaugeMetricFamily
 
 from tasuki.config.choices import Choices
@@ -55,7 +57,7 @@ class Planning:
 
     def _plan(self, gpu_bytes: int, host_bytes: int) -> pb.PlanResponse:
         planned = plan_node(self._config, gpu_bytes=gpu_bytes, host_bytes=host_bytes, choices=self._choices)
-        return plan_to_proto(planned, advise(planned))
+        return ParseDict(plan_table(planned, advise(planned)), pb.PlanResponse())
 
 
 def planned_memory(plan: pb.PlanResponse | None, at: Stage | None, *, device: str) -> GaugeMetricFamily:
@@ -71,52 +73,43 @@ def planned_memory(plan: pb.PlanResponse | None, at: Stage | None, *, device: st
     return family
 
 
-def plan_to_proto(planned: Plan, advice: Advice) -> pb.PlanResponse:
+def plan_table(planned: Plan, advice: Advice) -> dict[str, Any]:
+    """The fields of a PlanResponse."""
     node, is_gpu = planned.node, planned.node.device == "cuda"
-    response = pb.PlanResponse(
-        fits=planned.fits,
-        problems=planned.problems(),
-        strategy=node.strategy,
-        stages=[_stage(planned, stage) for stage in planned.stages],
-        host_peak=pb.PlannedPeak(stage=planned.host_peak.stage, bytes=planned.host_peak.host_bytes),
-        kv_cache_tokens=planned.kv_pool.num_tokens,
-        kv_cache_bytes=planned.kv_pool.num_bytes,
-        max_kv_ratio=advice.max_kv_ratio,
-        advice=[
-            pb.PlannedChange(
-                setting=rung.setting,
-                old=rung.old,
-                new=rung.new,
-                gpu_peak_bytes=rung.plan.gpu_peak.gpu_bytes,
-                fits=rung.plan.fits,
-            )
+    return {
+        "fits": planned.fits,
+        "problems": planned.problems(),
+        "strategy": node.strategy,
+        "stages": [{"stage": stage.stage, "devices": _devices(planned, stage)} for stage in planned.stages],
+        "gpu_peak": {"stage": planned.gpu_peak.stage, "bytes": planned.gpu_peak.gpu_bytes} if is_gpu else None,
+        "host_peak": {"stage": planned.host_peak.stage, "bytes": planned.host_peak.host_bytes},
+        "kv_cache_tokens": planned.kv_pool.num_tokens,
+        "kv_cache_bytes": planned.kv_pool.num_bytes,
+        "max_kv_ratio": advice.max_kv_ratio,
+        "advice": [
+            {name: getattr(rung, name) for name in ("setting", "old", "new")}
+            | {"gpu_peak_bytes": rung.plan.gpu_peak.gpu_bytes, "fits": rung.plan.fits}
             for rung in advice.ladder
         ],
-        parameters=node.model.count_by_kind(),
-        host_bytes=node.host_bytes,
-        residency=[pb.PlannedResidency(gpus=name, stays=stays, leaves=leaves) for name, stays, leaves in stay_and_leave(node)],
-        expected_seconds=expected_seconds(planned),
-    )
-    if is_gpu:
-        response.gpu_bytes = node.gpu_bytes
-        response.gpu_peak.CopyFrom(pb.PlannedPeak(stage=planned.gpu_peak.stage, bytes=planned.gpu_peak.gpu_bytes))
-    return response
+        "parameters": node.model.count_by_kind(),
+        "gpu_bytes": node.gpu_bytes if is_gpu else None,
+        "host_bytes": node.host_bytes,
+        "residency": [{"gpus": name, "stays": stays, "leaves": leaves} for name, stays, leaves in stay_and_leave(node)],
+        "expected_seconds": expected_seconds(planned),
+    }
 
 
-def _stage(planned: Plan, stage: StagePlan) -> pb.PlannedStage:
+def _devices(planned: Plan, stage: StagePlan) -> list[dict[str, Any]]:
     node = planned.node
-    devices = [_device("host", stage.host, node.host_bytes)]
-    if node.device == "cuda":
-        devices += [_device(f"cuda:{i}", parts, node.gpu_bytes) for i, parts in enumerate(stage.gpus)]
-    return pb.PlannedStage(stage=stage.stage, devices=devices)
-
-
-def _device(name: str, parts: Mapping[Part, int], capacity_bytes: int) -> pb.PlannedDevice:
-    needed = sum(parts.values())
-    return pb.PlannedDevice(
-        device=name,
-        needed_bytes=needed,
-        capacity_bytes=capacity_bytes,
-        fits=needed + MARGIN <= capacity_bytes,
-        parts=[pb.PlannedPart(part=part, bytes=size) for part, size in sorted(parts.items(), key=lambda item: -item[1])],
-    )
+    gpus = enumerate(stage.gpus) if node.device == "cuda" else ()
+    devices = [("host", stage.host, node.host_bytes), *((f"cuda:{i}", parts, node.gpu_bytes) for i, parts in gpus)]
+    return [
+        {
+            "device": name,
+            "needed_bytes": (needed := sum(parts.values())),
+            "capacity_bytes": capacity,
+            "fits": needed + MARGIN <= capacity,
+            "parts": [{"part": part, "bytes": size} for part, size in sorted(parts.items(), key=lambda item: -item[1])],
+        }
+        for name, parts, capacity in devices
+    ]

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
-
 from tasuki.config.choices import read_choices
 from tasuki.config.load import load_config
 from tasuki.coordinator.observe.memory_record import after, read_usages
 from tasuki.coordinator.phases import phase_of
-from tasuki.coordinator.planning import PART_TAGS, plan_to_proto
+from tasuki.coordinator.planning import PART_TAGS, plan_table
 from tasuki.dashboard.followed import MALFORMED, Followed
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import advise
@@ -102,7 +100,7 @@ def read_plan(config_path: Path, device_bytes: Mapping[str, int]) -> dict[str, A
         host_bytes=device_bytes.get(_CPU) or host_memory().total_bytes,
         choices=read_choices(config_path.parent),
     )
-    return MessageToDict(plan_to_proto(planned, advise(planned)), preserving_proto_field_name=True)
+    return plan_table(planned, advise(planned))
 
 
 def _known(line: bytes) -> _Known | None:
@@ -137,15 +135,15 @@ def _device(name: str, points: Sequence[tuple[float, Stage, Sizes]], newest: _Kn
 
 
 def _planned(plan: Mapping[str, Any], places: Sequence[Stage], *, is_cpu: bool) -> dict[str, Any]:
-    """Planned bytes of tags and in total, by device and point. A phase counts at its peak. 64-bit numbers are strings."""
-    stages = {stage["stage"]: stage for stage in plan.get("stages", ())}
+    """Planned bytes of tags and in total, by device and point. A phase counts at its peak."""
+    stages = {stage["stage"]: stage for stage in plan["stages"]}
     by_place: dict[Stage, dict[str, tuple[int, int]]] = {}
     for place in set(places):
         stage = stages.get(str(phase_of(place) or place), {})
         by_place[place] = {
             _CPU if is_cpu and device["device"] == _HOST else device["device"]: (
-                sum(int(part["bytes"]) for part in device.get("parts", ()) if part["part"] in PART_TAGS),
-                int(device.get("needed_bytes", 0)),
+                sum(part["bytes"] for part in device["parts"] if part["part"] in PART_TAGS),
+                device["needed_bytes"],
             )
             for device in stage.get("devices", ())
         }
