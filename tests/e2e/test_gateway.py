@@ -11,8 +11,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from anthropic import AsyncAnthropic
-from openai import AsyncOpenAI, BadRequestError
 
 from tasuki.client import AsyncClient, Client, Phase, SamplingParams, TrainingSample
 from tasuki.client.dataset import Row
@@ -138,6 +136,9 @@ async def http(node: RunningNode, client: AsyncClient, tokenizer: ModelTokenizer
 
 
 async def test_answers_are_as_openai_gives_them_and_wrong_requests_are_named(http: httpx.AsyncClient):
+    from anthropic import AsyncAnthropic  # takes a second, so only where it runs
+    from openai import AsyncOpenAI, BadRequestError
+
     openai = AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="secret", max_retries=0)
     assert (await openai.models.list()).data[0].id == "model"
     whole = await openai.chat.completions.create(**ASK, n=2, logprobs=True)
@@ -213,6 +214,8 @@ async def test_an_answer_waits_for_the_policy_and_goes_on_after_changeovers(clie
 async def test_a_session_gives_samples_that_the_trainer_takes(
     client: AsyncClient, http: httpx.AsyncClient, tokenizer: ModelTokenizer
 ):
+    from openai import AsyncOpenAI
+
     made = (await http.post("/sessions", json={})).json()
     own = {"authorization": f"Bearer {made['api_key']}"}
     openai = AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key=made["api_key"], max_retries=0)

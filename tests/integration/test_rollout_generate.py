@@ -2,15 +2,11 @@
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 import torch
 from grpc_health.v1 import health_pb2
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
-from sglang.srt.sampling.sampling_params import SamplingParams
 
-from tasuki.rollout.sglang.scheduler import stop_at_the_last_token
 from tasuki.v1 import rollout_pb2, types_pb2
 from tasuki.wire.errors import Draining, InvalidArgument
 from tests.integration.conftest import TOKENIZER_EOS
@@ -170,33 +166,6 @@ async def test_stop_texts_end_a_sample_that_spells_them_token_by_token(rollout: 
     last = {one.sample_index: one for one in await rollout.generate([[5, 6]], **common | {"max_new_tokens": 26}, stop=[text])}
     assert (last[0].finish_reason, last[0].token_ids) == (types_pb2.FINISH_REASON_STOP, ended[0].token_ids)
     assert last[1].finish_reason == types_pb2.FINISH_REASON_LENGTH
-
-
-@pytest.mark.parametrize(
-    ("tokens", "cut", "reason", "settings"),
-    [
-        ([5, 9], FINISH_ABORT(), "stop", {}),
-        ([5, 9], FINISH_ABORT(), "abort", {"ignore_eos": True}),
-        ([5, 6], FINISH_ABORT(), "abort", {}),
-        ([5, 9], FINISH_ABORT("a bad request", status_code=400), "abort", {}),
-        ([5, 9], None, "stop", {"max_new_tokens": 2}),
-        ([5, 6], None, "length", {"max_new_tokens": 2}),
-    ],
-)
-def test_a_completion_that_ends_as_it_is_cut_has_ended(
-    tokens: list[int], cut: FINISH_ABORT | None, reason: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it would be continued after its end."""
-    monkeypatch.setattr(Req, "update_finish_state", Req.update_finish_state)
-    stop_at_the_last_token()
-    sampling = SamplingParams(stop_token_ids=[9], **{"max_new_tokens": 8, **settings})
-    sampling.normalize(None)
-    request = Req("a", "", [1, 2], sampling, vocab_size=100, eos_token_ids={EOS})
-    for token in tokens:
-        request.output_ids.append(token)
-        request.to_finish = cut if len(request.output_ids) == len(tokens) else None
-        request.update_finish_state()
-    assert request.finished_reason.to_json()["type"] == reason
 
 
 async def test_biases_and_schemas_decide_what_is_drawn(rollout: RolloutClient, trainer: TestTrainer) -> None:
