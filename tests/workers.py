@@ -22,11 +22,16 @@ _FIRST = {
         "integration/test_trainer_ranks",
         "integration/test_rank_front",
         "integration/test_atomic_folder",
+        "integration/test_trainer",
+        "integration/test_trainer_client",
+        "integration/test_trainer_requests",
+        "integration/test_trainer_weights",
     ],
     "node": [
         "e2e/test_arithmetic",
         "e2e/test_node",
         "e2e/test_documents",
+        "e2e/test_episodes",
         "e2e/test_flat",
         "e2e/test_gateway",
         "e2e/test_recovery",
@@ -48,12 +53,6 @@ _FIRST = {
     "parts": ["integration/test_engine_parts"],
     "trainers": ["integration/test_trainer_lifetime"],
     "fleet": ["integration/test_fleet_trainer"],
-    "trainer": [
-        "integration/test_trainer",
-        "integration/test_trainer_client",
-        "integration/test_trainer_requests",
-        "integration/test_trainer_weights",
-    ],
 }
 _GROUPS = {f"tests/{file}.py": group for group, files in _FIRST.items() for file in files}
 
