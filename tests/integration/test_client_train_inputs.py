@@ -67,19 +67,24 @@ def _error(
         ('{"prompt": "abc"}', "takes `answer`, but {folder}/train.jsonl:3 has only prompt"),
     ],
 )
-def test_a_bad_line_of_the_dataset_is_named_by_every_command(
-    config: Path, capsys: pytest.CaptureFixture[str], line: str, problem: str
-):
+def test_a_bad_line_of_the_dataset_is_named(config: Path, capsys: pytest.CaptureFixture[str], line: str, problem: str):
     (config.parent / "my_reward.py").write_text("def reward(completion, answer):\n    return 0.0\n")
-    problem = problem.format(folder=config.parent)
+    add_line(config, line)
+    assert problem.format(folder=config.parent) in _error(config, capsys)
+
+
+def add_line(config: Path, line: str) -> None:
     with (config.parent / "train.jsonl").open("a") as lines:
         lines.write("\n" + line + "\n")
-    for command in ("train", "plan", "up"):
-        assert problem in _error(config, capsys, command=command)
+
+
+def test_every_command_judges_the_dataset(config: Path, capsys: pytest.CaptureFixture[str]):
+    add_line(config, "{}")
     place = ("--name", "a", "--num-nodes", "1", "--node-rank", "0", "--leader", "localhost:29400")
-    assert problem in _error(config, capsys, command="fleet up", options=place)
+    for command, options in {"plan": (), "up": (), "fleet up": place}.items():
+        assert "train.jsonl:3: lacks `prompt`" in _error(config, capsys, command=command, options=options)
     main(["doctor", str(config), "--json"])
-    assert problem in capsys.readouterr().out
+    assert "train.jsonl:3: lacks `prompt`" in capsys.readouterr().out
 
 
 def test_a_runs_own_configuration_finds_the_rewards_from_where_it_began(

@@ -152,26 +152,23 @@ def test_a_failure_may_count_as_zero_or_nothing_and_is_counted(folder: Path, on_
     assert (none.num_failed, none.mean()) == (1, 0.0 if on_error == "zero" else None)
 
 
-def _completion(finish_reason: FinishReason = FinishReason.STOP) -> Completion:
+def _completion(finish_reason: FinishReason) -> Completion:
     log_probs = np.zeros(3, dtype=np.float32)
     sample = Sample(0, 0, np.array([5, 6, 7], dtype=np.int32), log_probs, finish_reason, policy_version=0)
     return Completion.of(sample, text="right", prompt_token_ids=[1, 2])
 
 
-@pytest.mark.parametrize(
-    ("function", "finish_reason", "expected"),
-    [
-        ("answered", FinishReason.STOP, 0.5),
-        ("whole", FinishReason.STOP, 3),
-        ("whole", FinishReason.LENGTH, -3),
-        ("whole", FinishReason.CUT, -3),
-        ("tokens", FinishReason.STOP, 18003),
-        ("names", FinishReason.STOP, 63),
-    ],
-)
-def test_a_function_gets_what_its_parameters_name(folder: Path, function: str, finish_reason: FinishReason, expected: float):
-    with RewardPool(f"my_rewards:{function}", folders=[folder]) as pool:
-        assert pool.score([ROWS[1]], [_completion(finish_reason)]).rewards.tolist() == [expected]
+def test_a_function_gets_what_its_parameters_name(folder: Path):
+    names = ("answered", "whole", "tokens", "names")
+    with RewardPool([NamedReward(name, f"my_rewards:{name}") for name in names], folders=[folder]) as pool:
+        completions = [_completion(reason) for reason in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.CUT)]
+        by_name = pool.score([ROWS[1]], completions, group_size=3).by_name
+    assert {name: values.tolist() for name, values in by_name.items()} == {
+        "answered": [0.5] * 3,
+        "whole": [3, -3, -3],
+        "tokens": [18003] * 3,
+        "names": [63] * 3,
+    }
 
 
 def _lengths(*lengths: int) -> list[Completion]:
@@ -192,23 +189,24 @@ def test_a_function_of_completions_scores_a_group_or_with_prompts_the_batch(fold
             pool.check_rows(rows, path="rows")
 
 
-@pytest.mark.parametrize(
-    ("last", "sample", "cause", "num_failed"),
-    [
-        ("too few", "0", "returned 1 rewards for 4 completions", 4),
-        ("number", "0", "returned float, not a list of 4 rewards", 4),
-        ("raises", "0", "raised Odd: odd", 4),
-        ("nan", "3", "returned nan, which is not finite", 1),
-    ],
-)
-def test_a_failing_call_fails_its_completions(folder: Path, last: str, sample: str, cause: str, num_failed: int):
-    rows, completions = [{"prompt": "a", "score": 1}, {"prompt": "b", "score": 1}], ["a", "b", "c", last]
-    with RewardPool("my_rewards:ranks", folders=[folder]) as pool, pytest.raises(RewardFailed) as raised:
-        pool.score(rows, completions, group_size=2)
-    assert (raised.value.metadata["sample"], raised.value.metadata["cause"]) == (sample, cause)
-    with RewardPool("my_rewards:ranks", folders=[folder], on_error="zero") as pool:
-        scores = pool.score(rows, completions, group_size=2)
-    assert (scores.num_failed, scores.rewards.tolist()) == (num_failed, [1, 1, 1, 0] if num_failed == 1 else [0] * 4)
+def test_a_failing_call_fails_its_completions(folder: Path):
+    rows = [{"prompt": "a", "score": 1}, {"prompt": "b", "score": 1}]
+    failures = {
+        "too few": ("0", "returned 1 rewards for 4 completions", [0] * 4),
+        "number": ("0", "returned float, not a list of 4 rewards", [0] * 4),
+        "raises": ("0", "raised Odd: odd", [0] * 4),
+        "nan": ("3", "returned nan, which is not finite", [1, 1, 1, 0]),
+    }
+    with (
+        RewardPool("my_rewards:ranks", folders=[folder]) as strict,
+        RewardPool("my_rewards:ranks", folders=[folder], on_error="zero") as lenient,
+    ):
+        for last, (sample, cause, expected) in failures.items():
+            with pytest.raises(RewardFailed) as raised:
+                strict.score(rows, ["a", "b", "c", last], group_size=2)
+            assert (raised.value.metadata["sample"], raised.value.metadata["cause"]) == (sample, cause)
+            scores = lenient.score(rows, ["a", "b", "c", last], group_size=2)
+            assert (scores.num_failed, scores.rewards.tolist()) == (expected.count(0), expected)
 
 
 NAMED = [

@@ -61,8 +61,9 @@ def test_results_and_gradients_are_those_of_transformers(kind: str, dtype: torch
 
 
 @pytest.mark.parametrize("num_tokens", [None, 25])
-@pytest.mark.parametrize("checkpointing", [Checkpointing.NONE, Checkpointing.ATTENTION, Checkpointing.FULL])
-@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"), crossed(SPARSE, [Checkpointing.NONE, Checkpointing.ATTENTION, Checkpointing.FULL])
+)
 def test_experts_are_chosen_once_though_a_layer_is_computed_twice(
     kind: str, checkpointing: Checkpointing, num_tokens: int | None
 ) -> None:
