@@ -136,6 +136,8 @@ READ = [
     ("srt.managers.scheduler_components.pool_stats_observer", "PoolStats.get_kv_token_stats"),
     ("srt.managers.scheduler_components.pool_stats_observer", "SchedulerPoolStatsObserver.get_pool_stats"),
     ("srt.managers.scheduler_components.request_receiver", "SchedulerRequestReceiver.recv_requests"),
+    ("srt.managers.mm_utils", "embedding_cache"),
+    ("srt.mem_cache.multimodal_cache", "MultiModalStaticCache.clear"),
     (MANAGER, "ReqState.event"),
     (MANAGER, "ReqState.finished"),
     (MANAGER, "ReqState.out_list"),

@@ -4,6 +4,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from sglang.srt.managers import mm_utils
 
 from tasuki.v1 import ranks_pb2
 
@@ -21,9 +22,16 @@ class RankScheduler:
         return self._scheduler.is_fully_idle()
 
     def flush(self) -> bool:
-        """Evicts every cached prefix. False while a request runs, and until the scheduler has noticed that the last one ended."""
+        """Evicts every cached prefix and embedding of an image.
+
+        False while a request runs, and until the scheduler has noticed that the last one ended.
+        """
         # Prevents SGLang from collecting garbage and emptying torch's cache, which takes longer than everything else.
-        return self._scheduler.flush_cache(empty_cache=False)
+        if not self._scheduler.flush_cache(empty_cache=False):
+            return False
+        if mm_utils.embedding_cache is not None:  # of a tower that the next weights may change
+            mm_utils.embedding_cache.clear()
+        return True
 
     def forget_slots(self) -> None:
         """Zeroes the map from requests to cache slots, which lies in the cache's region."""
