@@ -120,7 +120,7 @@ def _plain_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
     is_plain = config.model_type == "gpt_oss" or getattr(config, "attn_logit_softcapping", None) is not None
     if config.model_type in ("qwen3_vl", "qwen2_5_vl"):
         whole: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
-        whole.model.visual.requires_grad_(False)
+        whole.model.visual.requires_grad_("_tower_" in folder.name)
         return whole
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager" if is_plain else "sdpa")
 

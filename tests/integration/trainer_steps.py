@@ -37,6 +37,7 @@ def run_step(model: Path, *, max_tokens: int, sequence_parallel: int, output: Pa
         # Tensors kept for backward must not change a result.
         sequence_parallel=sequence_parallel,
         expert_parallel=model.name.endswith("_spread"),
+        train_tower=model.name.endswith("_tower_images"),
         checkpointing="full" if max_tokens == plain.CHECKPOINTED_MAX_TOKENS else "none",
     )
     messages = plain.make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE)

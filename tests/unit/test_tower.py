@@ -1,5 +1,6 @@
 """Images in the trainer, against transformers' vision model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from tasuki.config.schema import NodeConfig
 from tasuki.models.families import read_model
 from tasuki.models.image_tokens import image_starts
 from tasuki.models.tower import Tower
+from tasuki.planner.trainer_bytes import checkpoint_bytes, frozen_bytes, gradient_bytes
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.shared_plan import _groups_of_prompts
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 from tests.models import IMAGE_TOKEN, make_model, with_tower
+from tests.planned import node_with
 from tests.unit.test_packed_attention import policy_of
 from tests.vision import image_samples, plain_image_log_probs
 
@@ -34,8 +37,10 @@ def tower(text: Any) -> Tower:
     return found
 
 
-def test_packed_images_score_and_train_as_transformers_does(text: Any, tower: Tower) -> None:
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_packed_images_score_and_train_as_transformers_does(text: Any, tower: Tower, is_trained: bool) -> None:
     whole, policy, samples = with_tower(text), policy_of(text), image_samples(tower)
+    policy.causal_lm.visual.requires_grad_(is_trained)
     expected_N = plain_image_log_probs(whole, samples)
     packed_N, _ = policy(token_batch(samples, device=CPU))
     torch.testing.assert_close(packed_N, expected_N, rtol=0, atol=1e-5)
@@ -43,13 +48,32 @@ def test_packed_images_score_and_train_as_transformers_does(text: Any, tower: To
     torch.testing.assert_close(torch.cat(separate), expected_N, rtol=0, atol=1e-5)
     packed_N.sum().backward()
     expected_N.sum().backward()
-    exact = {name.replace("language_model.", ""): param for name, param in whole.named_parameters()}
+    exact = {
+        name.replace("language_model.", "").replace("model.visual.", "visual."): param
+        for name, param in whole.named_parameters()
+    }
     for name, param in policy.causal_lm.named_parameters():
-        assert (param.grad is None) is name.startswith("visual.")
+        assert (param.grad is None) is (name.startswith("visual.") and not is_trained)
         if param.grad is not None:
-            torch.testing.assert_close(param.grad, exact[name].grad, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                param.grad, exact[name].grad, rtol=1e-4, atol=1e-4 if name.startswith("visual.") else 1e-5
+            )
     policy.causal_lm.get_buffer("visual.rotary_pos_emb.inv_freq").mul_(1.5)
     assert not torch.allclose(policy(token_batch(samples, device=CPU))[0], expected_N, atol=1e-3)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_trained_tower_has_gradients_and_moments_in_the_plan(text: Any, is_trained: bool) -> None:
+    shape = read_model({**text.config.to_dict(), "architectures": [type(text).__name__]}).shape
+    node = node_with(shape, trainer={"train_tower": is_trained})
+    numel = (
+        shape.num_parameters
+        if is_trained
+        else sum(param.numel() for name, param in text.named_parameters() if "visual." not in name)
+    )
+    assert gradient_bytes(node) == 4 * numel
+    assert frozen_bytes(node) == 4 * (shape.num_parameters - numel)
+    assert checkpoint_bytes(node) == pytest.approx(3 * 4 * numel, rel=0.01)
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])
@@ -130,6 +154,7 @@ def test_what_one_tower_cannot_have_is_refused_by_name(kind: str, key: str, chan
     [
         ("rollout.tp_size", {"rollout": {"tp_size": 4}}),
         ("rollout.lora", {"trainer": {"lora": {"target_modules": ["down_proj"]}}, "rollout": {"lora": "adapter"}}),
+        ("trainer.train_tower", {"trainer": {"train_tower": True, "lora": {}}}),
         ("rollout.engine.speculative_algorithm", {"device": "cuda", "rollout": {"engine": {"speculative_algorithm": "NGRAM"}}}),
     ],
 )
@@ -139,6 +164,8 @@ def test_what_a_model_with_a_tower_cannot_have_is_refused_by_name(
     shape = read_model({**text.config.to_dict(), "architectures": [type(text).__name__]}).shape
     plain = {"state_dir": tmp_path, "model": {"path": tmp_path}}
     check_model(NodeConfig.model_validate(plain), shape)
+    with pytest.raises(InvalidArgument, match=r"trainer.train_tower: needs a vision tower"):
+        check_model(NodeConfig.model_validate(plain | {"trainer": {"train_tower": True}}), replace(shape, tower=None))
     with pytest.raises(InvalidArgument) as refused:
         check_model(NodeConfig.model_validate(plain | settings), shape)
     assert refused.value.metadata["field"] == field

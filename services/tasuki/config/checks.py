@@ -222,6 +222,15 @@ def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShap
 
 
 def _check_towers(config: "NodeConfig", models: "Sequence[ModelShape]") -> None:
+    if config.trainer.train_tower:
+        if models[0].tower is None:
+            raise InvalidArgument(
+                "trainer.train_tower", f"needs a vision tower, which {models[0].architecture} lacks; leave it out"
+            )
+        if config.trainer.lora is not None:
+            raise InvalidArgument(
+                "trainer.train_tower", "is not possible with [trainer.lora], whose adapters are the text's; remove one"
+            )
     for model in models:
         if model.tower is None:
             continue

@@ -204,6 +204,9 @@ class TrainerConfig(OptimizerConfig):
     router_bias_update_rate: Float = Field(default=0.0, ge=0)
     """By how much each step of the policy moves the bias with which a router ranks an expert, towards even load and without a loss
     (DeepSeek V3). For routers with such a bias: DeepSeek V3, GLM 4.5 to 4.7. Not with `[trainer.lora]`."""
+    train_tower: Bool = False
+    """Whether a vision tower is trained with the text; by default it stays as it is. Its blocks are recomputed in backward. Not with
+    `[trainer.lora]`."""
     lora: LoraConfig | None = None
     """Trains adapters on a frozen model, which is then also the reference policy."""
     reference_on_host: Bool | None = None

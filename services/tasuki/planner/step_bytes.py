@@ -137,24 +137,39 @@ def _at_layer(node: Node) -> Bytes:
 
 
 def _at_tower(node: Node, tower: Tower) -> Bytes:
-    """Peak of the tower's forward pass, in a block's attention or MLP, with all tokens images; nothing of the text is kept yet."""
+    """Peak of the tower's forward pass, in a block's attention or MLP, with all tokens images; nothing of the text is kept yet.
+
+    If it is trained, of a block's backward, which is recomputed.
+    """
     compute, hidden = node.compute_bytes, tower.hidden_size
     # Hidden states and their norm; queries, keys and values, and both of them rotated, in float32; or the MLP before and after its GELU, or
     # its gate, the rest and their product.
     attention = 3 * hidden * compute + 2 * 2 * hidden * _FLOAT32
     per_patch = 2 * hidden * compute + max(attention, (3 if tower.has_windows else 2) * tower.intermediate_size * compute)
     num_patches = node.micro_batch_tokens * tower.merge_size**2
+    numel = sum(map(math.prod, node.model.tower_parameters().values()))
+    if node.trainer.train_tower:
+        # For each of both parts its norms and what autograd keeps; then gradients of the MLP's inner part.
+        num_inner = 4 if tower.has_windows else 2
+        per_patch = (10 * hidden + (num_inner + 2) * tower.intermediate_size) * compute + 2 * hidden * _FLOAT32
     pixels = num_patches * math.prod(tower.patch_shape) * (_FLOAT32 + (compute if compute < _FLOAT32 else 0))
     return {
-        Part.LAYERS: _gathered(node, layers=0) + sum(map(math.prod, node.model.tower_parameters().values())) * compute,
+        Part.LAYERS: _gathered(node, layers=0) + numel * compute,
+        Part.WHOLE_GRADIENTS: _whole_gradients(node, numel) if node.trainer.train_tower else 0,
         Part.ACTIVATIONS: num_patches * per_patch + pixels + _kept_of_images(node),
     }
 
 
 def _kept_of_images(node: Node) -> int:
-    """Embeddings of images, for the text's input and after its first layers, in a micro-batch of image tokens alone."""
+    """Embeddings of images, for the text's input and after its first layers, in a micro-batch of image tokens alone.
+
+    And the inputs of a trained tower's blocks.
+    """
     tower = node.model.tower
-    return 0 if tower is None else node.micro_batch_tokens * tower.out_size * (1 + len(tower.deepstack)) * node.compute_bytes
+    if tower is None:
+        return 0
+    inputs = tower.merge_size**2 * tower.depth * tower.hidden_size if node.trainer.train_tower else 0
+    return node.micro_batch_tokens * (tower.out_size * (1 + len(tower.deepstack)) + inputs) * node.compute_bytes
 
 
 def _flowing_in_mlp(node: Node, index: int) -> int:

@@ -38,7 +38,8 @@ def frozen_bytes(node: Node) -> int:
     frozen = [network for network in node.networks() if network.lora is not None and not network.shares_base]
     if node.has_reference and not node.config.reference_is_on_host:
         frozen.append(node)
-    towers = [_tower_shards(network.model, network.num_ranks) for network in node.networks() if network.lora is None]
+    whole = [network for network in node.networks() if network.lora is None and not node.trainer.train_tower]
+    towers = [_tower_shards(network.model, network.num_ranks) for network in whole]
     return sum(size for network in frozen for size in _frozen_shards(network)) + sum(
         size for tower in towers for size in _sizes(tower, node.param_bytes)
     )
@@ -138,9 +139,9 @@ def _shards(model: ModelShape, num_ranks: int) -> _Shapes:
 
 
 def trained_shards(node: Node) -> _Shapes:
-    """Shards with gradients: all but a vision tower's, or those of adapters."""
+    """Shards with gradients: all but a frozen vision tower's, or those of adapters."""
     if node.lora is None:
-        return _shards(node.model, node.num_ranks)
+        return shards(node) if node.trainer.train_tower else _shards(node.model, node.num_ranks)
     linear = _adapter_shards(node.model, node.num_ranks, node.lora)
     return linear + (_expert_adapter_shards(node.model, node.num_ranks, node.lora.rank) if node.lora.experts else ())
 

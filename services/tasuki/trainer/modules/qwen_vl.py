@@ -1,6 +1,7 @@
 """Qwen 2.5 VL and 3 VL as causal language models beside a vision tower, whose embeddings of images take the places of image tokens."""
 
 import math
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -84,10 +85,13 @@ def text_inputs(causal_lm: nn.Module, batch: TokenBatch) -> dict[str, Any]:
         pixels_PD = embeddings_TH.new_zeros(side * side, math.prod(patch_shape))
     else:
         grids_U3, pixels_PD = images.grids_U3, _pixels(images, num_frames=patch_shape[1], like=embeddings_TH)
-    with torch.no_grad():
+    is_trained = next(tower.parameters()).requires_grad
+    with nullcontext() if is_trained else torch.no_grad():
         found = tower(pixels_PD, grid_thw=grids_U3)
     if images is None:
-        return {"inputs_embeds": embeddings_TH.unsqueeze(0)}
+        # Ranks reduce gradients of the same parameters.
+        unused = [found.pooler_output, *getattr(found, "deepstack_features", ())] if is_trained else []
+        return {"inputs_embeds": embeddings_TH.unsqueeze(0) + sum(0 * each.sum() for each in unused)}
     embeddings_TH = embeddings_TH.index_copy(0, images.places_I, found.pooler_output[images.rows_I].to(embeddings_TH.dtype))
     if not hasattr(found, "deepstack_features"):
         return {"inputs_embeds": embeddings_TH.unsqueeze(0)}

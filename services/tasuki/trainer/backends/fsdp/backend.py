@@ -373,6 +373,7 @@ class FsdpBackend:
             compiles=self._compiles,
             expert_parallel=config.expert_parallel,
             prefix_sharing=config.prefix_sharing,
+            trains_tower=config.train_tower and not is_base,
         )
 
     def _weights(self) -> AbstractContextManager[None]:

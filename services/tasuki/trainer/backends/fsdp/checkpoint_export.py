@@ -67,7 +67,7 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
         for index, (name, shape) in enumerate(parameters.items()):
             told(index, len(parameters))
             a_name, b_name, magnitude_name = adapter_names(name)
-            if policy.lora_rank is None and not name.startswith(TOWER):
+            if policy.lora_rank is None and (name in sizes or not name.startswith(TOWER)):
                 tensor = read(name)
             else:
                 tensor = torch.empty(shape, dtype=torch.float32 if policy.lora_rank is None else held)

@@ -181,6 +181,7 @@ class NetworkSource:
     """Whether samples share prompts: "auto" where the kernel can, true or else refused."""
     expert_parallel: bool = False
     """Whether each rank computes its own experts, which are not gathered."""
+    trains_tower: bool = False
     on_host: HostShards | None = None
     """If set, where the shards are; the region of load_policy is not used then."""
     base: SharedBase | None = None
@@ -266,6 +267,9 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
             replace_experts(causal_lm, source.mesh if source.expert_parallel else None)
         if source.lora is not None:
             add_adapters(causal_lm, source.lora)
+        tower = getattr(causal_lm, "visual", None)
+        if source.trains_tower and tower is not None:
+            tower.requires_grad_(True).gradient_checkpointing_enable({"use_reentrant": False})
     return causal_lm
 
 
