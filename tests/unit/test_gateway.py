@@ -143,13 +143,13 @@ def test_messages_take_the_form_of_templates():
             {"role": "user", "name": "bob", "content": "c"},
         ]
     )
-    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
-    calls += [{"type": "function", "function": {"name": "g", "arguments": {}}}]
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}, "id": "1"}]
+    calls += [{"type": "function", "function": {"name": "g", "arguments": {}}, "id": "2"}]
     assert read == [
         {"role": "system", "content": "a\nb"},
         {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "tool", "content": "first", "name": "f"},
-        {"role": "tool", "content": "second", "name": "g"},
+        {"role": "tool", "content": "first", "name": "f", "tool_call_id": "1"},
+        {"role": "tool", "content": "second", "name": "g", "tool_call_id": "2"},
         {"role": "user", "content": "c"},
     ]
     for wrong in (
@@ -162,7 +162,7 @@ def test_messages_take_the_form_of_templates():
 
 
 def test_a_call_that_cannot_be_read_is_shown_as_text():
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "é"}}}
+    call = {"type": "function", "id": "000000000", "function": {"name": "f", "arguments": {"x": "é"}}}
     answer = {"text": "so", "written": 'so<call>{"name', "tool_calls": [call, {"error": "error: not JSON"}]}
     told = {"token_ids": [1], "log_probs": [-1.0], "context": [5, 1], "finish_reason": "stop"}
     broken = {**told, "shown": shown_message(answer, [])}
@@ -175,7 +175,7 @@ def test_a_call_that_cannot_be_read_is_shown_as_text():
 
 
 def test_anthropics_messages_are_the_same_chat_as_openais():
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    call = {"type": "function", "id": "000000000", "function": {"name": "f", "arguments": {"x": 1}}}
     told = {"token_ids": [1], "log_probs": [-1.0], "context": [5, 6, 1], "finish_reason": "stop"}
     shown = {"role": "assistant", "content": "so", "tool_calls": [call]}
     answer = as_message(completion([{**told, "shown": shown}], model="m", has_log_probs=False))
@@ -196,7 +196,7 @@ def test_anthropics_messages_are_the_same_chat_as_openais():
         {"role": "system", "content": "s"},
         {"role": "user", "content": "q"},
         shown,
-        {"role": "tool", "content": "r", "name": "f"},
+        {"role": "tool", "content": "r", "name": "f", "tool_call_id": "000000000"},
         {"role": "user", "content": "more"},
     ]
     assert (choices.fields["max_new_tokens"], choices.fields["stop"]) == (5, ["c"])
@@ -210,9 +210,11 @@ def test_anthropics_messages_are_the_same_chat_as_openais():
 
 
 def test_openais_responses_are_the_same_chat():
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    drawn = [
+        {"type": "function", "id": one, "function": {"name": "f", "arguments": {"x": 1}}} for one in ("000000000", "000000001")
+    ]
     told = {"token_ids": [1], "log_probs": [-1.0], "context": [5, 6, 1], "finish_reason": "length"}
-    shown = {"role": "assistant", "content": "so", "tool_calls": [call, call]}
+    shown = {"role": "assistant", "content": "so", "tool_calls": drawn}
     answer = as_response(completion([{**told, "shown": shown}], model="m", has_log_probs=False))
     calls = [item["call_id"] for item in answer["output"][1:]]
     results = [{"type": "function_call_output", "call_id": one, "output": text} for one, text in zip(calls, "rs", strict=True)]
@@ -230,8 +232,8 @@ def test_openais_responses_are_the_same_chat():
         {"role": "system", "content": "s"},
         {"role": "user", "content": "q"},
         shown,
-        {"role": "tool", "content": "r", "name": "f"},
-        {"role": "tool", "content": "s", "name": "f"},
+        {"role": "tool", "content": "r", "name": "f", "tool_call_id": "000000000"},
+        {"role": "tool", "content": "s", "name": "f", "tool_call_id": "000000001"},
         {"role": "user", "content": "more"},
     ]
     assert choices.fields["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -408,5 +410,7 @@ async def test_requests_that_cannot_be_told_or_read_are_refused(tokenizer: Model
 
 def test_a_sampling_parameter_that_nothing_follows_is_refused_by_name() -> None:
     assert read_generate({"token_ids": [A], "sampling_params": {"top_k": 2, "model": "any"}}).fields["sampling"] == {"top_k": 2}
+    choices = read_generate({"token_ids": [A], "sampling_params": {"n": 2, "seed": 7}})
+    assert [fields["sampling"] for fields in choices.turns] == [{"sampling_seed": 7}, {"sampling_seed": 8}]
     with pytest.raises(InvalidArgument, match="^beam: is not supported; remove it"):
         read_generate({"token_ids": [A], "sampling_params": {"beam": 3}})

@@ -5,9 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 
-from tasuki.client.policy import Chat, Message, Reply, tool_schema
+from tasuki.client.episode import Asked
+from tasuki.client.policy import Chat, Message, Policy, Reply, tool_schema
+from tasuki.client.turns import Turns
+from tasuki.client.types import FinishReason, Sample
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument
 from tests.models import EOS, char_tokenizer
@@ -65,24 +69,29 @@ def test_a_call_that_cannot_be_read_is_told_to_the_policy(by_form: dict[str, Mod
     assert "a tool call is" in read["tool_calls"][0]["error"]
 
 
+class Drawn(Policy):
+    """Answers with `texts`, as turns that extend each other."""
+
+    def __init__(self, tokenizer: ModelTokenizer, texts: Sequence[str]) -> None:
+        self.tokenizer, self.texts, self.turns = tokenizer, texts, Turns()
+
+    async def chat_completion(self, messages: Sequence[Message], tools: object = (), **_: object) -> Reply:
+        before = self.turns.turns[-1:]
+        asked = Asked.of(
+            "chat", {"messages": list(messages), "tools": ROW["tools"]}, {}, turns=self.turns, tokenizer=self.tokenizer
+        )
+        assert asked.parent is (before[0] if before else None)
+        drawn = np.array([*self.tokenizer.encode_text(self.texts[len(self.turns.turns)]), EOS], np.int32)
+        sample = Sample(0, 0, drawn, np.zeros(len(drawn), np.float32), FinishReason.STOP, 3)
+        answer = asked.answered(sample, turns=self.turns, tokenizer=self.tokenizer)
+        del answer["shown"], answer["turn"]
+        return Reply(**answer)
+
+
 async def test_results_follow_the_calls_of_the_message_whatever_cannot_be_read_among_them(by_form: dict[str, ModelTokenizer]):
-    tokenizer = by_form["hermes"]
     texts = ["<tool_call>\n{\n</tool_call>" + WRITTEN["hermes"], "<tool_call>\nno\n</tool_call>", "done"]
-    places: list[int] = []
-
-    class Scripted:
-        """Answers with `texts`, each after the prompt that a turn would have."""
-
-        async def chat_completion(self, messages: Sequence[Message], tools: object, **_: object) -> Reply:
-            if places:
-                tokenizer.encode_next(messages, places[-1], ROW, last_token_id=EOS)
-            places.append(len(messages))
-            drawn = [*tokenizer.encode_text(texts[len(places) - 1]), EOS]
-            answer = tokenizer.read_answer(drawn, ROW)
-            del answer["written"]
-            return Reply(token_ids=drawn, log_probs=[], context=[], finish_reason="stop", **answer)
-
-    chat = Chat(Scripted(), [], {"add": add, "f": f})
+    policy = Drawn(by_form["hermes"], texts)
+    chat = Chat(policy, [], {"add": add, "f": f})
     assert (await chat.say("question")).text == "done"
     told = [(message.get("name"), message["content"][:8]) for message in chat.messages if message["role"] == "tool"]
     assert told == [("add", "2"), ("f", "error: T"), (None, "error: t"), (None, "error: t")]
@@ -96,6 +105,35 @@ def add(a: int) -> int:
 def f(a: int) -> int:
     """Needs an argument."""
     return a
+
+
+THINKS = ROLES.replace(
+    "{{ m.content or '' }}",
+    "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content or '' }}",
+)
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\n\n</think>\n\n", "<think>\nnot <tool_call> yet\n</think>\n\n", "so\n"])
+def test_calls_are_read_beside_a_thought_that_the_template_writes_itself(tmp_path: Path, thought: str):
+    tokenizer = folder_with(tmp_path, THINKS.replace("CALLS", CALLS["hermes"]))
+    thought = thought.replace("\n", " ")  # which the tokenizer has
+    drawn = tokenizer.encode_text(thought + '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
+    read = tokenizer.read_answer([*drawn, EOS], ROW)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert (read["text"], read["tool_calls"]) == (thought.rstrip(), [call])
+
+
+async def test_calls_and_their_results_have_the_ids_that_a_template_demands(tmp_path: Path):
+    refuse = "{{ raise_exception('id') }}{% endif %}"
+    demands = "{% for c in m.tool_calls %}{% if c.id | length != 9 %}" + refuse + "{{ c.function | tojson }}{% endfor %}"
+    result = "{% if m.role == 'tool' and m.tool_call_id | length != 9 %}" + refuse
+    texts = ['{"name": "add", "arguments": {"a": 1}}', '{"name": "add", "id": "callabcde", "arguments": {"a": 2}}', "done"]
+    policy = Drawn(folder_with(tmp_path, ROLES.replace("CALLS", demands + result)), texts)
+    chat = Chat(policy, [], {"add": add})
+    assert (await chat.say("question")).text == "done"
+    ids = [call["id"] for message in chat.messages for call in list(message.get("tool_calls", []))]
+    assert [message["tool_call_id"] for message in chat.messages if message["role"] == "tool"] == ids
+    assert (len(set(ids)), ids[1]) == (2, "callabcde")
 
 
 def test_an_answer_without_calls_is_text(by_form: dict[str, ModelTokenizer]):

@@ -202,6 +202,8 @@ class Asked:
         """Adds the turn, and returns what its episode is told."""
         token_ids = sample.token_ids.tolist()
         answer = tokenizer.read_answer(token_ids, self.row)
+        for number, call in enumerate(answer["tool_calls"]):  # ids of nine characters, which some templates demand
+            call.setdefault("id", f"{(self.num_tokens + len(token_ids)) % 10**6:06d}{number % 10**3:03d}")
         shown = shown_message(answer, self.stop)
         chats = [] if self.chat is None else [self.chat.with_answer(one) for one in (answer["message"], shown)]
         parent, new = self.parent, self.new_token_ids

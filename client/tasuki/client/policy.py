@@ -115,10 +115,11 @@ class Chat:
                 return reply
             for call in sorted(reply.tool_calls, key=lambda call: "error" in call):  # the message has no unreadable calls
                 if "error" in call:
-                    self.messages.append({"role": "tool", "content": call["error"]})
+                    self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": call["error"]})
                 else:
                     result = await self._run(**call["function"])
-                    self.messages.append({"role": "tool", "name": call["function"]["name"], "content": result})
+                    told = {"name": call["function"]["name"], "tool_call_id": call["id"]}
+                    self.messages.append({"role": "tool", **told, "content": result})
 
     async def _run(self, name: str, arguments: dict[str, Any]) -> str:
         """The tool's result as text. What it raises is told to the policy, whose call may be at fault."""

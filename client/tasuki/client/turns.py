@@ -127,7 +127,7 @@ class TurnSample(TrainingSample):
 
 
 class ChatDigest:
-    """Digests of a chat up to each of its messages. White space around an assistant's text does not count."""
+    """Digests of a chat up to each of its messages. White space around an assistant's text does not count, nor do ids of calls."""
 
     def __init__(self, variant: str = "") -> None:
         """variant: what else chats must share to extend each other, such as their tools."""
@@ -147,8 +147,15 @@ class ChatDigest:
         content = message.get("content")
         if message.get("role") == "assistant" and isinstance(content, str):
             message = {**message, "content": content.strip()}
+        if "tool_calls" in message or "tool_call_id" in message:
+            calls = [_without(call, "id") for call in message.get("tool_calls", ())]
+            message = {**_without(message, "tool_call_id"), "tool_calls": calls}
         self._hash.update(b"\n" + json.dumps(message, sort_keys=True).encode())
         return self._hash.digest()
+
+
+def _without(fields: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != key}
 
 
 def _joined(path: Sequence[Turn], trained: set[int], *, is_truncated: bool) -> Sample:

@@ -131,7 +131,7 @@ class App:
         if self._num_open >= MAX_REQUESTS:
             raise busy(f"{MAX_REQUESTS} requests are open")
         self._num_open += 1
-        tasks = [asyncio.ensure_future(session.ask(choices.kind, choices.fields)) for _ in range(choices.number)]
+        tasks = [asyncio.ensure_future(session.ask(choices.kind, fields)) for fields in choices.turns]
         asking = asyncio.gather(*tasks)
         leaving = asyncio.ensure_future(_left(request))
         try:

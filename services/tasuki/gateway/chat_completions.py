@@ -41,6 +41,14 @@ class Choices:
     fields: Mapping[str, Any]
     number: int = 1
 
+    @property
+    def turns(self) -> list[Mapping[str, Any]]:
+        """The fields of each; with a seed, each draws by the next one."""
+        sampling = self.fields["sampling"]
+        if type(seed := sampling.get("sampling_seed")) is not int:
+            return [self.fields] * self.number
+        return [{**self.fields, "sampling": {**sampling, "sampling_seed": seed + place}} for place in range(self.number)]
+
 
 def read_chat(asked: Mapping[str, Any]) -> Choices:
     """Raises InvalidArgument naming a parameter that is wrong, or that nothing here follows."""
@@ -116,7 +124,7 @@ def read_messages(given: object) -> list[dict[str, Any]]:
         if role == "tool":
             call_id = message.get("tool_call_id")
             place, name = calls.get(call_id if isinstance(call_id, str) else "", (math.inf, ""))
-            read |= {"name": name} if name else {}
+            read |= {key: value for key, value in (("name", name), ("tool_call_id", call_id)) if value}
         else:
             last, calls = index, {}
         if role == "assistant" and message.get("tool_calls"):
@@ -151,9 +159,11 @@ def _calls(given: object, index: int, calls: dict[object, tuple[float, str]]) ->
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
             problem = f"message {index}: tool call {place} is no function with a name and with arguments that are a JSON object"
             raise InvalidArgument("messages", problem)
-        found.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+        one = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
         if isinstance(call.get("id"), str):
             calls[call["id"]] = float(place), function["name"]
+            one["id"] = call["id"]
+        found.append(one)
     return found
 
 
@@ -180,7 +190,7 @@ def _choice(index: int, answer: Answer, *, has_log_probs: bool) -> dict[str, Any
     shown = answer["shown"]
     calls = [
         {
-            "id": f"call_{secrets.token_hex(12)}",
+            "id": call["id"],
             "type": "function",
             "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)},
         }

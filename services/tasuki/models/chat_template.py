@@ -302,17 +302,17 @@ class _Object(_Unprintable, dict[str, Any]):
 def _told_by_place(messages: Sequence[Message], index: int) -> set[str]:
     """Keys of a tool's result that only repeat which call it answers: results follow in the order of their calls.
 
-    Also the id of a call that was trimmed from the chat with its message: nothing else has it.
+    Also the id of a call that the chat does not have, as it was trimmed or could not be read: nothing else has it.
     """
     first = index
     while first >= 0 and messages[first]["role"] == "tool":
         first -= 1
     calls = messages[first].get("tool_calls") if 0 <= first < index else None
-    if not calls and messages[index]["role"] == "tool":
+    if messages[index]["role"] == "tool" and index - first > len(calls if isinstance(calls, list) else ()):
         lists = [given for message in messages if isinstance(given := message.get("tool_calls"), list)]
         known = [call.get("id") for given in lists for call in given if isinstance(call, Mapping)]
         return set() if messages[index].get("tool_call_id") in known else {"tool_call_id"}
-    call = calls[index - first - 1] if isinstance(calls, list) and index - first <= len(calls) else None
+    call = calls[index - first - 1] if isinstance(calls, list) and 0 < index - first <= len(calls) else None
     if not isinstance(call, Mapping):
         return set()
     function = call.get("function")

@@ -9,10 +9,12 @@ from tasuki.models.chat_template import Message
 from tasuki.wire.errors import InvalidArgument
 
 _NAME, _KEY, _VALUE = "tool_name", "argument_name", "argument_value"
-_CALL = {"type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
+_TEXT = "written beside the call"
+_CALL = {"type": "function", "id": "000000000", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
 _QUESTION: Message = {"role": "user", "content": "question"}
+_END_OF_THOUGHT = "</think>"
 Call = dict[str, Any]
-"""`{"type": "function", "function": {"name", "arguments"}}`, or `{"error": text}` for what cannot be read."""
+"""`{"type": "function", "function": {"name", "arguments"}}`, with `id` if written, or `{"error": text}` for what cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +25,9 @@ class ToolCallForm:
     arguments_key: str
 
     def read(self, text: str) -> tuple[str, list[Call]]:
-        """Returns the text before the first call, and the calls."""
-        start = text.find(self.prefix) if self.prefix else len(text) - len(text.lstrip())
+        """Returns the text before the first call, and the calls. What a thought writes are none."""
+        begin = text.rfind(_END_OF_THOUGHT) + len(_END_OF_THOUGHT) if _END_OF_THOUGHT in text else 0
+        start = text.find(self.prefix, begin) if self.prefix else len(text) - len(text[begin:].lstrip())
         if start < 0 or (not self.prefix and not text.startswith(("{", "["), start)):
             return text, []
         parts = text[start:].split(self.prefix)[1:] if self.prefix else [text[start:]]
@@ -43,7 +46,9 @@ class ToolCallForm:
         arguments = found.get(self.arguments_key, {}) if isinstance(found, dict) else None
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return {"error": f'error: a tool call is {{"name": TEXT, "{self.arguments_key}": OBJECT}}'}
-        return {"type": "function", "function": {"name": name, "arguments": arguments}}
+        written = found.get("id") if isinstance(found, dict) else None
+        function = {"name": name, "arguments": arguments}
+        return {"type": "function", **({"id": written} if written and isinstance(written, str) else {}), "function": function}
 
 
 def form_of(render: Callable[[Sequence[Message], bool], str]) -> ToolCallForm:
@@ -51,10 +56,15 @@ def form_of(render: Callable[[Sequence[Message], bool], str]) -> ToolCallForm:
 
     render: of messages, with the generation prompt or without. Raises InvalidArgument for calls that are not JSON.
     """
-    prompt = render([_QUESTION], True)
-    written = render([_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], False)
-    shared = next((place for place, pair in enumerate(zip(prompt, written, strict=False)) if pair[0] != pair[1]), len(prompt))
-    answer = written[shared:]
+
+    def written(content: str) -> str:
+        return render([_QUESTION, {"role": "assistant", "content": content, "tool_calls": [_CALL]}], False)
+
+    _, has_text, answer = written(_TEXT).partition(_TEXT)
+    if not has_text:  # the template drops it
+        prompt, whole = render([_QUESTION], True), written("")
+        shared = next((place for place, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+        answer = whole[shared:]
     for place, char in enumerate(answer):
         if char in "{[" and (form := _form(answer, place)) is not None:
             return form
