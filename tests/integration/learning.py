@@ -34,18 +34,22 @@ def start_learner(
     model: Path,
     *,
     mesh: DeviceMesh,
+    state_dir: Path | None = None,
     rollout: Mapping[str, Any] | None = None,
     export_stays: bool = True,
     choices: Mapping[str, object] = MappingProxyType({}),
     **trainer: Any,
 ) -> Learner:
-    """Starts a learner in float32, unless `trainer`, the settings of that table, says otherwise. choices: replace the planner's."""
+    """Starts a learner in float32, unless `trainer`, the settings of that table, says otherwise. choices: replace the planner's.
+
+    state_dir: the model's folder by default.
+    """
     tables = {
         "device": mesh.device_type,
         "trainer": {"num_ranks": mesh.size(), "compute_dtype": "float32", **trainer},
         "rollout": rollout or {},
     }
-    node = NodeConfig.model_validate({"state_dir": model, "model": {"path": model}, **tables})
+    node = NodeConfig.model_validate({"state_dir": state_dir or model, "model": {"path": model}, **tables})
     is_skipping = node.trainer.on_non_finite == "skip"
     backend = FsdpBackend(node, choices_for(node, export_stays=export_stays, **choices), mesh=mesh)
     return Learner(backend, optimizers=trained_roles(node.trainer), skips_non_finite=is_skipping)
