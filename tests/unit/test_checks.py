@@ -1,5 +1,6 @@
 """Checks of a call's samples: the first wrong field is named with its sample."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.trainer.data.checks import BatchLimits, check_denominator, check_loss, check_sequences, check_share, check_versions
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
-from tasuki.v1.types_pb2 import TrainingSample
+from tasuki.trainer.service.training import Training
+from tasuki.v1.types_pb2 import ROLE_REFERENCE, TrainingSample
 from tasuki.wire.errors import InvalidArgument, VersionOrder
 from tests.unit.training_samples import make_sample
 
@@ -112,3 +114,11 @@ def test_a_fleets_share_may_be_empty_but_needs_the_calls_divisor() -> None:
     with pytest.raises(InvalidArgument) as refused:
         check_share(decode_samples([make_sample()]), config=LossConfig(), role=Role.POLICY, limits=LIMITS)
     assert refused.value.metadata["field"] == "header.loss.settings.denominator"
+
+
+def test_an_adapter_that_starts_the_policy_leaves_no_reference_to_score_with() -> None:
+    """The model without it, such as PiSSA's residual, is not what the policy starts from."""
+    training = Training(Any, state=Any, limits=replace(LIMITS, starts_from_adapter=True), costs={})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidArgument) as refused:
+        training.decode_scored(ROLE_REFERENCE, [make_sample()])
+    assert refused.value.metadata["field"] == "header.role"

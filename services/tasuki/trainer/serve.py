@@ -123,6 +123,7 @@ async def _training(ranks: TrainerRanks, *, ready: RankReady, config: NodeConfig
         routes=RouteShape.of(model) if replays_routes(config, model) else None,
         images=read_image_processor(model_source(config)),
         has_aux_loss=config.trainer.router_aux_loss_coef > 0,
+        starts_from_adapter=config.trainer.lora is not None and config.trainer.lora.path is not None,
     )
     _log.info("ready ranks=%d micro_batch_tokens=%d", ranks.num_ranks, limits.micro_batch_tokens)
     if ready.HasField("nodes_rate"):

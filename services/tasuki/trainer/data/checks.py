@@ -35,6 +35,8 @@ class BatchLimits:
     """None if the model reads text alone."""
     has_aux_loss: bool = False
     """Whether the policy has trainer.router_aux_loss_coef."""
+    starts_from_adapter: bool = False
+    """Whether the policy has trainer.lora.path, without which the model is no reference."""
 
 
 def check_sequences(samples: Samples, *, limits: BatchLimits) -> None:

@@ -102,6 +102,9 @@ class Training:
     def decode_scored(self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample]) -> tuple[Role, Samples]:
         """Decodes samples to score with the policy, the reference or the critic. Raises InvalidArgument."""
         is_reference = role == ROLE_MESSAGES[Role.REFERENCE]
+        if is_reference and self._limits.starts_from_adapter:
+            problem = "the reference would be the model without trainer.lora.path, which starts the policy"
+            raise InvalidArgument("header.role", f"{problem}; merge the adapter into the model with PEFT to score with it")
         scored = Role.REFERENCE if is_reference else self._trained(role, field="header.role")
         routes = self._routes(scored, samples)
         decoded = decode_samples(
