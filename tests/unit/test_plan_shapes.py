@@ -122,7 +122,10 @@ CONFIGS = {
     "glm4 without biases": Glm4Config(**TINY | {"pad_token_id": 0}, head_dim=32, attention_bias=False),
     "glm4-moe": Glm4MoeConfig(**TINY, **GLM_EXPERTS, first_k_dense_replace=0, use_qk_norm=True, attention_bias=True),
     "glm4-moe, first dense": Glm4MoeConfig(**TINY, **GLM_EXPERTS),
-    "gpt-oss": GptOssConfig(**TINY, head_dim=32, num_local_experts=8, num_experts_per_tok=2, swiglu_limit=7.0),
+    **dict.fromkeys(
+        ("gpt-oss", "gpt-oss, balanced"),
+        GptOssConfig(**TINY, head_dim=32, num_local_experts=8, num_experts_per_tok=2, swiglu_limit=7.0),
+    ),
     "deepseek2": DeepseekV2Config(**LATENT, topk_method="greedy", scoring_func="softmax", q_lora_rank=None),
     "deepseek3": DeepseekV3Config(**LATENT, **V3, q_lora_rank=36, first_k_dense_replace=0),
     "deepseek3, first dense": DeepseekV3Config(**LATENT, **V3, q_lora_rank=36, first_k_dense_replace=1),
@@ -196,6 +199,7 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
     if shape.has_sinks:
         sequences = SharedSequences(OwnBlocks.of(cu_seqlens_S, num_tokens))
         replace_routers(model)
+        layer.mlp.router.is_balanced = name.endswith("balanced")
         packed["layer_attention"] = LayerAttention(sequences, described.attention)
     if shape.latent is not None:
         # Plain torch has no fused attention for values that are smaller than keys; ours pads them.
@@ -215,7 +219,8 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
         delta = cast(DeltaNet, shape.delta)
         once += (delta.kernel_size - 1) * delta.conv_size * dtype.itemsize + 2 * 4 * delta.num_value_heads
         once += 4 * delta.value_head_dim if dtype is torch.bfloat16 else 0
-    predicted = num_tokens * kept_per_token(shape, 0, num_keys=num_tokens, compute_bytes=dtype.itemsize) + once
+    settings = {"num_keys": num_tokens, "compute_bytes": dtype.itemsize, "is_balanced": name.endswith("balanced")}
+    predicted = num_tokens * kept_per_token(shape, 0, **settings) + once
     # GLM 4 keeps its part of the rotary table for each layer; Mixtral and Qwen 3.5 the sums that normalize the router's scores, DeepSeek
     # more of them.
     rel = (

@@ -18,13 +18,15 @@ def kept_per_token(
     dropped_inputs: int = 0,
     is_fused: bool = False,
     keeps_product: bool = True,
+    is_balanced: bool = False,
 ) -> int:
     """Bytes that autograd saves per token in one layer of transformers' implementation, with flash attention.
 
     Each norm: its input, one float32, a factor of its last product unless fused, and its result where a linear layer uses it. Attention.
     The MLP, see kept_in_mlp. num_keys: of the longest sequence, where attention is capped. is_fused: as on a GPU, see
     trainer/modules/pointwise.py. scaled_outputs: of linear layers with DoRA. dropped_inputs: of those
-    with dropout, which keep what is left and a mask.
+    with dropout, which keep what is left and a mask. is_balanced: by an auxiliary loss over all probabilities of a router, of which that of
+    gpt-oss else computes the chosen ones alone.
     """
     hidden = model.hidden_size
     # Without a preceding norm, attention and MLP save their input themselves.
@@ -43,6 +45,8 @@ def kept_per_token(
     )
     if lora_rank is not None and has_expert_adapters and model.is_sparse(layer):
         adapters += 2 * model.experts_per_token * lora_rank * compute_bytes
+    if is_balanced and model.has_biased_experts and model.is_sparse(layer):
+        mlp += _FLOAT32 * model.num_experts
     return norms + attention + mlp + adapters
 
 

@@ -288,6 +288,7 @@ def _layer_activations(node: Node, index: int) -> int:
         dropped_inputs=0 if node.lora is None or not node.lora.dropout else _width(node.lora, model, index, dim=1),
         is_fused=node.device == "cuda",
         keeps_product=_keeps_product(node),
+        is_balanced=node.trainer.router_aux_loss_coef > 0,
     )
     if node.mlp_tokens < node.rank_tokens:
         each -= _kept_in_mlp(node, index)
