@@ -15,6 +15,8 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma2Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -191,6 +193,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
     ),
+    # The text of a vision model.
+    "gemma3_vision": lambda: Gemma3TextConfig(
+        **_SIZES,
+        **_WINDOW,
+        query_pre_attn_scalar=24,
+        rope_parameters={"full_attention": {"rope_type": "linear", "factor": 8.0}},
+        architectures=["Gemma3ForConditionalGeneration"],
+    ),
     "granite": lambda: GraniteConfig(
         **_SIZES,
         attention_multiplier=0.1,
@@ -249,6 +259,7 @@ def make_model(kind: str, *, seed: int, **settings: float) -> PreTrainedModel:
     config = CONFIGS[kind]()
     config.update(settings)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.config.architectures = config.architectures or [find_family(type(model).__name__).architecture]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -272,7 +283,7 @@ def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
         if name.endswith(ROUTER_BIAS):
             buffer.data = buffer.data.float()
     copy.load_state_dict(model.state_dict())
-    if type(model.config) in _WITH_TOWER:
+    if model.config.architectures[0] in _WITH_TOWER:
         copy = with_tower(copy)
     copy.save_pretrained(folder)
     if isinstance(model.config, Qwen3_5MoeTextConfig):
@@ -318,24 +329,42 @@ def quantize_matrices(folder: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-_WITH_TOWER: dict[type[PreTrainedConfig], tuple[Any, Any]] = {
-    Qwen3_5TextConfig: (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
-    Qwen3_5MoeTextConfig: (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
-    Qwen2_5_VLTextConfig: (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
-    Qwen3VLTextConfig: (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+_WITH_TOWER: dict[str, tuple[Any, Any]] = {
+    architecture.__name__: (config, architecture)
+    for config, architecture in (
+        (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+        (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+        (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+        (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+        (Gemma3Config, Gemma3ForConditionalGeneration),
+    )
+}
+_SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 
 
 def with_tower(text: PreTrainedModel) -> PreTrainedModel:
     """transformers' vision model of this text, with the tower beside it, or a new one."""
-    config_class, architecture = _WITH_TOWER[type(text.config)]
+    config_class, architecture = _WITH_TOWER[text.config.architectures[0]]
     table, own = text.config.to_dict(), getattr(text.config, "vision_config", None)
+    if isinstance(text.config, Gemma3TextConfig):
+        tower = {"vision_config": _SIGLIP}
+    else:
+        tower = {
+            "vision_config": TOWER if own is None else own,
+            "vision_start_token_id": IMAGE_TOKEN + 1,
+            "vision_end_token_id": IMAGE_TOKEN + 2,
+        }
     config = config_class(
         text_config={key: value for key, value in table.items() if key not in TOWER_KEYS},
-        vision_config=TOWER if own is None else own,
+        **tower,
         image_token_id=IMAGE_TOKEN,
-        vision_start_token_id=IMAGE_TOKEN + 1,
-        vision_end_token_id=IMAGE_TOKEN + 2,
         tie_word_embeddings=text.config.tie_word_embeddings,
     )
     whole = architecture._from_config(config, dtype=text.dtype)
@@ -348,7 +377,7 @@ def with_tower(text: PreTrainedModel) -> PreTrainedModel:
 
 def trainer_shards(model: PreTrainedModel, *, rank: int, num_ranks: int, cut: Cut = by_rows) -> list[Shard]:
     """Returns the shards that `rank` holds if every parameter is split by `cut`; by_rows is FSDP2's way."""
-    names = find_family(type(model).__name__).checkpoint
+    names = find_family(model.config.architectures[0]).checkpoint
     shards: list[Shard] = []
     for name, parameter in model.named_parameters():
         box = cut(tuple(parameter.shape), rank, num_ranks)

@@ -118,7 +118,7 @@ def test_a_fleets_share_may_be_empty_but_needs_the_calls_divisor() -> None:
 
 def test_an_adapter_that_starts_the_policy_leaves_no_reference_to_score_with() -> None:
     """The model without it, such as PiSSA's residual, is not what the policy starts from."""
-    training = Training(Any, state=Any, limits=replace(LIMITS, starts_from_adapter=True), costs={})  # pyright: ignore[reportArgumentType]
+    training = Training(Any, state=Any, limits=replace(LIMITS, starts_from_adapter=True), costs={})
     with pytest.raises(InvalidArgument) as refused:
         training.decode_scored(ROLE_REFERENCE, [make_sample()])
     assert refused.value.metadata["field"] == "header.role"

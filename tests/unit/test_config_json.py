@@ -47,6 +47,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": None},
     "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma3ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
+    "Gemma3ForConditionalGeneration": {"hidden_act": "gelu_pytorch_tanh"},
     "Qwen2_5_VLForConditionalGeneration": {"rope_parameters": {"mrope_section": [4, 2, 2]}},
     "Qwen3VLForConditionalGeneration": {"rope_parameters": {"mrope_interleaved": True, "mrope_section": [24, 20, 20]}},
 }
@@ -55,7 +56,7 @@ NEEDED: dict[str, dict[str, Any]] = {
 def table_of(architecture: str = "LlamaForCausalLM", **values: object) -> dict[str, Any]:
     """The text alone of a vision model."""
     return {
-        "architectures": [FAMILIES[architecture].text_module or architecture],
+        "architectures": [architecture],
         "model_type": FAMILIES[architecture].model_type,
         **SIZES,
         **NEEDED.get(architecture, {}),

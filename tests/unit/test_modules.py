@@ -22,7 +22,7 @@ from tests.extent import crossed
 from tests.models import CONFIGS, HYBRID, make_model
 from tests.unit.test_packed_attention import LENGTHS, RUNGS, pack, policy_of
 
-SPARSE, GEMMA = ("mixtral", "qwen3_moe", "qwen3_5_moe", "qwen3_next"), ("gemma2", "gemma3")
+SPARSE, GEMMA = ("mixtral", "qwen3_moe", "qwen3_5_moe", "qwen3_next"), ("gemma2", "gemma3", "gemma3_vision")
 BIASED = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")  # one dense layer, and one with an expert that every token passes
 OSS = ("gpt_oss",)
 ROTATED = ("llama", "llama_tied", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "qwen2_5_vl", "qwen3_vl", "mistral", "mixtral")

@@ -131,6 +131,19 @@ def qwen2_5_vl(hidden: int, inner: int, layers: int, heads: tuple[int, int], voc
     return {**text, "model_type": "qwen2_5_vl", "vision_config": tower, **beside}
 
 
+def gemma3(hidden: int, inner: int, layers: int, **rest: Any) -> dict[str, Any]:
+    """As published: what transformers has by default is left out."""
+    rope = {"factor": 8.0, "rope_type": "linear"}
+    text = {"hidden_size": hidden, "intermediate_size": inner, "model_type": "gemma3_text", "num_hidden_layers": layers,
+            "rope_scaling": rope, "sliding_window": 1024}  # fmt: skip
+    tower = {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+             "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False}  # fmt: skip
+    beside = {"boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144, "mm_tokens_per_image": 256,
+              "eos_token_id": [1, 106], "initializer_range": 0.02, "torch_dtype": "bfloat16"}  # fmt: skip
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", **beside}
+    return {**whole, "text_config": text | rest, "vision_config": tower}
+
+
 # As on huggingface.co: HuggingFaceTB/SmolLM2-135M and SmolLM3-3B, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B,
 # Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-VL-4B-Instruct and -8B-Instruct, Qwen/Qwen3.5-4B, -27B and -35B-A3B,
 # Qwen/Qwen2.5-VL-3B-Instruct and -7B-Instruct,
@@ -175,6 +188,9 @@ PUBLISHED = [
     (3_880_263_168, table("Gemma3ForCausalLM", 2560, 10240, 34, (8, 4), 262208, 131072, head_dim=256, sliding_window=1024,
                           sliding_window_pattern=6, rope_local_base_freq=10000, **HYBRID, **GELU, rope_theta=1000000,
                           rope_scaling={"rope_type": "linear", "factor": 8.0})),
+    (3_880_263_168, gemma3(2560, 10240, 34)),
+    (11_766_034_176, gemma3(3840, 15360, 48, num_attention_heads=16, num_key_value_heads=8)),
+    (27_009_346_304, gemma3(5376, 21504, 62, num_attention_heads=32, num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=168)),
     (8_170_864_640, table("GraniteForCausalLM", 4096, 12800, 40, (32, 8), 49159, 131072, attention_bias=False, mlp_bias=False,
                           attention_multiplier=0.0078125, embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=16.0,
                           tie_word_embeddings=True)),

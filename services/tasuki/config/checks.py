@@ -10,6 +10,7 @@ from tasuki.algorithms.loss_types import OldPolicy
 from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.table import MAX_GPUS, UNIX, UUID
 from tasuki.models.adapter_folder import check_adapter, is_end, is_match
+from tasuki.models.families import find_family
 from tasuki.models.shape import EXPERTS
 from tasuki.wire.address import is_beyond_loopback, is_same_port
 from tasuki.wire.errors import InvalidArgument
@@ -222,6 +223,7 @@ def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShap
 
 
 def _check_towers(config: "NodeConfig", models: "Sequence[ModelShape]") -> None:
+    """Refuses what vision models and their texts cannot have."""
     if config.trainer.train_tower:
         if models[0].tower is None:
             raise InvalidArgument(
@@ -232,16 +234,16 @@ def _check_towers(config: "NodeConfig", models: "Sequence[ModelShape]") -> None:
                 "trainer.train_tower", "is not possible with [trainer.lora], whose adapters are the text's; remove one"
             )
     for model in models:
-        if model.tower is None:
+        if not find_family(model.architecture).text_module:
             continue
-        if model.tower.num_heads % config.rollout.tp_size:
+        if model.tower is not None and model.tower.num_heads % config.rollout.tp_size:
             problem = f"{model.tower.num_heads} heads of the vision tower cannot be split over {config.rollout.tp_size} ranks"
             raise InvalidArgument("rollout.tp_size", problem)
         if config.served_adapter is not None:
             problem = f'= "adapter" is not for {model.architecture}, whose served adapters are not tested; use "merged"'
             raise InvalidArgument("rollout.lora", problem)
         if "speculative_algorithm" in config.rollout.engine:
-            problem = f"is not for {model.architecture}, whose drafts with images are not tested; leave it out"
+            problem = f"is not for {model.architecture}, whose drafts are not tested; leave it out"
             raise InvalidArgument("rollout.engine.speculative_algorithm", problem)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasuki.models.config_json import read_json_object
+from tasuki.models.families import find_family
 from tasuki.models.shape import EXPERTS, ModelShape
 from tasuki.models.stored_tensors import READ_DTYPES, read_file
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -43,9 +44,9 @@ def is_match(pattern: str, layer: str) -> bool:
     return re.match(rf"(.*\.)?({pattern})$", layer) is not None
 
 
-def in_peft(name: str, *, has_tower: bool) -> str:
-    """PEFT's name of a layer or parameter; beside a vision tower transformers has the text in `model.language_model`."""
-    return f"base_model.model.{name.replace('model.', 'model.language_model.', 1) if has_tower else name}"
+def in_peft(name: str, *, decoder: str) -> str:
+    """PEFT's name of a layer or parameter. decoder: the family's."""
+    return f"base_model.model.{name.replace('model.', f'{decoder}.', 1)}"
 
 
 def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
@@ -75,7 +76,7 @@ def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
             raise InvalidArgument(f"trainer.lora.{key}", f"is {ours}, but {file} has {name} {theirs}; set the same")
     wanted: dict[str, tuple[int, ...]] = {}
     for layer, (num_rows, num_columns) in lora.layers(model).items():
-        inside = in_peft(layer, has_tower=model.tower is not None)
+        inside = in_peft(layer, decoder=find_family(model.architecture).adapter_decoder)
         a, b = (f"{inside}.lora_{part}.weight" for part in "AB")
         wanted |= {a: (lora.rank_of(layer), num_columns), b: (num_rows, lora.rank_of(layer))}
         if lora.use_dora:

@@ -31,13 +31,12 @@ _TEXT_MODULES = {family.text_module: family for family in FAMILIES.values() if f
 
 def find_family(architecture: str) -> Family:
     """By an architecture, or by transformers' class of its text. Raises UnsupportedModel with the known names."""
-    if architecture in _TEXT_MODULES:
-        return _TEXT_MODULES[architecture]
-    if architecture not in FAMILIES:
+    family = FAMILIES.get(architecture, _TEXT_MODULES.get(architecture))
+    if family is None:
         raise UnsupportedModel(
             f"architectures: {architecture} is not supported; there are {', '.join(FAMILIES)}", architecture=architecture
         )
-    return FAMILIES[architecture]
+    return family
 
 
 def read_model(config: Config) -> Model:
@@ -46,7 +45,7 @@ def read_model(config: Config) -> Model:
     Raises UnsupportedModel naming an unsupported architecture or key, InvalidArgument naming a missing or invalid key.
     """
     family = find_family(architecture_of(config))
-    if family.text_module not in ("", architecture_of(config)):
+    if family.text_module and config.get("model_type") != family.model_type:
         config = text_config(config, family)
     check_keys(config, family)
     for check in family.checks:

@@ -129,6 +129,10 @@ class Family:
     """For a checkpoint with a vision tower, transformers' class of its text alone, which config.json describes in `text_config`."""
     has_tower: bool = False
     """Whether the tower is loaded, for images."""
+    text_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """transformers' values of keys that `text_config` may lack."""
+    adapter_decoder: str = "model"
+    """Name of the decoder in the model that transformers loads, which PEFT's files have."""
     untrained: tuple[str, ...] = ()
     """Starts of names of a checkpoint's tensors that are neither loaded nor trained, and exported unchanged."""
     rope_notes: frozenset[str] = frozenset()
@@ -234,7 +238,7 @@ def check_keys(config: Config, family: Family) -> None:
 # Keys of a vision model beside `text_config`, none of which has an effect on text.
 _VISION_KEYS = frozenset({
     "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id",
-    "language_model_only",
+    "language_model_only", "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image",
 })  # fmt: skip
 
 
@@ -258,11 +262,12 @@ def text_config(config: Config, family: Family) -> dict[str, Any]:
         is_known = key in _VISION_KEYS | _KEYS_WITHOUT_EFFECT | {"model_type", "tie_word_embeddings"} or key.startswith("_")
         if value and not is_known and text.get(key) != value:
             raise unsupported(config, key, "its effect is unknown; unset it if nothing is computed from it")
-    is_tied = flag(config, "tie_word_embeddings")
+    text = {**family.text_defaults, **text}
+    is_tied = flag(config, "tie_word_embeddings", default=family.text_defaults.get("tie_word_embeddings", False))
     if flag(text, "tie_word_embeddings", default=is_tied) is not is_tied:
         raise unsupported(config, "tie_word_embeddings", "text_config has another value, and trainer and engine read one each")
     beside = {key: config[key] for key in TOWER_KEYS if key in config} if family.has_tower else {}
-    return {**text, **beside, "tie_word_embeddings": is_tied, "architectures": [family.text_module]}
+    return {**text, **beside, "tie_word_embeddings": is_tied, "architectures": [family.architecture]}
 
 
 def computing_keys(family: Family) -> frozenset[str]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from tasuki.models import rope
 from tasuki.models.config_json import Config, cap, elements, size, unsupported
-from tasuki.models.family import Attention, Family, Model, attention_biases
+from tasuki.models.family import Attention, CheckpointNames, Family, Model, attention_biases
 from tasuki.models.shape import ModelShape, QkNorm
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -107,6 +107,15 @@ def _gemma3_layers(config: Config, num_layers: int) -> list[str]:
     return list(listed)
 
 
+_GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "keys": {**_GEMMA_KEYS, "sliding_window_pattern": None, "rope_local_base_freq": None},
+    "rope_types": rope.DEFAULT | {"linear"},
+    "shape": {**_GEMMA_SHAPE, "qk_norm": QkNorm.HEAD, "has_whole_embedding": True},
+    "shape_of": attention_biases,
+    "model_of": _gemma3,
+    "checks": (_refuse_attention_cap, _refuse_scaled_windows),
+}
 FAMILIES = (
     Family(
         architecture="Gemma2ForCausalLM",
@@ -118,15 +127,23 @@ FAMILIES = (
         model_of=_gemma2,
         checks=(_refuse_without_hidden_act,),
     ),
-    # The text models (270M, 1B), and the text of larger ones in a folder of its own.
+    # The text models: 270M and 1B.
+    Family(architecture="Gemma3ForCausalLM", **_GEMMA3),
+    # The text of the others.
     Family(
-        architecture="Gemma3ForCausalLM",
-        model_type="gemma3_text",
-        keys={**_GEMMA_KEYS, "sliding_window_pattern": None, "rope_local_base_freq": None},
-        rope_types=rope.DEFAULT | {"linear"},
-        shape={**_GEMMA_SHAPE, "qk_norm": QkNorm.HEAD, "has_whole_embedding": True},
-        shape_of=attention_biases,
-        model_of=_gemma3,
-        checks=(_refuse_attention_cap, _refuse_scaled_windows),
+        architecture="Gemma3ForConditionalGeneration",
+        text_module="Gemma3ForCausalLM",
+        checkpoint=CheckpointNames(decoder="language_model.model"),
+        untrained=("vision_tower.", "multi_modal_projector."),
+        text_defaults={
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+        },
+        adapter_decoder="model.language_model",
+        **_GEMMA3,
     ),
 )

@@ -331,7 +331,7 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
     if setup.config is not None and shape is not None and replays_routes(setup.config, shape):
         install_routes(shape, device=str(device))
     if shape is not None and find_family(shape.architecture).text_module and shape.tower is None:
-        install_text_only()
+        install_text_only(shape.architecture)
     if shape is not None and shape.tower is not None and shape.tower.has_windows:
         install_window_tower()
     if shape is not None and shape.delta is not None and device == "cpu":

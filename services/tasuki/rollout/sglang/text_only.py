@@ -8,13 +8,18 @@ from torch import nn
 class _NoTower(nn.Module):
     """Takes the tower's place in SGLang's models."""
 
-    def __init__(self, vision_config: Any, **_: Any) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
         self.deepstack_visual_indexes: list[int] = []
 
 
-def install_text_only() -> None:
+def install_text_only(architecture: str) -> None:
     """Leaves the tower out of the models of this process."""
-    from sglang.srt.models import qwen3_vl
+    if architecture.startswith("Gemma3"):
+        from sglang.srt.models import gemma3_mm
 
-    qwen3_vl.Qwen3VLMoeVisionModel = _NoTower
+        gemma3_mm.SiglipVisionModel = gemma3_mm.Gemma3MultiModalProjector = _NoTower
+    else:
+        from sglang.srt.models import qwen3_vl
+
+        qwen3_vl.Qwen3VLMoeVisionModel = _NoTower

@@ -51,7 +51,7 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
     lora = LoraConfig.model_validate(given)
     sizes = {name.removeprefix(_POLICY): size for name, size in reader.sizes().items() if name.startswith(_POLICY)}
     model = read_model_shape(source)
-    names = find_family(model.architecture).checkpoint
+    family = find_family(model.architecture)
 
     def read(name: str) -> Tensor:
         if name not in sizes:
@@ -71,22 +71,22 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
                 tensor = read(name)
             else:
                 tensor = torch.empty(shape, dtype=torch.float32 if policy.lora_rank is None else held)
-                load_shards(source, checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=names))
+                load_shards(source, checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=family.checkpoint))
             if a_name in sizes:
                 a, b = read(a_name), read(b_name)
                 magnitude = read(magnitude_name) if magnitude_name in sizes else None
                 parts = {a_name: a, b_name: b} | ({} if magnitude is None else {magnitude_name: magnitude})
-                adapter |= dict(in_file(*part, has_tower=model.tower is not None) for part in parts.items())
+                adapter |= dict(in_file(*part, decoder=family.adapter_decoder) for part in parts.items())
                 scaling = lora.scaling_of(name.removesuffix(".weight"))
                 if len(shape) == 3:
                     tensor = merged_experts(tensor, a, b, scaling=scaling).to(dtype)
                 else:
                     base, tensor = tensor, torch.empty(shape, dtype=dtype)
                     merge(tensor, base=base, factors=(b, a), scaling=scaling, magnitude=magnitude)
-            shards = checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=names)
+            shards = checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=family.checkpoint)
             writer.add({shard.name: shard.local for shard in shards})
         constants = [
-            Shard(names.tensor(name), shape, (0,) * len(shape), torch.empty(shape), keeps_dtype=True)
+            Shard(family.checkpoint.tensor(name), shape, (0,) * len(shape), torch.empty(shape), keeps_dtype=True)
             for name, shape in model.constants().items()
         ]
         load_shards(source, constants)

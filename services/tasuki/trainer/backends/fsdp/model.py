@@ -146,10 +146,10 @@ def read_model_config(path: Path) -> PreTrainedConfig:
         )
     read_model(read_json_object(path / "config.json", field="model.path"))
     vars(config).pop("quantization_config", None)  # its weights are dequantized
-    if not (module := FAMILIES[architecture].text_module):
+    if not FAMILIES[architecture].text_module:
         return config
     text = config.get_text_config()
-    text.update({"architectures": [module], "tie_word_embeddings": config.tie_word_embeddings})
+    text.update({"architectures": [architecture], "tie_word_embeddings": config.tie_word_embeddings})
     if FAMILIES[architecture].has_tower:
         text.update({key: config.to_dict()[key] for key in TOWER_KEYS})
     return text

@@ -10,14 +10,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.models.families import find_family
-from tasuki.models.family import CheckpointNames
 from tasuki.models.shape import ROUTER_BIAS
 from tasuki.trainer.backends.fsdp.lora.adapters import (
     adapted_parameters,
     adapter_parameters,
     adapter_tensors,
     base_parameters,
+    family_of,
     write_adapter,
 )
 from tasuki.trainer.backends.fsdp.lora.merged_weights import merged
@@ -34,7 +33,7 @@ def local_shards(causal_lm: nn.Module) -> list[Shard]:
 
 def constant_shards(causal_lm: nn.Module) -> list[Shard]:
     """Every checkpoint tensor that is not trained, whole on each rank."""
-    names = _checkpoint_names(causal_lm)
+    names = family_of(causal_lm).checkpoint
     return [
         Shard(names.tensor(name), tuple(buffer.shape), (0,) * buffer.dim(), buffer, keeps_dtype=True)
         for name, buffer in causal_lm.named_buffers()
@@ -57,7 +56,7 @@ def head_shards(critic: nn.Module) -> list[Shard]:
 
 def shards_of(causal_lm: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Shard]:
     """The same of these parameters, by their own names."""
-    names = _checkpoint_names(causal_lm)
+    names = family_of(causal_lm).checkpoint
     shards: list[Shard] = []
     for name, param in parameters:
         assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
@@ -72,12 +71,7 @@ def whole_tensors(causal_lm: nn.Module, name: str, param: Tensor) -> list[Shard]
     """The checkpoint tensors behind one parameter of `causal_lm`, gathered. Collective."""
     assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
     whole = cast(DTensor, param.detach()).full_tensor()
-    return checkpoint_shards(name, tuple(param.shape), (0,) * param.dim(), whole, names=_checkpoint_names(causal_lm))
-
-
-def _checkpoint_names(causal_lm: nn.Module) -> CheckpointNames:
-    # FSDP renames the class of modules that it shards.
-    return find_family(type(causal_lm).__name__.removeprefix("FSDP")).checkpoint
+    return checkpoint_shards(name, tuple(param.shape), (0,) * param.dim(), whole, names=family_of(causal_lm).checkpoint)
 
 
 def export_model(

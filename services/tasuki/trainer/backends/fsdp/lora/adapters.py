@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.adapter_folder import ADAPTER_FILE, in_peft
+from tasuki.models.families import find_family
+from tasuki.models.family import Family
 from tasuki.models.shape import EXPERTS
 from tasuki.trainer.backends.fsdp.expert_parallel import GroupedExperts
 from tasuki.trainer.backends.fsdp.lora.dora import Dora, row_norms
@@ -41,19 +43,24 @@ def adapter_names(weight: str) -> tuple[str, str, str]:
     return layer + ends[0], layer + ends[1], layer + _MAGNITUDE
 
 
-def in_file(name: str, param: Tensor, *, has_tower: bool = False) -> tuple[str, Tensor]:
-    """Name and values of an adapter's whole parameter in PEFT's file. has_tower: whether the model has a vision tower.
+def family_of(causal_lm: nn.Module) -> Family:
+    """Family of a network, whose class alone may belong to several, and is renamed by FSDP."""
+    return find_family(cast(Any, causal_lm).config.architectures[0])
+
+
+def in_file(name: str, param: Tensor, *, decoder: str = "model") -> tuple[str, Tensor]:
+    """Name and values of an adapter's whole parameter in PEFT's file. decoder: Family.adapter_decoder.
 
     PEFT wraps the experts of a layer once for each of their matrices, gate_up_proj inside. It stacks rows of A by expert and then by rank,
     columns of B by rank and then by expert.
     """
     if not name.endswith((_EXPERT_A, _EXPERT_B)):
         name = name.removesuffix(".weight") if ".lora_magnitude_vector." in name else name
-        return in_peft(name.replace(".default", ""), has_tower=has_tower), param
+        return in_peft(name.replace(".default", ""), decoder=decoder), param
     experts, _, matrix = name.rpartition(".")
     inside = _BASE if matrix.startswith("gate_up_proj") else ""
     stacked = param.flatten(0, 1) if name.endswith(_EXPERT_A) else param.permute(1, 2, 0).flatten(1)
-    return in_peft(f"{experts}{inside}.lora_{name[-1]}.weight", has_tower=has_tower), stacked.contiguous()
+    return in_peft(f"{experts}{inside}.lora_{name[-1]}.weight", decoder=decoder), stacked.contiguous()
 
 
 def _from_file(name: str, stored: Tensor, shape: Sequence[int]) -> Tensor:
@@ -70,7 +77,7 @@ def _peft_config(config: LoraConfig, *, has_tower: bool) -> "PeftConfig":
 
     alpha, targets = cast(int, config.alpha), [*map(str, config.target_modules)]
     experts = list[str](EXPERTS) if config.experts else None
-    excluded = "|".join([*map(re.escape, config.exclude_modules), r"visual\..*"])
+    excluded = "|".join([*map(re.escape, config.exclude_modules), r"visual\..*", r"vision_tower\..*"])
     return PeftConfig(
         r=config.rank,
         lora_alpha=alpha,
@@ -149,7 +156,7 @@ def load_adapters(causal_lm: nn.Module, folder: Path) -> None:
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         for name, param in adapter_parameters(causal_lm):
             sharded = cast(DTensor, param)
-            named, _ = in_file(name, torch.empty(param.shape, device="meta"), has_tower=hasattr(causal_lm, "visual"))
+            named, _ = in_file(name, torch.empty(param.shape, device="meta"), decoder=family_of(causal_lm).adapter_decoder)
             stored = file.get_tensor(named).to(param.device, param.dtype)
             whole = _from_file(name, stored, param.shape)
             param.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None))
@@ -209,8 +216,8 @@ def trained_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter
 def adapter_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
     """Whole adapter tensors under PEFT's file names; empty without adapters. Collective."""
     params = ((name, cast(DTensor, param.detach())) for name, param in adapter_parameters(causal_lm))
-    has_tower = hasattr(causal_lm, "visual")
-    return dict(in_file(name, param.full_tensor().cpu(), has_tower=has_tower) for name, param in params)
+    decoder = family_of(causal_lm).adapter_decoder
+    return dict(in_file(name, param.full_tensor().cpu(), decoder=decoder) for name, param in params)
 
 
 def write_adapter(folder: Path, tensors: dict[str, Tensor], *, config: LoraConfig, source: Path) -> None:

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tasuki.models.families import find_family
-from tasuki.trainer.backends.fsdp.lora.adapters import Adapter, adapted_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import Adapter, adapted_parameters, family_of
 from tasuki.trainer.backends.fsdp.lora.dora import row_norms
 from tasuki.weights.checksum import MODULUS
 from tasuki.weights.copies import ViewChecksum, prepare_checksums
@@ -64,8 +63,7 @@ class MergedWeights:
 
     def __init__(self, causal_lm: nn.Module) -> None:
         adapted = adapted_parameters(causal_lm).values()
-        # FSDP renames the class of modules that it shards.
-        self._checkpoint = find_family(type(causal_lm).__name__.removeprefix("FSDP")).checkpoint
+        self._checkpoint = family_of(causal_lm).checkpoint
         weights = [replace(each, name=self._checkpoint.tensor(each.name)) for each in adapted if each.base.dim() == 2]
         self.by_name = {weight.name: weight for weight in weights}
         self.experts = [weight for weight in adapted if weight.base.dim() == 3]
