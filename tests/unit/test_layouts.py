@@ -3,6 +3,7 @@
 # ruff: noqa: RUF001 - DeepSeek's tokens have their own bars
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ _CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _THINKING = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]
 _TEKKEN = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
 _GLM = ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
+_PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<｜User｜>", "<｜Assistant｜>")
+"""Added tokens that are not special, which the texts of rewards have."""
 _NEXT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 _TURNS = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}" + _NEXT
 _REASONS = (
@@ -54,6 +57,8 @@ class Layout(NamedTuple):
     """The chat below."""
     learned: str | None
     """Of its last answer; None if it cannot be found."""
+    trims: bool = False
+    """Whether its special tokens take the white space around them."""
 
 
 LAYOUTS = {
@@ -116,11 +121,13 @@ LAYOUTS = {
     ),
     "phi-4": Layout(
         "bytes", "GPT2Tokenizer", "phi3", [*_CHATML, "<|im_sep|>"], "<|endoftext|>", "<|im_end|>", None, ["<|endoftext|>", "<|im_end|>"],
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_sep|>{{ m['content'] }}<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}",
+        "{% for m in messages %}{% if m['role'] == 'system' %}<|im_start|>system<|im_sep|>{{ m['content'] }}<|im_end|>"
+        "{% elif m['role'] == 'user' %}<|im_start|>user<|im_sep|>{{ m['content'] }}<|im_end|><|im_start|>assistant<|im_sep|>"
+        "{% elif m['role'] == 'assistant' %}{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}",
         "<|im_start|>system<|im_sep|>Be brief.<|im_end|><|im_start|>user<|im_sep|>2+2?<|im_end|><|im_start|>assistant<|im_sep|>4<|im_end|>"
         "<|im_start|>user<|im_sep|>sure?<|im_end|><|im_start|>assistant<|im_sep|>",
         "yes<|im_end|>",
+        trims=True,
     ),
     "glm-4": Layout(  # an answer ends with the next message's role
         "bytes", "PreTrainedTokenizer", "glm4", _GLM, None, "<|endoftext|>", "[gMASK] <sop> $A",
@@ -137,7 +144,7 @@ LAYOUTS = {
         "yes<|im_end|>",
     ),
     "qwen3": Layout(  # only the last answer has its thoughts
-        "bytes", "Qwen2Tokenizer", "qwen3", _CHATML, None, "<|im_end|>", None, ["<|im_end|>", "<|endoftext|>"],
+        "bytes", "Qwen2Tokenizer", "qwen3", [*_CHATML, *_PLAIN[:4]], None, "<|im_end|>", None, ["<|im_end|>", "<|endoftext|>"],
         "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
         "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}"
@@ -146,7 +153,7 @@ LAYOUTS = {
         "<think>\n\n</think>\n\nyes<|im_end|>",
     ),
     "qwen2.5-instruct": Layout(
-        "bytes", "Qwen2Tokenizer", "qwen2", _CHATML, None, "<|im_end|>", None, ["<|im_end|>", "<|endoftext|>"],
+        "bytes", "Qwen2Tokenizer", "qwen2", [*_CHATML, *_PLAIN[2:4]], None, "<|im_end|>", None, ["<|im_end|>", "<|endoftext|>"],
         "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + _TURNS,
         f"{_TURNED}<|im_start|>assistant\n",
         "yes<|im_end|>",
@@ -166,7 +173,10 @@ TEXT = "how many apples are there in 2023?\n élan 中文 😀 ."
 
 
 def write_layout(folder: Path, layout: Layout) -> Tokenizer:
-    own = trained(layout.kind, special=layout.special)
+    table = json.loads(trained(layout.kind, special=layout.special).to_str())
+    for token in table["added_tokens"]:
+        token |= {"special": token["content"] not in _PLAIN, "lstrip": layout.trims, "rstrip": layout.trims}
+    own = Tokenizer.from_str(json.dumps(table))
     if layout.family == "gemma3":
         own.normalizer = normalizers.Replace(" ", "▁")
         own.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -178,8 +188,9 @@ def write_layout(folder: Path, layout: Layout) -> Tokenizer:
     end_ids = [own.token_to_id(text) for text in layout.ends]
     sizes = {"vocab_size": own.get_vocab_size(), "eos_token_id": end_ids}
     config: dict[str, Any] = {"model_type": layout.family, **({"text_config": sizes} if layout.family == "gemma3" else sizes)}
-    declared = {str(own.token_to_id(text)): {"content": text, "special": text != "<think>"} for text in layout.special}
+    declared = {str(own.token_to_id(text)): {"content": text, "special": text not in _PLAIN} for text in layout.special}
     tokens = {"bos_token": layout.bos, "eos_token": {"content": layout.eos}, "tokenizer_class": layout.name}
+    named = [text for text in layout.special if text not in _PLAIN]
     files: dict[str, Any] = {"config": config, "generation_config": {"eos_token_id": end_ids}}
     if layout.name in ("GPT2Tokenizer", "Qwen2Tokenizer"):
         vocab = own.get_vocab(with_added_tokens=False)
@@ -191,7 +202,9 @@ def write_layout(folder: Path, layout: Layout) -> Tokenizer:
     if layout.family in ("gemma3", "glm4", "qwen3"):
         (folder / "chat_template.jinja").write_text(template)
         template = None
-    write_folder(folder, own, **files, tokenizer_config={**tokens, "added_tokens_decoder": declared, "chat_template": template})
+    files["tokenizer_config"] = {**tokens, "added_tokens_decoder": declared, "additional_special_tokens": named}
+    files["tokenizer_config"]["chat_template"] = template
+    write_folder(folder, own, **files)
     return Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
@@ -201,9 +214,10 @@ def test_a_popular_layout_is_read_by_its_own_files(tmp_path: Path, name: str) ->
     own = write_layout(tmp_path, layout)
     found = ModelTokenizer(tmp_path)
     assert check_tokenizer(tmp_path) == []
-    ids = own.encode(TEXT).ids
-    assert found.encode_prompt(TEXT) == ids
-    assert found.decode(np.array(ids)) == own.decode(ids)
+    for text in (TEXT, " 4 \n".join([TEXT, *layout.special, " "])):
+        ids = own.encode(text).ids
+        assert found.encode_prompt(text) == ids
+        assert found.decode(np.array(ids)) == own.decode(ids)
     prompt = own.encode(layout.prompt, add_special_tokens=False).ids
     assert found.encode_prompt(CHAT) == prompt
     assert {own.token_to_id(text) for text in layout.special if text in layout.prompt} <= set(prompt)

@@ -56,6 +56,7 @@ _ADDED = st.lists(
     ),
     max_size=3,
 )
+_FLAGS = st.fixed_dictionaries({name: st.booleans() for name in ("single_word", "lstrip", "rstrip", "normalized", "special")})
 _TEXT = st.lists(
     st.sampled_from(
         [
@@ -97,7 +98,11 @@ _CLASSES = st.sampled_from(
 
 @st.composite
 def random_tokenizers(draw: st.DrawFn) -> Tokenizer:
-    tokenizer = Tokenizer.from_str(TRAINED[draw(st.sampled_from(KINDS))])
+    table = json.loads(TRAINED[draw(st.sampled_from(KINDS))])
+    flagged = draw(st.dictionaries(st.sampled_from(SPECIAL[1:]), _FLAGS, max_size=2))
+    for token in table["added_tokens"]:
+        token |= flagged.get(token["content"], {})
+    tokenizer = Tokenizer.from_str(json.dumps(table))
     more = draw(_NORMALIZERS)
     if more:
         tokenizer.normalizer = normalizers.Sequence([*more, *([] if tokenizer.normalizer is None else [tokenizer.normalizer])])
@@ -129,7 +134,8 @@ def test_ids_and_texts_are_those_of_tokenizer_json(
 ) -> None:
     with TemporaryDirectory() as path:
         shapes = {"model_type": family, "vocab_size": 1000}
-        config = {"tokenizer_class": name, "clean_up_tokenization_spaces": True}
+        config: dict[str, Any] = {"tokenizer_class": name, "clean_up_tokenization_spaces": True}
+        config |= {"pad_token": "<tool>", "additional_special_tokens": ["<|im_end|>", "</think>"]}
         folder = write_folder(Path(path), tokenizer, tokenizer_config=config, config=shapes)
         own = Tokenizer.from_file(str(folder / "tokenizer.json"))
         own.no_padding()
@@ -229,7 +235,9 @@ def test_vocabularies_in_other_formats_may_lie_beside_their_own_tokenizer(tmp_pa
 
 
 @pytest.mark.parametrize("key", ["additional_special_tokens", "extra_special_tokens", "pad_token"])
-def test_tokens_that_the_folder_names_are_never_split_and_in_no_text(tmp_path: Path, key: str) -> None:
+def test_tokens_that_the_folder_names_are_never_split_and_in_no_text_unless_tokenizer_json_says_so(
+    tmp_path: Path, key: str
+) -> None:
     table = json.loads(TRAINED["bytes"])
     table["added_tokens"] = [token for token in table["added_tokens"] if token["content"] != "<|im_end|>"]
     table["model"]["vocab"]["<|im_end|>"] = number = Tokenizer.from_str(TRAINED["bytes"]).token_to_id("<|im_end|>")
@@ -239,7 +247,8 @@ def test_tokens_that_the_folder_names_are_never_split_and_in_no_text(tmp_path: P
     write_folder(tmp_path, Tokenizer.from_str(json.dumps(table)), tokenizer_config=named)
     tokenizer = read_tokenizer(tmp_path)
     ids = tokenizer.encode("3<|im_end|><eos>").ids
-    assert ids[-2:] == [number, tokenizer.eos_token_id] and tokenizer.decode(ids) == "3"
+    assert ids[-2:] == [number, tokenizer.eos_token_id]
+    assert tokenizer.decode(ids) == "3<eos>"  # tokenizer.json says that it is not special
 
 
 def test_tokens_of_added_tokens_json_are_never_split(tmp_path: Path) -> None:

@@ -115,7 +115,8 @@ class FolderTokenizer:
         """Makes tokens of the vocabulary added tokens, which are never split, where tokenizer_config.json or added_tokens.json says so."""
         from tokenizers import AddedToken
 
-        known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        own = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        known = set(own)
         declared = self._config.get("added_tokens_decoder") or {}
         if not isinstance(declared, Mapping) or not all(key.isdecimal() for key in declared):
             raise InvalidArgument(_KEY, f"{self.folder / _CONFIG}: added_tokens_decoder must be an object of tokens by id")
@@ -136,15 +137,16 @@ class FolderTokenizer:
                 raise InvalidArgument(_KEY, f"{problem}; save both files together with the tokenizer")
             known.add(text)
         for name, text in [*self.special_tokens.items(), *_further_tokens(self.folder, self._config)]:
-            if (token_id := self.backend.token_to_id(text)) is None:
-                continue
+            if text in own or (token_id := self.backend.token_to_id(text)) is None:
+                continue  # tokenizer.json says what its added tokens are
             if text not in known and token_id in self.backend.encode(text, add_special_tokens=False).ids:
                 if name not in ("bos_token", "eos_token"):  # an ordinary token, such as one that pads
                     continue
                 problem = f"{self.folder / _CONFIG} names {text!r} as {name}, which texts contain as an ordinary token"
                 raise InvalidArgument(_KEY, f"{problem}; name the special token there, or declare it in added_tokens_decoder")
-            # A token that it has already becomes special, too: decoded texts are without it.
-            self.backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+            # A declared token becomes special, too: decoded texts are without it.
+            flags_of = self.backend.get_added_tokens_decoder()
+            self.backend.add_special_tokens([flags_of.get(token_id, AddedToken(text, normalized=False))])
 
     def _read_templates(self) -> "dict[str, ChatTemplate]":
         from tasuki.models.chat_template import ChatTemplate
