@@ -67,7 +67,7 @@ class FolderTokenizer:
     def encode_start(self, text: str) -> list[int]:
         """Encodes the start of a sequence: with the tokens that tokenizer.json adds before a text, without those that it adds after it.
 
-        Does not repeat a beginning-of-text token that the text has itself.
+        A text that begins with the first of them has its start itself.
         """
         own = self.encode(text).ids
         if not self.backend.num_special_tokens_to_add(False):
@@ -77,7 +77,7 @@ class FolderTokenizer:
         if not own or not inside:
             return own
         added = whole.ids[: inside[0]]
-        return own if added and own[: len(added)] == added else [*added, *own]
+        return own if own[:1] == added[:1] else [*added, *own]
 
     def decode(self, token_ids: Sequence[int], *, has_special: bool = False) -> str:
         """Decodes, without special tokens such as end of sequence unless told."""
