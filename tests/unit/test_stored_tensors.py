@@ -196,6 +196,14 @@ def test_a_second_copy_of_a_tensor_in_another_file_is_refused(folders: dict[str,
     assert "old.safetensors" in refusal(folder)
 
 
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.bin", "adapter_model.safetensors"])
+def test_an_adapter_beside_a_model_is_refused(kind: str, name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders[kind], tmp_path)
+    (folder / name).write_bytes(b"{}")
+    assert name in (said := refusal(folder)) and "trainer.lora.path" in said
+
+
 def test_a_tied_model_may_repeat_its_embedding_but_not_have_another_head(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = copied(folders["tied"], tmp_path)
     file = folder / "model.safetensors"

@@ -61,7 +61,8 @@ def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTen
     """Every tensor by name. Reads only headers.
 
     Raises PathNotFound without weights in safetensors, PathPermissionDenied, and InvalidArgument for a file that is missing, cut off,
-    damaged, not written to its end or no safetensors file, an index that differs from the files, and a tensor that two files hold.
+    damaged, not written to its end or no safetensors file, an index that differs from the files, a tensor that two files hold, and an
+    adapter beside them.
     """
     with named_if_denied(folder, key=key):
         indexed = read_weight_map(folder, key=key)
@@ -69,10 +70,12 @@ def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTen
         if indexed is None:
             if not os.path.lexists(single):
                 raise _without_weights(folder, key=key)
+            _refuse_adapter(folder, key=key)
             _check_alone(single, key=key)
             whole = read_file(single, key=key)
             _check_written(single, whole, key=key)
             return _paired(whole)
+        _refuse_adapter(folder, key=key)
         tensor_in = {file_name: name for name, file_name in sorted(indexed.items(), reverse=True)}
         if single.is_file() and SINGLE_FILE not in tensor_in:
             problem = f"{single} is not in {INDEX_FILE}, and readers disagree on which of the two counts; remove one of them"
@@ -332,6 +335,14 @@ def _check_alone(single: Path, *, key: str) -> None:
                 f"{file} stands beside {SINGLE_FILE} without an {INDEX_FILE}, so readers disagree on which of the two counts"
             )
             raise InvalidArgument(key, f"{problem}; remove one of them")
+
+
+def _refuse_adapter(folder: Path, *, key: str) -> None:
+    """Refuses an adapter beside whole weights, which transformers would add to them, also in an export."""
+    for file in sorted(file for file in folder.iterdir() if file.name.startswith(("adapter_config.", "adapter_model"))):
+        problem = f"{file} is of an adapter, which other readers add to the model beside it, and tasuki does not"
+        cure = "merge it with PEFT, or move it to a folder for trainer.lora.path; remove it if it is merged already"
+        raise InvalidArgument(key, f"{problem}; {cure}")
 
 
 def _without_weights(folder: Path, *, key: str) -> PathNotFound:
