@@ -79,6 +79,14 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                            "deepstack_visual_indexes": [5, 11, 17]},
          "tie_word_embeddings": True},
     ),
+    "qwen2.5-vl-7b": (
+        "Qwen2_5_VLConfig",
+        {"text_config": {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+                         "num_key_value_heads": 4, "vocab_size": 152_064, "max_position_embeddings": 128_000,
+                         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}},
+         "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+         "tie_word_embeddings": False},
+    ),
     # transformers' own range of random weights makes outputs of experts of this size large, and rounding with them.
     "gpt-oss-20b-4-layers": (
         "GptOssConfig", {"num_hidden_layers": 4, "num_local_experts": 32, "swiglu_limit": 7.0, "initializer_range": 0.01},
