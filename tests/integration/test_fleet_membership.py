@@ -21,7 +21,7 @@ from tests.refusal import refused
 
 
 async def test_a_silent_node_ends_the_fleet_and_the_others_hear_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FleetConfig, "node_timeout_s", 0.5)
+    monkeypatch.setattr(FleetConfig, "node_timeout_s", 3.0)
     leader = leader_address()
     configs = [config_of(tmp_path, rank, leader) for rank in range(2)]
     async with leading(configs[0]) as nodes, open_channel(leader) as channel:

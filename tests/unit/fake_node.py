@@ -18,7 +18,7 @@ TO_ROLLOUT, TO_TRAIN = path(TRAIN, Phase.ROLLOUT), path(ROLLOUT, Phase.TRAIN)
 def make_node(
     journal: Journal, services: FakeServices, *, admission: Admission | None = None, recovery_timeout_s: float = 0.3
 ) -> Node:
-    """recovery_timeout_s: above the default in tests that expect services to come back in time on a busy machine."""
+    """recovery_timeout_s: the default is for tests that wait for its end."""
     return Node(
         journal,
         services,

@@ -79,7 +79,10 @@ async def test_corrupt_weights_are_not_served_and_rollout_is_synced_again_once_i
     assert (Phase.of(node.state().phase), services.served, node.state().last_error) == (Phase.ROLLOUT, 0, "")
 
 
-async def test_poisoned_rollout_that_nobody_restarts_is_an_error_and_the_trainer_can_go_on(node: Node, services: FakeServices):
+async def test_poisoned_rollout_that_nobody_restarts_is_an_error_and_the_trainer_can_go_on(
+    journal: Journal, services: FakeServices
+):
+    node = make_node(journal, services)
     services.poison = "planted"
     with pytest.raises(EnginePoisoned, match=r"not been restarted in 0\.3 s: planted"):
         await acquire(node, Phase.ROLLOUT)
@@ -91,8 +94,9 @@ async def test_poisoned_rollout_that_nobody_restarts_is_an_error_and_the_trainer
 @pytest.mark.parametrize("stage", [*TO_ROLLOUT, *TO_TRAIN])
 @pytest.mark.parametrize("service", list(Service))
 async def test_service_that_dies_in_a_stage_is_waited_for_and_the_phase_reached(
-    service: Service, stage: Stage, comes_back: bool, node: Node, services: FakeServices, journal: Journal
+    service: Service, stage: Stage, comes_back: bool, services: FakeServices, journal: Journal
 ) -> None:
+    node = make_node(journal, services, recovery_timeout_s=60.0 if comes_back else 0.3)
     if stage in TO_TRAIN:
         await acquire(node, Phase.ROLLOUT)
     target = Phase.TRAIN if stage in TO_TRAIN else Phase.ROLLOUT

@@ -105,7 +105,7 @@ async def move(rollout: Rollout, stage: Stage, *, version: int = 0) -> None:
     if stage is Stage.SYNC:
         await rollout.receive(weights_pb2.PublishedWeights(policy_version=version), timeout_s=1)
     elif stage is Stage.DRAIN:
-        await rollout.drain(grace_s=0, timeout_s=0.2)
+        await rollout.drain(grace_s=0, timeout_s=60)
     elif stage in (Stage.RESUME_WEIGHTS, Stage.RESUME_KV):
         await rollout.resume(stage, [], timeout_s=1)
     else:
@@ -254,7 +254,7 @@ async def test_a_drain_of_a_stuck_engine_ends_and_poisons() -> None:
     stuck = asyncio.ensure_future(samples(rollout))
     await asyncio.sleep(0.01)
     with pytest.raises(DeadlineExceeded, match="did not release 1 requests"):
-        await move(rollout, Stage.DRAIN)
+        await rollout.drain(grace_s=0, timeout_s=0.2)
     with pytest.raises(EnginePoisoned, match="DRAIN failed"):
         await samples(rollout)
     stuck.cancel()
