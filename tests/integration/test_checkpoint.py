@@ -7,7 +7,7 @@ import shutil
 import stat
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,13 +29,22 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
 from tasuki.trainer.durable.checkpoint_files import StoredTensor
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied
+from tasuki.wire.sealed_json import sealed
 from tests.integration.one_rank import group
-from tests.resealed import reseal
 from tests.sockets import NOBODY
 
 __all__ = ["group"]
 
 FACTS = CheckpointFacts(num_ranks=1, roles={Role.POLICY: RoleFacts(version=3, schedule_start=2, architecture="Linear")})
+
+
+def reseal(checkpoint: Path, fields: Mapping[str, Any] | None = None) -> None:
+    """Recomputes the checksums of a changed checkpoint. fields: new values in checkpoint.json; None keeps its own."""
+    file = checkpoint / "checkpoint.json"
+    kept = dict(json.loads(file.read_text()) if fields is None else fields)
+    kept.pop("crc32", None)
+    kept["tensors_crc32"] = zlib.crc32((checkpoint / "tensors.json").read_bytes())
+    file.write_text(sealed(kept))
 
 
 class Malicious:

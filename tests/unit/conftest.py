@@ -4,6 +4,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +16,9 @@ from tests.sparse_weights import write_sparse_weights
 from tests.unit.fake_node import make_node
 from tests.unit.fake_services import FakeServices
 from tests.unit.memory_folder import memory_folder, write_tokenizer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # No deadline: an example's time only shows how busy the machine is. `make test` repeats its examples, each `make chaos` draws others.
 settings.register_profile(
@@ -60,4 +64,15 @@ def services() -> FakeServices:
 
 @pytest.fixture
 async def node(journal: Journal, services: FakeServices) -> Node:
-    return make_node(journal, services)
+    return make_node(journal, services, recovery_timeout_s=60.0)  # services come back in time on a busy machine, too
+
+
+@pytest.fixture
+def mesh() -> Iterator["DeviceMesh"]:
+    """One rank."""
+    import torch.distributed as dist  # takes seconds, so only if a test needs it
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Trainer and rollout in memory, behind the coordinator's peer boundary, with their own stage rules and failures on request."""
+"""Trainer and rollout in memory, behind the coordinator's peer boundary, with the services' stage rules and failures on request."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,14 +6,11 @@ from dataclasses import dataclass, field
 
 from tasuki.coordinator.journal import Intent, Outcome
 from tasuki.coordinator.phases import Observed
-from tasuki.wire.errors import EnginePoisoned, PeerUnavailable, StageOrder, TasukiError
+from tasuki.rollout.rollout import check_stage
+from tasuki.trainer.service.state import raise_unless_next
+from tasuki.wire.errors import PeerUnavailable, StageOrder, TasukiError
 from tasuki.wire.stages import RULES, Service, Stage
 
-_TRAINER = {(None, Stage.LOAD_WEIGHTS), (Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS), (Stage.LOAD_WEIGHTS, Stage.OFFLOAD)}
-_TRAINER |= {(Stage.OFFLOAD, Stage.LOAD_TRAINER), (None, Stage.LOAD_TRAINER)}
-_ROLLOUT = {(None, Stage.RESUME_WEIGHTS), (Stage.PAUSE_WEIGHTS, Stage.RESUME_WEIGHTS), (Stage.RESUME_WEIGHTS, Stage.SYNC)}
-_ROLLOUT |= {(Stage.SYNC, Stage.RESUME_KV), (Stage.RESUME_KV, Stage.DRAIN), (Stage.DRAIN, Stage.PAUSE_KV)}
-_ROLLOUT |= {(Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS)}
 # Undo of a stage: the stages after which it is accepted, and the stage then reported as completed last.
 _UNDO: dict[Stage, tuple[set[Stage | None], Stage]] = {
     Stage.LOAD_WEIGHTS: ({Stage.LOAD_WEIGHTS, Stage.LOAD_TRAINER, None}, Stage.LOAD_TRAINER),
@@ -99,10 +96,10 @@ class FakeServices:
         self.commands.append((intent.epoch, intent.sequence))
         await self.before_stage(stage)
         self._require(service)
-        if self.poison and service is Service.ROLLOUT and stage not in (Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS):
-            raise EnginePoisoned(self.poison)
-        if (self.stage[service], stage) not in _TRAINER | _ROLLOUT:
-            raise StageOrder(f"{service} cannot do {stage} after {self.stage[service]}")
+        if service is Service.ROLLOUT:
+            check_stage(stage, after=self.stage[service], poison_reason=self.poison or None)
+        else:
+            raise_unless_next(stage, after=self.stage[service])
         error = self.fail_once.pop(stage, self.fail.get(stage))
         if error is not None and stage not in self.done_anyway:
             self.poison = "planted" if stage in self.poisons else ""

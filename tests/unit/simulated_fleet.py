@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
 
 from tasuki.config.schema import FleetConfig
 from tasuki.coordinator.operations import FleetHold, Operation
@@ -20,11 +19,10 @@ from tasuki.v1.fleet_pb2 import FleetCommand
 from tasuki.wire.errors import FleetEnded, PeerUnavailable, TasukiError
 from tasuki.wire.stages import Phase, Service, Stage
 from tests.unit.simulated_faults import Crash, JournalFailpoints
-from tests.unit.simulated_node import SimulatedNode
+from tests.unit.simulated_node import Answer, SimulatedNode, Simulation
 
 PATIENCE_S = 150.0
 _LATENCY_S, _LATE_S, _RESTART_S, _NEVER_S = 0.001, 0.5, 0.5, 7200.0
-_Answer = TypeVar("_Answer")
 
 
 class FleetFault(StrEnum):
@@ -115,7 +113,7 @@ class SimulatedNodePeer(NodePeer):
         return FleetCommand(name=config.name, attempt=config.attempt, epoch=self._epoch, sequence=self._sequence)
 
 
-class SimulatedFleet:
+class SimulatedFleet(Simulation):
     """Nodes, and one fleet over them at a time. fault: returns the fault of each message."""
 
     def __init__(
@@ -126,6 +124,7 @@ class SimulatedFleet:
         fault: Callable[[], FleetFault | None] = lambda: None,
         patience_s: float = PATIENCE_S,
     ) -> None:
+        super().__init__()
         self.path, self._fault, self._patience_s = folder / "fleet.sqlite", fault, patience_s
         self.deaf_once_decided: int | None = None
         """Rank of a node that becomes unreachable once a decision is made."""
@@ -133,8 +132,6 @@ class SimulatedFleet:
         self.failpoints = JournalFailpoints(self._crash)
         self.num_calls = self.num_crashes = 0
         self.ended: TasukiError | None = None
-        self.broken: AssertionError | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
         self.nodes: list[MemberNode] = []
         for rank in range(num_nodes):
             self.nodes.append(MemberNode(folder / str(rank), rank, self.config, on_served=self._check_served))
@@ -194,7 +191,7 @@ class SimulatedFleet:
 
     # Network.
 
-    async def call(self, rank: int, command: FleetCommand, act: Callable[[MemberNode], Awaitable[_Answer]]) -> _Answer:
+    async def call(self, rank: int, command: FleetCommand, act: Callable[[MemberNode], Awaitable[Answer]]) -> Answer:
         self.num_calls += 1
         fault, node = self._fault(), self.nodes[rank]
         await asyncio.sleep(_LATENCY_S)
@@ -232,29 +229,15 @@ class SimulatedFleet:
             node.rollout.weather.differs = node.rank + 1
 
     def _arrive(
-        self, node: MemberNode, command: FleetCommand, act: Callable[[MemberNode], Awaitable[_Answer]]
-    ) -> asyncio.Task[_Answer]:
-        async def carry_out() -> _Answer:
+        self, node: MemberNode, command: FleetCommand, act: Callable[[MemberNode], Awaitable[Answer]]
+    ) -> asyncio.Task[Answer]:
+        async def carry_out() -> Answer:
             if not node.is_listening:
                 raise PeerUnavailable("connection refused")
             node.hold.check(command)
             return await act(node)
 
         return self._task(carry_out())
-
-    def _later(self, seconds: float, action: Callable[[], object]) -> None:
-        asyncio.get_running_loop().call_later(seconds, action)
-
-    def _task(self, work: Coroutine[Any, Any, _Answer]) -> asyncio.Task[_Answer]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-        return task
-
-    def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and isinstance(task.exception(), AssertionError):
-            self.broken = task.exception()
 
     # Invariants.
 
@@ -269,10 +252,7 @@ class SimulatedFleet:
     async def close(self) -> FleetAudit:
         """Stops everything and audits all journals. Raises AssertionError for any broken invariant."""
         await self._bury()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._end_tasks()
         for node in self.nodes:
             await node.close()
         if self.broken is not None:

@@ -1,14 +1,16 @@
 """A node in one thread and in virtual time: the real coordinator and journal, simulated services, and a network that fails on request."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from tasuki.coordinator.audit.commands import audit_commands
+from tasuki.coordinator.audit.commands import LoggedLife, audit_commands, read_command_log
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.replay import Audit, audit
+from tasuki.coordinator.changeover import Peers
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.operations import Operation
@@ -16,24 +18,111 @@ from tasuki.v1 import trainer_pb2, types_pb2
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, PeerUnavailable, TasukiError
 from tasuki.wire.stages import Phase, Service, Stage
 from tests.unit.simulated_faults import Crash, Fault, JournalFailpoints
-from tests.unit.simulated_logs import SimulatedLogs
-from tests.unit.simulated_peers import STAGE_TIMEOUT_S, SimulatedPeers
 from tests.unit.simulated_services import Disk, SimulatedRollout, SimulatedService, SimulatedTrainer
 
-STALL_S, RECOVERY_TIMEOUT_S, RESTART_S, LATE_S = 90.0, 120.0, 1.0, 0.5
+STAGE_TIMEOUT_S, STALL_S, RECOVERY_TIMEOUT_S, RESTART_S, LATE_S = 60.0, 90.0, 120.0, 1.0, 0.5
 
 
 _LATENCY_S = 0.001
 
 
 _NEVER_S = 7200.0
+Answer = TypeVar("Answer")
 
 
-class SimulatedNode:
+_LOGGER = logging.getLogger("tasuki.rpc")
+
+
+class _Stub:
+    """Replaces a gRPC stub."""
+
+    def __init__(self, node: "SimulatedNode", service: Service) -> None:
+        self._node, self._service = node, service
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        return lambda request, timeout: self._node.call(self._service, method, request, timeout)
+
+
+class SimulatedPeers(Peers):
+    """The coordinator's peers, with stubs that call the simulation."""
+
+    def __init__(self, node: "SimulatedNode") -> None:
+        self._trainer = self._rollout = None
+        self._memory = {service: _Stub(node, service) for service in Service}
+        self._trainer, self._rollout = self._memory[Service.TRAINER], self._memory[Service.ROLLOUT]
+        self._epoch, self._timeout_s, self._drain_grace_s = node.epoch, STAGE_TIMEOUT_S, 10.0
+
+
+class SimulatedLogs(logging.Handler):
+    """Collects lines from creation until `close`. lives: the services' lives so far, oldest first."""
+
+    def __init__(self, lives: Mapping[Service, Sequence[SimulatedService]]) -> None:
+        super().__init__()
+        self._lives = lives
+        self._lines: dict[str, list[str]] = {}
+        self._level = _LOGGER.level
+        _LOGGER.setLevel(logging.INFO)
+        _LOGGER.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        for lives in self._lives.values():
+            for life in lives:
+                if f" boot_id={life.boot_id} " in line and not life.died.is_set():
+                    self._lines.setdefault(life.boot_id, []).append(line)
+
+    def close(self) -> None:
+        _LOGGER.removeHandler(self)
+        _LOGGER.setLevel(self._level)
+        super().close()
+
+    def read(self, folder: Path) -> dict[Service, list[LoggedLife]]:
+        """Reads the logs as an audit does, by way of files in `folder`."""
+        return {service: self._read(folder / f"{service}.log", service) for service in self._lives}
+
+    def _read(self, path: Path, service: Service) -> list[LoggedLife]:
+        lines: list[str] = []
+        for life in self._lives[service]:
+            lines += [f"event=serving service={service}", *self._lines.get(life.boot_id, [])]
+        path.write_text("\n".join(lines))
+        return read_command_log(path)
+
+
+class Simulation:
+    """Owns the tasks of a simulation, and keeps the latest assertion that one of them broke."""
+
+    broken: AssertionError | None = None
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def _later(self, seconds: float, action: Callable[[], object]) -> None:
+        asyncio.get_running_loop().call_later(seconds, action)
+
+    def _task(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), AssertionError):
+            self.broken = error
+
+    async def _end_tasks(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class SimulatedNode(Simulation):
     """Services that a supervisor restarts, and one coordinator at a time. fault: returns the fault of each call."""
 
     def __init__(self, folder: Path, *, fault: Callable[[], Fault | None], waits_for_room: bool) -> None:
         """waits_for_room: whether a starting service waits until the other one has left the GPU, as on CUDA."""
+        super().__init__()
         self._path = folder / "journal.sqlite"
         self._fault, self._waits_for_room = fault, waits_for_room
         self.failpoints = JournalFailpoints(self._crash)
@@ -45,7 +134,6 @@ class SimulatedNode:
         self.num_calls = self.num_crashes = self.num_kills = 0
         self._served = 0
         self._starting: set[Service] = set()
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._begin_life(Service.ROLLOUT)
         self._begin_life(Service.TRAINER)
         self._start_coordinator()
@@ -240,23 +328,6 @@ class SimulatedNode:
 
         self._task(arrive())
 
-    def _later(self, seconds: float, action: Callable[[], None]) -> None:
-        asyncio.get_running_loop().call_later(seconds, action)
-
-    def _task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            error = task.exception()
-            if isinstance(error, AssertionError):
-                self.broken = error
-
-    broken: AssertionError | None = None
     prefix = ""
     """Prefix of boot ids, for tests with several nodes."""
 
@@ -265,10 +336,7 @@ class SimulatedNode:
     async def close(self) -> Audit:
         """Stops everything and audits the journal. Raises AssertionError for any broken invariant."""
         await self._bury_coordinator()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._end_tasks()
         if self.broken is not None:
             raise self.broken
         for lives in self.lives.values():

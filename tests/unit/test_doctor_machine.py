@@ -7,6 +7,7 @@ import resource
 import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,11 +19,42 @@ from tasuki.doctor.host import Gpu, GpuFacts, check_compilers, check_driver, che
 from tasuki.doctor.node import check_passing, check_plan
 from tasuki.memory.host import HostMemory, host_memory
 from tests.conftest import ENVIRONMENT
-from tests.nvml import Library
 from tests.tiny_disk import tmpfs
 from tests.unit.doctor import examined, is_bad, is_ok
 
 GB = 10**9
+
+
+class NVMLError(Exception):
+    pass
+
+
+class Library(SimpleNamespace):
+    """Two GPUs; the second one does not list its processes."""
+
+    NVMLError = NVMLError
+
+    def nvmlInit(self) -> None:
+        if self.is_missing:
+            raise NVMLError
+
+    def nvmlShutdown(self) -> None: ...
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return 13010
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=100, free=90 - handle)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        if handle:
+            raise NVMLError
+        return [SimpleNamespace(pid=7, usedGpuMemory=None), SimpleNamespace(pid=8, usedGpuMemory=3)]
 
 
 def test_faults_of_the_machine_are_found(tmp_path: Path):

@@ -1,14 +1,12 @@
 """Experts on a single rank: transformers' results, tensors kept by autograd, and the planner's figures for more ranks."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tasuki.config.checks import check_model
@@ -43,13 +41,6 @@ def node_of(
     node = node_with(model, num_ranks=num_ranks, checkpointing=Checkpointing.FULL, rollout=rollout, trainer=trainer)
     check_model(node.config, model, critic=critic)
     return node
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
 
 
 def experts_of(kind: str, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float32) -> tuple[Any, ParallelExperts]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.fleet.audit import FleetAudit
-from tasuki.wire.stages import Phase
+from tasuki.wire.stages import Phase, Service, Stage
 from tests.extent import IS_WHOLE
 from tests.unit.memory_folder import memory_folder
 from tests.unit.simulated_fleet import FleetFault, SimulatedFleet
@@ -131,3 +131,23 @@ async def simulate(seed: int) -> FleetAudit:
 def test_every_seed_ends_with_one_version_and_clean_journals(chunk: int) -> None:
     for seed in range(chunk, NUM_SEEDS, NUM_CHUNKS):
         assert in_virtual_time(lambda seed=seed: simulate(seed)).num_decisions > NUM_STEPS, seed
+
+
+def test_a_node_that_was_away_when_the_fleet_started_is_told_until_it_answers(tmp_path: Path) -> None:
+    faults = [FleetFault.DROP] * 4
+
+    async def work() -> FleetAudit:
+        fleet = SimulatedFleet(tmp_path, num_nodes=2, fault=lambda: faults.pop() if faults else None)
+        await asyncio.sleep(0.2)
+        assert fleet.fleet.state().last_error == "PEER_UNAVAILABLE: node 0: connection reset"
+        await asyncio.sleep(5.0)
+        assert (Stage.of(fleet.fleet.state().stage), fleet.fleet.state().last_error) == (Stage.LOAD_TRAINER, "")
+        fleet.nodes[0].kill(Service.TRAINER)
+        assert Stage.of((await fleet.fleet.look()).stage) is None
+        assert fleet.nodes[0].node.state().last_error.startswith("PEER_UNAVAILABLE: ")
+        await asyncio.sleep(60.0)
+        assert Stage.of((await fleet.fleet.look()).stage) is Stage.LOAD_TRAINER
+        assert fleet.nodes[0].node.state().last_error == ""
+        return await fleet.close()
+
+    in_virtual_time(work)

@@ -1,13 +1,11 @@
 """Activations and buffers in host memory."""
 
-from collections.abc import Iterator
 from itertools import chain
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
 from tasuki.trainer.backends.fsdp.host_buffers import pin
@@ -42,13 +40,6 @@ def test_all_buffers_are_pinned_or_none(room: int, is_pinned: bool, monkeypatch:
 
 NUM_LAYERS, NUM_TOKENS = 3, 16
 BYTES = 4 * NUM_TOKENS
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
 
 
 def tensors_of(layer: int) -> list[list[Tensor]]:

@@ -1,12 +1,10 @@
 """A budget of host memory counts whole chunks; a node that does not fit is refused before anything starts."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import TrainerConfig
@@ -94,13 +92,6 @@ def test_an_arena_without_room_says_what_it_takes_in_whole_chunks() -> None:
         native.set_host_budget(0)
         arena.close()
     assert refused.value.metadata["needed_bytes"] == str(2 * MIB)
-
-
-@pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
 
 
 def test_a_first_publication_without_room_names_its_tag(mesh: DeviceMesh) -> None:

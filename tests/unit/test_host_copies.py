@@ -1,12 +1,7 @@
 """Host copies of paused memory: made before the first pause, and repeated only for bytes that may have changed."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
@@ -19,13 +14,6 @@ from tests.arenas import pause, resume
 
 MIB = 2**20
 BOTH = [MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER]
-
-
-@pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
 
 
 def parameter(memory: TrainerMemory, mesh: DeviceMesh, value: float, *, is_frozen: bool) -> Parameter:

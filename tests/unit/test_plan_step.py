@@ -2,14 +2,13 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
@@ -163,13 +162,6 @@ def test_a_critic_has_the_parameters_that_are_counted(mesh: DeviceMesh):
     assert counted == Counter(
         tuple(parameter.shape) for parameter in Critic(causal_lm, attention=_attention(causal_lm)).parameters()
     )
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
 
 
 def _on_host(checkpointing: str, mesh: DeviceMesh, *, kept_layers: int = 0) -> HostActivations:

@@ -1,15 +1,13 @@
 """Routers of a mixture of experts: transformers' results, a choice made once, and the load of each expert."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.planner.node import Checkpointing
 from tasuki.trainer.backends.fsdp.activations import tile_mlps
@@ -24,13 +22,6 @@ AUXILIARY = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3")
 
 SPARSE = ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3")
 (CHOICE,) = routing_operators()
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
 
 
 def routers_of(module: nn.Module) -> list[Router]:
@@ -94,32 +85,26 @@ def test_a_router_that_would_choose_otherwise_in_backward_does_not(kind: str) ->
 
 
 @pytest.mark.parametrize("kind", SPARSE)
-def test_the_load_is_that_of_transformers_choice(kind: str) -> None:
+def test_the_load_is_that_of_transformers_choice(kind: str, mesh: DeviceMesh) -> None:
     policy, batch = policy_of(make_model(kind, seed=5), checkpointing=Checkpointing.FULL), pack(LENGTHS)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        load = ExpertLoad(
-            policy.causal_lm, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), device=torch.device("cpu")
-        )
-        routers, counts = routers_of(policy), []
+    load = ExpertLoad(policy.causal_lm, mesh=mesh, device=torch.device("cpu"))
+    routers, counts = routers_of(policy), []
 
-        def count(router: Any, _args: Any, result: Any) -> None:
-            counts.append(torch.bincount(result[2].flatten(), minlength=len(router.weight)))
+    def count(router: Any, _args: Any, result: Any) -> None:
+        counts.append(torch.bincount(result[2].flatten(), minlength=len(router.weight)))
 
-        with torch.no_grad():
-            policy(batch)
-        assert not routers[0].load_E.any(), "scoring is no training"
-        hooks = [router.register_forward_hook(count) for router in routers]
-        scores_N, _ = policy(batch)
-        for hook in hooks:
-            hook.remove()
-        scores_N.sum().backward()
-        metrics, counts_LE = load.take(), torch.stack(counts).double()
-        assert metrics["expert_load_max"].value == (counts_LE.amax(1) / counts_LE.mean(1)).max()
-        assert metrics["idle_expert_fraction"].value == (counts_LE == 0).double().mean()
-        assert not routers[0].load_E.any()
-    finally:
-        dist.destroy_process_group()
+    with torch.no_grad():
+        policy(batch)
+    assert not routers[0].load_E.any(), "scoring is no training"
+    hooks = [router.register_forward_hook(count) for router in routers]
+    scores_N, _ = policy(batch)
+    for hook in hooks:
+        hook.remove()
+    scores_N.sum().backward()
+    metrics, counts_LE = load.take(), torch.stack(counts).double()
+    assert metrics["expert_load_max"].value == (counts_LE.amax(1) / counts_LE.mean(1)).max()
+    assert metrics["idle_expert_fraction"].value == (counts_LE == 0).double().mean()
+    assert not routers[0].load_E.any()
 
 
 @pytest.mark.parametrize(("kind", "experts"), [("mixtral", "num_local_experts"), ("qwen3_moe", "num_experts")])
