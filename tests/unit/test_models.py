@@ -362,18 +362,24 @@ def test_what_stands_beside_the_text_of_a_vision_model_is_read_or_refused_by_nam
     assert refused.value.metadata["field"] == key
 
 
+_SERVED_ADAPTER = {"trainer": {"lora": {"target_modules": ["down_proj"]}}, "rollout": {"lora": "adapter"}}
+
+
 @pytest.mark.parametrize(
-    ("field", "settings"),
+    ("kind", "field", "settings"),
     [
-        ("trainer.sequence_parallel", {"trainer": {"num_ranks": 2, "sequence_parallel": 2}}),
-        ("trainer.prefix_sharing", {"trainer": {"prefix_sharing": True}}),
-        ("trainer.compile", {"trainer": {"compile": "blocks"}}),
-        ("rollout.tp_size", {"rollout": {"tp_size": 4}}),
-        ("rollout.lora", {"trainer": {"lora": {"target_modules": ["down_proj"]}}, "rollout": {"lora": "adapter"}}),
+        ("qwen3_5", "trainer.sequence_parallel", {"trainer": {"num_ranks": 2, "sequence_parallel": 2}}),
+        ("qwen3_5", "trainer.prefix_sharing", {"trainer": {"prefix_sharing": True}}),
+        ("qwen3_5", "trainer.compile", {"trainer": {"compile": "blocks"}}),
+        ("qwen3_5", "rollout.tp_size", {"rollout": {"tp_size": 4}}),
+        ("qwen3_5", "rollout.lora", _SERVED_ADAPTER),
+        ("gemma3_vision", "rollout.lora", _SERVED_ADAPTER),
     ],
 )
-def test_what_gated_delta_nets_cannot_have_is_refused_by_name(field: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    shape = model_of(module_of("qwen3_5")).shape
+def test_what_gated_delta_nets_and_texts_of_vision_models_cannot_have_is_refused_by_name(
+    kind: str, field: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    shape = model_of(module_of(kind)).shape
     plain = {"state_dir": tmp_path, "model": {"path": tmp_path}}
     check_model(NodeConfig.model_validate(plain), shape)
     with pytest.raises(InvalidArgument) as refused:
