@@ -33,7 +33,7 @@ REPLACED = [
     ("srt.models.qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration.get_image_feature"),
     ("srt.models.qwen2_5_vl", "Qwen2_5_VisionTransformer.forward"),
     ("srt.models.qwen3_vl", "Qwen3VLMoeVisionModel"),
-    ("srt.models.gemma3_mm", "SiglipVisionModel", "srt.models.siglip"),
+    ("srt.models.gemma3_mm", "SiglipVisionModel"),
     ("srt.models.gemma3_mm", "Gemma3MultiModalProjector"),
     ("srt.layers.attention.torch_native_backend", "TorchNativeAttnBackend._run_sdpa_forward_decode"),
     ("srt.layers.attention.torch_native_backend", "TorchNativeAttnBackend._run_sdpa_forward_extend"),
