@@ -187,7 +187,7 @@ def test_biases_that_a_step_moves_are_published_exported_and_loaded(mesh: Device
     loaded, fixed = start_learner(folder, mesh=mesh, **rate), start_learner(folder, mesh=mesh)
     loaded.load_checkpoint(tmp_path / "checkpoint")
     assert torch.equal(trained(loaded, Role.POLICY).network.causal_lm.get_buffer(name), ours[name])
-    with pytest.raises(InvalidArgument, match="router_bias_update_rate that it was saved with"):
+    with pytest.raises(InvalidArgument, match="router_bias_update_rate"):
         fixed.load_checkpoint(tmp_path / "checkpoint")
 
 
