@@ -340,13 +340,8 @@ _WITH_TOWER: dict[str, tuple[Any, Any]] = {
     )
 }
 _SIGLIP = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
 
 
 def with_tower(text: PreTrainedModel) -> PreTrainedModel:

@@ -141,10 +141,8 @@ async def _train(
     """Takes two steps of GRPO at a high learning rate. Compares what the engine generates before, between and after with the trainer's
     log-probs, in the end with those of the exported model and its adapter.
     """
-    table, learning_rate = {"dtype": "float32", "lora": served}, 1e-2
-    learner = start_learner(
-        folder, mesh=mesh, state_dir=rollout.state_dir, rollout=table, lora=lora, learning_rate=learning_rate
-    )
+    table = {"dtype": "float32", "lora": served}
+    learner = start_learner(folder, mesh=mesh, state_dir=rollout.state_dir, rollout=table, lora=lora, learning_rate=1e-2)
     samples: list[TrainingSample] = []
     try:
         for step in range(3):

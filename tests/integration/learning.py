@@ -41,9 +41,7 @@ def start_learner(
     **trainer: Any,
 ) -> Learner:
     """Starts a learner in float32, unless `trainer`, the settings of that table, says otherwise. choices: replace the planner's.
-
-    state_dir: the model's folder by default.
-    """
+    state_dir: the model's folder by default."""
     tables = {
         "device": mesh.device_type,
         "trainer": {"num_ranks": mesh.size(), "compute_dtype": "float32", **trainer},
