@@ -1,5 +1,8 @@
 """Episodes against a real node: tokens, log-probs, repeats, branches, and functions that fail in every way."""
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -24,7 +27,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
 FUNCTIONS = """
-import asyncio, os, signal, time
+import asyncio, os, signal, sys, time
 
 async def three_turns(policy, prompt):
     chat = policy.chat([{"role": "system", "content": "be brief"}])
@@ -68,10 +71,15 @@ async def fails(policy, prompt):
         case "blocks": time.sleep(60)
         case "kills": os.kill(os.getpid(), signal.SIGKILL)
         case "exits": os._exit(3)
+        case "leaves": await asyncio.gather(leaves())
+        case "another loop": await asyncio.to_thread(lambda: asyncio.run(policy.generate([20])))
         case "forks": os.fork()
         case "nan": return float("nan")
         case "wrong": await policy.generate([])
     return 1.0
+
+async def leaves():
+    sys.exit(4)
 
 async def leaves_tasks(policy, prompt):
     async def asks():
@@ -221,7 +229,7 @@ def test_an_episode_without_room_or_turns_ends_truncated(client: Client, folder:
 def test_functions_that_fail_leave_the_others_alone(client: Client, folder: Path):
     told: dict[str, str] = {}
     for ways in (
-        ["fine", "raises", "text", "sleeps", "blocks", "nan", "wrong", "late"],
+        ["fine", "leaves", "another loop", "raises", "text", "sleeps", "blocks", "nan", "wrong", "late"],
         ["fine", "kills", "exits", "forks", "late"],
     ):
         rows: list[Row] = [{"prompt": way} for way in ways]
@@ -231,6 +239,8 @@ def test_functions_that_fail_leave_the_others_alone(client: Client, folder: Path
         assert ran.scores.num_failed == np.isnan(ran.scores.rewards).sum()
     assert told.pop("forks") == ""
     assert told["raises"] == "raised RuntimeError: no\\nluck"
+    assert told["leaves"] == "raised SystemExit: 4"
+    assert "asked for in another event loop" in told["another loop"]
     assert told["text"] == "returned str, not a number"
     assert "2 s of its own time" in told["sleeps"]
     assert "blocked its worker" in told["blocks"]
@@ -248,6 +258,14 @@ def test_episodes_of_a_worker_that_is_stopped_while_it_waits_for_the_policy_begi
     monkeypatch.setattr("tasuki.client.episodes._GRACE_S", 0.5)
     ran = run(client, folder, "stops", [{"prompt": str(tmp_path / "stopped")}])
     assert (ran.scores.rewards.tolist(), sum(one.num_runs for one in ran.episodes) > 2) == ([1.0, 1.0], True)
+
+
+def test_a_run_of_episodes_can_be_interrupted(client: Client, folder: Path):
+    killer = threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT))
+    killer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(client, folder, "fails", [{"prompt": "sleeps"}] * 4)
+    killer.join()
 
 
 def test_functions_that_are_no_episodes_are_refused(client: Client, folder: Path):

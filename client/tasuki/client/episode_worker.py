@@ -26,8 +26,7 @@ def serve(connection_fd: int) -> NoReturn:
     connection = become_worker(connection_fd)
     (source,) = connection.recv()
     send_answer(connection, [read_signature(*source, is_async=True), os.getpid()])
-    asyncio.run(_Episodes(connection, source).run())
-    raise AssertionError("runs until the client has ended")
+    _Episodes(connection, source).run()
 
 
 class _Episodes:
@@ -35,23 +34,24 @@ class _Episodes:
     that the episode runs by itself, its end."""
 
     def __init__(self, connection: Connection, source: Source) -> None:
-        self._connection, self._source = connection, source
+        self._connection, self._source, self._loop = connection, source, asyncio.new_event_loop()
         self._timeout_s = math.inf
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._answers: dict[tuple[int, int], asyncio.Future[dict[str, Any]]] = {}
 
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
+    def run(self) -> NoReturn:
         for work in (self._read, self._watch):
-            threading.Thread(target=work, args=(loop,), daemon=True).start()
-        await asyncio.Event().wait()
+            threading.Thread(target=work, daemon=True).start()
+        while True:
+            with suppress(SystemExit, KeyboardInterrupt):  # of a task; the episode that awaits it fails by it
+                self._loop.run_forever()
 
-    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _watch(self) -> None:
         """Ends the process if an episode's code does not return to the event loop in time; all others would wait for it."""
         seen, since = None, 0.0
         while True:
             time.sleep(_LOOK_EVERY_S)
-            task = asyncio.current_task(loop)
+            task = asyncio.current_task(self._loop)
             if task is None or task is not seen:
                 seen, since = task, time.monotonic()
             elif time.monotonic() - since > self._timeout_s + _LOOK_EVERY_S:
@@ -61,14 +61,14 @@ class _Episodes:
                     send_answer(self._connection, [episode, None, "end", (math.nan, why, {})])
                     os._exit(BLOCKED)
 
-    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _read(self) -> None:
         """Reads in a thread: the client must never wait for an event loop that is busy."""
         while True:
             try:
                 message = self._connection.recv()
             except (EOFError, OSError):
                 os._exit(0)  # tools may still run in threads
-            loop.call_soon_threadsafe(self._take, *message)
+            self._loop.call_soon_threadsafe(self._take, *message)
 
     def _take(self, episode: int, number: int | None, fields: dict[str, Any] | None) -> None:
         """Takes one message of the client: an episode to run, or to end, or an answer of the policy."""
@@ -77,7 +77,7 @@ class _Episodes:
                 task.cancel()
         elif number is None:
             self._timeout_s = fields["timeout_s"]
-            self._tasks[episode] = asyncio.create_task(self._episode(episode, **fields))
+            self._tasks[episode] = self._loop.create_task(self._episode(episode, **fields))
         elif (answer := self._answers.pop((episode, number), None)) is not None and not answer.done():
             answer.set_result(fields)
 
@@ -86,12 +86,15 @@ class _Episodes:
         clock, numbers_of_calls = _Clock(timeout_s), itertools.count()
 
         async def ask(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+            if asyncio.get_running_loop() is not self._loop:
+                problem = "a turn is asked for in another event loop; await it in the function's, or use asyncio.run_coroutine_threadsafe"
+                raise RuntimeError(problem)
             if episode not in self._tasks:
                 raise asyncio.CancelledError("the episode has ended")  # in a task that it has left behind
             if (size := len(json.dumps(fields))) > _MAX_BYTES:
                 raise ValueError(f"the prompt has {size} bytes as JSON; at most {_MAX_BYTES}")
             number = next(numbers_of_calls)
-            answer = self._answers[episode, number] = asyncio.get_running_loop().create_future()
+            answer = self._answers[episode, number] = self._loop.create_future()
             with clock.stopped():
                 send_answer(self._connection, [episode, number, kind, fields])
                 try:

@@ -84,6 +84,7 @@ class EpisodePool:
         self._ids, self._key = itertools.count(), uuid.uuid4().hex
         self._aside = Aside("tasuki-episodes")
         self._carried: Batch | None = None
+        self._is_closing = False
         try:
             self._signature = self._aside.call(self._read_signature)
             self.rewards_turns = self._signature.rewards_turns
@@ -99,9 +100,10 @@ class EpisodePool:
 
     def close(self) -> None:
         """Ends the workers, and every process that their episodes have started, immediately."""
+        self._is_closing = True
+        self._aside.close()
         for worker in self._workers:
             worker.end()
-        self._aside.close()
         if self._carried is not None:
             self._carried.close()
 
@@ -389,7 +391,7 @@ class EpisodePool:
 
     def _read_signature(self) -> Signature:
         worker = self._workers[0]
-        while True:
+        while not self._is_closing:
             try:
                 answer = worker.answer(set(connection.wait(worker.waits(), timeout=_LOOK_EVERY_S)))
             except WorkerEnded as error:
@@ -403,6 +405,7 @@ class EpisodePool:
                 if signature.problem:
                     raise InvalidArgument("episode.function", f"cannot use {self._function}: {signature.problem}")
                 return signature
+        raise RewardFailed("the pool was closed", cause="closed")
 
     def _scores(self, episodes: Sequence[Episode]) -> Scores:
         rewards = np.array([self._failed_reward if one.failure else one.reward for one in episodes], np.float32)
