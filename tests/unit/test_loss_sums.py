@@ -15,6 +15,8 @@ from tasuki.algorithms.batch import LossSum, Metric
 from tasuki.algorithms.loss_types import Aggregation, Correction, LossConfig, OldPolicy
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.algorithms.objective import policy_loss, value_loss
+from tasuki.trainer.ranks.wire import merge_metrics
+from tasuki.v1.trainer_pb2 import MetricPart
 from tests.extent import examples
 from tests.unit.every_loss import EVERY, has_ratio
 from tests.unit.loss_batches import Case, part, random_case
@@ -218,3 +220,6 @@ def test_the_gap_to_the_rollout_counts_samples_of_the_current_version_only() -> 
     metrics = policy_loss(config, log_probs_N=case.log_probs_N, entropy_N=case.entropy_N, batch=case.batch).metrics
     torch.testing.assert_close(metrics["log_prob_gap"].value, gap_N[[0, 2]].mean())
     torch.testing.assert_close(metrics["log_prob_gap_max"].value, gap_N[[0, 2]].max())
+    for weight, shown in ((0.0, {}), (2.0, {"log_prob_gap_max": 0.0})):
+        whole = MetricPart(total=0.0, weight=weight, is_maximum=True)
+        assert merge_metrics({"log_prob_gap_max": whole}) == shown, "without such samples there is no gap"

@@ -114,7 +114,7 @@ def summarize(steps: Sequence[Step], *, seed: int, seconds: float, changeovers: 
         "steps": sum(not step.is_evaluation for step in steps),
         "steps_without_update": sum(bool(step.why_no_update) for step in steps),
         "changeovers": changeovers,
-        "log_prob_gap_max": max(gaps, default=0.0),
+        "log_prob_gap_max": max(gaps, default=None),
         "num_failed_rewards": sum(step.num_failed_rewards for step in steps),
         "seed": seed,
         "policy_version": policy_version,

@@ -125,8 +125,4 @@ def merge_parts(parts: Sequence[Mapping[str, MetricPart]]) -> dict[str, MetricPa
 
 def merge_metrics(parts: Mapping[str, MetricPart]) -> dict[str, float]:
     """Means and maxima; leaves out means over nothing."""
-    return {
-        name: part.total if part.is_maximum else part.total / part.weight
-        for name, part in parts.items()
-        if part.is_maximum or part.weight
-    }
+    return {name: part.total if part.is_maximum else part.total / part.weight for name, part in parts.items() if part.weight}
