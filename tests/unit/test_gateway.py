@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from starlette.routing import Route
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.episode import Asked, Episode, shown_message
 from tasuki.client.generation import Part
-from tasuki.client.types import FinishReason, Phase, RolloutState, Sample, SamplingParams, VersionSpan
+from tasuki.client.types import FinishReason, NodeState, Phase, RolloutState, Sample, SamplingParams, VersionSpan
 from tasuki.client.version_spans import stopped
 from tasuki.gateway import responses
 from tasuki.gateway.app import Refused, answering, application, read_reward
@@ -314,6 +315,20 @@ def test_turns_without_exact_log_probs_are_not_trained(tokenizer: ModelTokenizer
     assert (given["skipped_turns"], one["has_exact_log_probs"], sum(one["loss_mask"])) == (1, False, 4)
 
 
+async def test_long_tools_are_read_beside_the_event_loop(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch):
+    def read(*_: object, **__: object) -> Asked:
+        raise InvalidArgument("messages", threading.current_thread().name)
+
+    monkeypatch.setattr(Asked, "of", read)
+    session = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode_whole), tokenizer, model="m", key="secret").create(
+        "secret"
+    )
+    for characters, name in ((1, "MainThread"), (20_000, "asyncio_0")):
+        fields = read_chat({"messages": [{"role": "user", "content": "q"}], "tools": ["a" * characters]}).fields
+        with pytest.raises(InvalidArgument, match=name):
+            await session.ask("chat", fields)
+
+
 async def test_rollout_that_restarts_asleep_is_acquired_again_or_refused_in_time(
     tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
 ):
@@ -324,16 +339,33 @@ async def test_rollout_that_restarts_asleep_is_acquired_again_or_refused_in_time
         return sample([A] * 4) if stage[0] else None
 
     async def state(_: AsyncClient) -> RolloutState:
+        if restarting and restarting.pop():
+            raise PeerUnavailable("restarts", peer="rollout")
         return RolloutState(stage=stage[0])
+
+    async def node_state(_: AsyncClient) -> NodeState:
+        return NodeState()
 
     async def acquire(_: AsyncClient, phase: Phase) -> None:
         acquired.append(phase)
         stage[0] = Stage.RESUME_KV.number
 
-    for name, value in (("generate_if_served", generate), ("rollout_state", state), ("acquire", acquire)):
+    restarting = list[bool]()
+    for name, value in (
+        ("generate_if_served", generate), ("rollout_state", state), ("acquire", acquire), ("state", node_state)
+    ):  # fmt: skip
         monkeypatch.setattr(AsyncClient, name, value)
     monkeypatch.setattr("tasuki.gateway.rollout._LOST_S", 0.5)
     sampling = SamplingParams(max_new_tokens=4)
+    rollout, restarting = Rollout("unix:nowhere", decode=tokenizer.decode_whole), [True] * 2
+    rollout._take(Phase.ROLLOUT)
+    asking = asyncio.create_task(rollout.complete(np.array([A], np.int32), sampling, session_key="s"))
+    while restarting:
+        await asyncio.sleep(0.05)
+    stage[0] = Stage.RESUME_KV.number
+    assert len((await asking).token_ids) == 4, "there is no limit while the node restarts rollout"
+    stage[0] = 0
+    asked.clear()
     for acquires in (False, True):
         rollout = Rollout("unix:nowhere", decode=tokenizer.decode_whole, acquires=acquires)
         rollout._take(Phase.ROLLOUT)

@@ -1,6 +1,7 @@
 """Turns of an episode: which tokens are trained, and under which prefix."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -54,7 +55,7 @@ def test_a_chat_extends_the_turn_whose_messages_it_begins_with():
         {"role": "tool", "content": "c"},
     )
 
-    def extended(*messages: dict[str, str], variant: str = "") -> tuple[Turn, int] | None:
+    def extended(*messages: dict[str, Any], variant: str = "") -> tuple[Turn, int] | None:
         return turns.extended_by_chat(ChatDigest(variant).read(messages))
 
     assert extended(user) is None
@@ -62,6 +63,12 @@ def test_a_chat_extends_the_turn_whose_messages_it_begins_with():
     assert extended(user, answer, tool) == (first, 1)
     assert extended(user, {**answer, "content": " b\n"}, tool) == (first, 1)
     assert extended(user, answer, tool, variant="other tools") is None
+    called, returned = (
+        {**answer, "tool_calls": [{"id": name, "function": {"name": "f", "arguments": given}}]}
+        for name, given in (("a", {"x": 1.0, "y": [100.0], "z": 2**53 + 1}), ("b", {"x": 1, "y": [1e2], "z": 2**53}))
+    )
+    turn = add(turns, None, [1], [6], ChatDigest().read([user, called])[-1:])
+    assert extended(user, returned, tool) == (turn, 1), "JavaScript writes numbers in another form"
     second = add(turns, first, [3], [4], ChatDigest().read([user, answer, tool, answer])[-1:])
     assert extended(user, answer, tool, answer, user) == (second, 3)
     again = add(turns, None, [1], [5], ChatDigest().read([user, answer])[-1:])

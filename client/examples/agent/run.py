@@ -45,6 +45,7 @@ def main() -> int:
 @contextmanager
 def served(output: Path, python: str, script: str) -> Iterator[None]:
     """Runs a server beside the training, whose episodes are then the server's."""
+    python = str(Path(python).absolute()) if "/" in python else python
     task, argv = (output / "task").resolve(), [python, str(HERE / script)]
     environment = {**os.environ, "LOOK_UP_TASK": f"{task}set"}  # noqa: TID251 - the server's is the user's
     if script == "verifiers_server.py":

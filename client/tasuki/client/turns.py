@@ -127,7 +127,10 @@ class TurnSample(TrainingSample):
 
 
 class ChatDigest:
-    """Digests of a chat up to each of its messages. White space around an assistant's text does not count, nor do ids of calls."""
+    """Digests of a chat up to each of its messages.
+
+    White space around an assistant's text does not count, nor do ids of calls, nor forms of their numbers.
+    """
 
     def __init__(self, variant: str = "") -> None:
         """variant: what else chats must share to extend each other, such as their tools."""
@@ -149,6 +152,7 @@ class ChatDigest:
             message = {**message, "content": content.strip()}
         if "tool_calls" in message or "tool_call_id" in message:
             calls = [_without(call, "id") for call in message.get("tool_calls", ())]
+            calls = json.loads(json.dumps(calls), parse_int=float)  # a client may write 1.0 as 1
             message = {**_without(message, "tool_call_id"), "tool_calls": calls}
         self._hash.update(b"\n" + json.dumps(message, sort_keys=True).encode())
         return self._hash.digest()

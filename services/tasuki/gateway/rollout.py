@@ -16,7 +16,7 @@ from tasuki.wire.stages import Stage
 
 _LOOK_EVERY_S, _LONGEST_PAUSE_S, _LOOK_TIMEOUT_S = 0.1, 2.0, 10.0
 _LOST_S = 120.0
-"""Time that requests wait for rollout while the node's phase is ROLLOUT."""
+"""Time that requests wait for a rollout that is asleep, or whose node has ended, while the node's phase was ROLLOUT."""
 _TIMEOUT_S = 3600.0
 
 
@@ -93,19 +93,28 @@ class Rollout:
 
     async def _look(self) -> None:
         """Finds out when rollout, lost in phase ROLLOUT, serves again. A restarted one is asleep until the phase is acquired again."""
-        pause_s, giving_up = _LOOK_EVERY_S, asyncio.get_running_loop().call_later(_LOST_S, self._give_up)
+        loop = asyncio.get_running_loop()
+        pause_s, giving_up = _LOOK_EVERY_S, loop.call_later(_LOST_S, self._give_up)
         try:
             while True:
                 await asyncio.sleep(pause_s)  # also, the coordinator tells of the end of a phase a moment later
                 if self._phase is not Phase.ROLLOUT or (self._serves.is_set() and not self._lost):
                     return
+                is_reached = False
                 with suppress(TasukiError, TimeoutError):
                     async with asyncio.timeout(_LOOK_TIMEOUT_S):
                         stage = Stage.of((await self._client.rollout_state()).stage)
+                    is_reached = True
                     if stage is Stage.RESUME_KV:
                         self._take(Phase.ROLLOUT)
                     elif self._acquires and stage is None:
                         await self._client.acquire(Phase.ROLLOUT)
+                with suppress(TasukiError, TimeoutError):
+                    if not is_reached:
+                        async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                            await self._client.state()
+                        giving_up.cancel()  # the node lives, and restarts rollout
+                        giving_up = loop.call_later(_LOST_S, self._give_up)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
             giving_up.cancel()

@@ -36,7 +36,8 @@ class Session:
     async def ask(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         rollout, tokenizer, turns = self._sessions.rollout, self._sessions.tokenizer, self.episode.turns
         read = partial(Asked.of, kind, fields, {}, turns=turns, tokenizer=tokenizer)
-        num_characters = sum(len(message["content"]) for message in fields.get("messages", ()))
+        texts = [(message["content"], message.get("tool_calls", "")) for message in fields.get("messages", ())]
+        num_characters = len(fields.get("variant", "")) + sum(len(text) + len(str(calls)) for text, calls in texts)
         asked = await asyncio.to_thread(read) if num_characters > _MANY_CHARACTERS else read()
         room = rollout.context_length - asked.num_tokens - 1
         if room < 1:
