@@ -1,5 +1,6 @@
 """Images in the trainer, against transformers' vision model."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tasuki.config.checks import check_model
 from tasuki.config.schema import NodeConfig
@@ -14,13 +16,14 @@ from tasuki.models.families import read_model
 from tasuki.models.image_tokens import image_starts
 from tasuki.models.tower import Tower
 from tasuki.planner.trainer_bytes import checkpoint_bytes, frozen_bytes, gradient_bytes
+from tasuki.trainer.data.cost import SampleCost, sample_cost
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
-from tasuki.trainer.data.shared_plan import _groups_of_prompts
+from tasuki.trainer.data.shared_plan import Sharing, _groups_of_prompts, plan_shared
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 from tests.models import IMAGE_TOKEN, make_model, with_tower
 from tests.planned import node_with
 from tests.unit.test_packed_attention import policy_of
-from tests.vision import image_samples, plain_image_log_probs
+from tests.vision import image_samples, plain_image_log_probs, plain_pixels
 
 CPU = torch.device("cpu")
 
@@ -103,6 +106,26 @@ def test_an_image_of_several_samples_is_encoded_once_and_prompts_with_other_imag
     assert _groups_of_prompts(samples) == [[4, 5]]
     samples.images.image_I[-1] = 3
     assert _groups_of_prompts(samples) == []
+
+
+def test_a_sample_is_charged_for_the_products_of_its_images_in_the_tower(text: Any, tower: Tower) -> None:
+    cost = sample_cost(read_model({**text.config.to_dict(), "architectures": [type(text).__name__]}))
+    samples, visual = image_samples(tower), deepcopy(text.visual)
+    assert samples.images is not None
+    visual.set_attn_implementation("eager")  # whose products are counted
+    charged_S = cost.image_flops(samples.images)
+    for index in range(len(samples)):
+        one = samples.select([index]).images
+        assert one is not None
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            if len(one.grids_U3):
+                visual(plain_pixels(one.levels_PD, one.values_CL), grid_thw=torch.tensor(one.grids_U3))
+        counted = counter.get_total_flops()  # attention is charged as if it had no windows
+        assert charged_S[index] >= counted if tower.has_windows else charged_S[index] == counted
+    plan = plan_shared(
+        samples, num_ranks=2, max_tokens=200, cost=SampleCost(linear=0, quadratic=0, patch=1), sharing=Sharing.NEVER
+    )[1]
+    assert [3] in [part for rank in plan for part in rank]
 
 
 def test_image_tokens_that_fit_no_image_are_refused(tower: Tower) -> None:

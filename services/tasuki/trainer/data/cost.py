@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 
 from tasuki.models.family import Model
 from tasuki.models.shape import ModelShape
+from tasuki.models.tower import Tower
+from tasuki.trainer.data.samples import SampleImages
 
 # FLOPs per weight and token: 2 in forward; in backward 2 for the gradient of the input and 2 for that of the weight.
-_TRAINED, _FROZEN = 6, 4
+_TRAINED, _FROZEN, _FORWARD = 6, 4, 2
 # Matrix products of attention over the causal half of all pairs: 2 in forward, 5 in backward of flash attention, which repeats one.
 _ATTENTION = 7
 # Per query element of a token that continues a shared prompt. Merging the outputs of two calls and adding their gradients moves about
@@ -36,6 +38,10 @@ class SampleCost:
     """Term for the LM head, which only positions that predict a completion token reach."""
     merge: float = 0.0
     """Extra cost of a token that continues a shared prompt."""
+    patch: float = 0.0
+    """Forward pass of the vision tower, for a patch of an image."""
+    patch_pair: float = 0.0
+    """Of its attention, for each pair of an image's patches."""
 
     def flops(self, lengths_S: NDArray[np.int64], *, completions_S: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
         """Returns [S] for samples of `lengths_S` tokens; increases with the length.
@@ -49,12 +55,20 @@ class SampleCost:
             flops_S += quadratic * (tokens_S**2 - np.maximum(tokens_S - window, 0) ** 2)
         return flops_S
 
+    def image_flops(self, images: SampleImages) -> NDArray[np.float64]:
+        """Returns [S]: the vision tower's, as if no two samples had an image in common."""
+        num_patches_I = images.grids_U3.prod(axis=1)[images.image_I].astype(np.float64)
+        flops_I = self.patch * num_patches_I + self.patch_pair * num_patches_I**2
+        sample_I = np.repeat(np.arange(len(images.num_images_S)), images.num_images_S)
+        return np.bincount(sample_I, flops_I, minlength=len(images.num_images_S))
+
 
 def sample_cost(model: Model, *, is_frozen: bool = False) -> SampleCost:
     """Cost under `model`. is_frozen: whether only adapters are trained."""
     shape = model.shape
     per_weight = _FROZEN if is_frozen else _TRAINED
     each = float(_ATTENTION * shape.query_size)
+    tower = {} if shape.tower is None else {"patch": _patch_flops(shape.tower), "patch_pair": _pair_flops(shape.tower)}
     num_layers = Counter(window for layer, window in enumerate(model.attention.windows) if not shape.is_delta(layer))
     return SampleCost(
         linear=float(per_weight * _weights_per_token(shape)),
@@ -62,7 +76,19 @@ def sample_cost(model: Model, *, is_frozen: bool = False) -> SampleCost:
         quadratic=each * num_layers.pop(None, 0),
         windows=tuple((window, each * count) for window, count in num_layers.items() if window is not None),
         merge=float(_MERGE * shape.query_size * shape.num_attention_layers),
+        **tower,
     )
+
+
+def _patch_flops(tower: Tower) -> float:
+    """Of the matrices that multiply a patch, and those that multiply a square of them."""
+    matrices = {name: shape for name, shape in tower.parameters().items() if len(shape) > 1 and "pos_embed" not in name}
+    squares = {name: name.startswith(("merger", "deepstack")) for name in matrices}
+    return sum(_FORWARD * math.prod(matrices[name]) / (tower.merge_size**2 if squares[name] else 1) for name in matrices)
+
+
+def _pair_flops(tower: Tower) -> float:
+    return float(2 * _FORWARD * tower.hidden_size * tower.depth)
 
 
 def _weights_per_token(shape: ModelShape) -> int:

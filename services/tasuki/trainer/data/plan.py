@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tasuki.trainer.data.cost import SampleCost
+from tasuki.trainer.data.samples import SampleImages
 
 MicroBatchPlan = list[list[list[int]]]
 """[rank][micro-batch] -> positions of samples in the call. All ranks have equally many; some of the last may be empty."""
@@ -28,7 +29,13 @@ _MAX_SWAPS = 64
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], *, completions: Sequence[int] | None = None, num_ranks: int, max_tokens: int, cost: SampleCost
+    lengths: Sequence[int],
+    *,
+    completions: Sequence[int] | None = None,
+    images: SampleImages | None = None,
+    num_ranks: int,
+    max_tokens: int,
+    cost: SampleCost,
 ) -> MicroBatchPlan:
     """Plans few micro-batches of at most `max_tokens` tokens, balancing cost between ranks.
 
@@ -39,8 +46,9 @@ def plan_micro_batches(
     lengths: tokens of each sample, at least one sample, none above `max_tokens`. completions: of which a completion's; by default all.
     """
     num_completion_S = None if completions is None else np.asarray(completions, dtype=np.int64)
-    costs = cost.flops(np.asarray(lengths, dtype=np.int64), completions_S=num_completion_S).tolist()
-    return plan_units(lengths, costs, num_ranks=num_ranks, max_tokens=max_tokens)
+    flops_S = cost.flops(np.asarray(lengths, dtype=np.int64), completions_S=num_completion_S)
+    flops_S += 0 if images is None else cost.image_flops(images)
+    return plan_units(lengths, flops_S.tolist(), num_ranks=num_ranks, max_tokens=max_tokens)
 
 
 def plan_units(lengths: Sequence[int], costs: Sequence[float], *, num_ranks: int, max_tokens: int) -> MicroBatchPlan:

@@ -36,7 +36,9 @@ def plan_shared(
     """
     lengths = samples.num_tokens_S.tolist()
     completions = samples.num_completion_S.tolist()
-    alone = plan_micro_batches(lengths, completions=completions, num_ranks=num_ranks, max_tokens=max_tokens, cost=cost)
+    alone = plan_micro_batches(
+        lengths, completions=completions, images=samples.images, num_ranks=num_ranks, max_tokens=max_tokens, cost=cost
+    )
     if sharing is Sharing.NEVER:
         return samples, alone
     groups = _groups_of_prompts(samples)
@@ -75,9 +77,10 @@ class _Flops:
         for number, positions in enumerate(groups):
             for position in positions:
                 group[position] = number
+        of_images = 0 if samples.images is None else cost.image_flops(samples.images)
         return cls(
-            cost.flops(samples.num_tokens_S, completions_S=samples.num_completion_S).tolist(),
-            cost.flops(samples.num_prompt_S, completions_S=np.zeros_like(samples.num_prompt_S)).tolist(),
+            (cost.flops(samples.num_tokens_S, completions_S=samples.num_completion_S) + of_images).tolist(),
+            (cost.flops(samples.num_prompt_S, completions_S=np.zeros_like(samples.num_prompt_S)) + of_images).tolist(),
             (cost.merge * samples.num_completion_S).tolist(),
             group,
         )
