@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig, Qwen3VLTextConfig
 
 from tasuki.models.families import read_model
 from tasuki.models.family import full_attention
@@ -22,7 +22,8 @@ from tasuki.trainer.backends.fsdp.activations import set_checkpointing
 from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
-from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.data.micro_batch import ImageBatch, TokenBatch
+from tasuki.trainer.modules.qwen_vl import text_inputs
 from tasuki.trainer.modules.routing import replace_routers
 from tests.extent import IS_WHOLE
 from tests.planned import node_with
@@ -43,17 +44,23 @@ _SIZES: dict[str, Any] = {
 
 
 class LiveTokens(TorchDispatchMode):
-    """Peak bytes of live storages with a size for every token. Those of `apart` do not count."""
+    """Peak bytes of live storages with one of these sizes, by default one for every token. Those of `apart` do not count."""
 
-    def __init__(self, apart: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        apart: Sequence[torch.Tensor] = (),
+        *,
+        sizes: Sequence[int] = (NUM_TOKENS, NUM_TOKENS - 1, NUM_TOKENS * NUM_CHOSEN),
+    ) -> None:
         super().__init__()
+        self._sizes = set(sizes)
         self.peak = self._now = 0
         self._seen = {tensor.untyped_storage()._cdata for tensor in apart}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
-            if isinstance(tensor, torch.Tensor) and {NUM_TOKENS, NUM_TOKENS - 1, NUM_TOKENS * NUM_CHOSEN} & set(tensor.shape):
+            if isinstance(tensor, torch.Tensor) and self._sizes & set(tensor.shape):
                 self._add(tensor.untyped_storage())
         return results
 
@@ -110,6 +117,39 @@ def test_activations_and_logits_peak_as_predicted(
     moments = _moments(replace(_node(causal_lm, checkpointing), kept_layers=kept_layers))
     assert max(moments, key=lambda name: moments[name]) == moment
     assert moments[moment] == pytest.approx(live.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("inner_size", [512, 2048], ids=["attention", "mlp"])
+def test_a_tower_peaks_as_predicted(inner_size: int):
+    side, tower = (
+        44,
+        {"depth": 3, "num_heads": 4, "patch_size": 8, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
+    )
+    tower |= {"hidden_size": HIDDEN_SIZE, "intermediate_size": inner_size, "out_hidden_size": HIDDEN_SIZE}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True, "mrope_section": [8, 4, 4]}
+    config = Qwen3VLTextConfig(
+        **_SIZES,
+        vocab_size=64,
+        head_dim=32,
+        tie_word_embeddings=False,
+        rope_parameters=rope,
+        vision_config=tower,
+        image_token_id=5,
+    )
+    causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    num_patches, num_tokens = side**2, side**2 // 4
+    image = ImageBatch(
+        levels_PD=torch.randint(256, (num_patches, 3 * 64), dtype=torch.uint8),
+        values_CL=torch.randn(3, 256),
+        grids_U3=torch.tensor([[1, side, side]]),
+        places_I=torch.arange(num_tokens),
+        rows_I=torch.arange(num_tokens),
+    )
+    batch = replace(_one_sequence(64), input_ids_T=torch.full((num_tokens,), 5), images=image)
+    with LiveTokens(sizes=(num_patches, num_tokens)) as live:
+        text_inputs(causal_lm, batch)
+    node = replace(_node(causal_lm, "none"), micro_batch_tokens=num_tokens)
+    assert _moments(node)["tower"] == pytest.approx(live.peak, rel=0.02)
 
 
 @pytest.mark.parametrize("checkpointing", list(Checkpointing) if IS_WHOLE else ["attention", "offloaded"])

@@ -142,21 +142,22 @@ def _at_tower(node: Node, tower: Tower) -> Bytes:
     If it is trained, of a block's backward, which is recomputed.
     """
     compute, hidden = node.compute_bytes, tower.hidden_size
-    # Hidden states and their norm; queries, keys and values, and both of them rotated, in float32; or the MLP before and after its GELU, or
-    # its gate, the rest and their product.
-    attention = 3 * hidden * compute + 2 * 2 * hidden * _FLOAT32
-    per_patch = 2 * hidden * compute + max(attention, (3 if tower.has_windows else 2) * tower.intermediate_size * compute)
-    num_patches = node.micro_batch_tokens * tower.merge_size**2
-    numel = sum(map(math.prod, node.model.tower_parameters().values()))
+    # Hidden states and their norm, queries, keys and values, and keys while they are rotated in float32; or the MLP before and after its
+    # GELU, or its gate, the rest and their product, with hidden states before and after attention.
+    attention = 5 * hidden * compute + 6 * hidden * _FLOAT32
+    mlp = (3 * hidden + (3 if tower.has_windows else 2) * tower.intermediate_size) * compute
+    per_patch, numel = max(attention, mlp), sum(map(math.prod, node.model.tower_parameters().values()))
     if node.trainer.train_tower:
         # For each of both parts its norms and what autograd keeps; then gradients of the MLP's inner part.
         num_inner = 4 if tower.has_windows else 2
         per_patch = (10 * hidden + (num_inner + 2) * tower.intermediate_size) * compute + 2 * hidden * _FLOAT32
-    pixels = num_patches * math.prod(tower.patch_shape) * (_FLOAT32 + (compute if compute < _FLOAT32 else 0))
+    # Pixels, their levels, learned positions, and the rotary embedding with its angles.
+    pixels, positions = math.prod(tower.patch_shape), hidden if tower.num_positions else 0
+    given = pixels * compute + pixels // tower.patch_shape[1] + (positions + 7 * hidden // tower.num_heads // 2) * _FLOAT32
     return {
         Part.LAYERS: _gathered(node, layers=0) + numel * compute,
         Part.WHOLE_GRADIENTS: _whole_gradients(node, numel) if node.trainer.train_tower else 0,
-        Part.ACTIVATIONS: num_patches * per_patch + pixels + _kept_of_images(node),
+        Part.ACTIVATIONS: node.micro_batch_tokens * tower.merge_size**2 * (per_patch + given) + _kept_of_images(node),
     }
 
 
