@@ -1,6 +1,8 @@
 """Steps of adapters as PEFT has them, in one process."""
 
 import json
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tasuki.trainer.backends.fsdp.lora.adapters import Dropout, adapter_tensors, in_file
 from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
@@ -24,25 +26,36 @@ from tests.integration import trainer_samples as plain
 from tests.integration.learning import fsdp, learn, start_learner, trained
 from tests.integration.one_rank import mesh, model
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
+from tests.vision import put_images, take_images
 
 __all__ = ["mesh", "model"]
 
 NUM_LAYERS = 2
 
 
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 2}}])
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, {"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 2}}, {"images": True}]
+)
 def test_a_step_of_adapters_equals_pefts(mesh: DeviceMesh, model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    auto, options = cast(Any, AutoModelForCausalLM), dict(options)
+    given = plain.make_samples(12, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE)
+    images, texts = None, deepcopy(given)
+    if options.pop("images", False):
+        auto, model = AutoModelForImageTextToText, save_checkpoint(make_model("qwen3_vl", seed=3), tmp_path / "model")
+        put_images(given)
+        texts = deepcopy(given)
+        images = take_images(texts)
     settings = {"learning_rate": plain.LEARNING_RATE, "eps": plain.EPS, "weight_decay": plain.WEIGHT_DECAY}
     lora = {"rank": 4, "init": "gaussian", "target_modules": ["q_proj", "v_proj", "down_proj"], **options}
-    given = plain.make_samples(12, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE)
+    samples = replace(decode_samples(texts), images=images)
     learner = start_learner(model, mesh=mesh, max_grad_norm=plain.MAX_GRAD_NORM, checkpointing="full", lora=lora, **settings)
     backend = fsdp(learner)
     for step in range(2):  # B is zero in the first
         backend.export_model(tmp_path / f"{step}")
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        base = auto.from_pretrained(model, dtype=torch.float32)
         theirs = PeftModel.from_pretrained(base, tmp_path / f"{step}" / "adapter", is_trainable=True)
         expected = plain.plain_step_of(theirs, given)
-        report = learn(learner, Role.POLICY, decode_samples(given), config=plain.LOSS, max_tokens=64)
+        report = learn(learner, Role.POLICY, samples, config=plain.LOSS, max_tokens=160)
         assert report.loss == pytest.approx(expected.loss, abs=1e-5)
         learner.optim_step(Role.POLICY, schedule_steps=3)
         backend.reset_optimizer(Role.POLICY)
@@ -50,9 +63,9 @@ def test_a_step_of_adapters_equals_pefts(mesh: DeviceMesh, model: Path, tmp_path
         wanted = {
             in_file(name.removeprefix("base_model.model."), param)[0]: param for name, param in expected.parameters.items()
         }
-        assert len(found) == 3 * 3 * NUM_LAYERS
+        assert len(found) == 3 * (3 if lora.get("use_dora") else 2) * NUM_LAYERS
         for name, tensor in found.items():
-            torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(tensor, wanted[name.replace("language_model.", "")], rtol=1e-5, atol=1e-6, msg=name)
     backend.close()
 
 
