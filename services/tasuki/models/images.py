@@ -37,8 +37,8 @@ _MAX_FILE_PIXELS = 1 << 26
 """Of a file as it is stored; a decoded one takes 3 bytes for each."""
 _MAX_RATIO = 200
 _LEVELS = {"do_rescale": False, "do_normalize": False}
-_MAX_KEPT_BYTES = 1 << 28
-"""Patches of recent images: a group's samples, and a prompt's turns, come one after the other."""
+_MAX_KEPT_BYTES = 1 << 30
+"""Patches of recent images: of a group's samples, a prompt's turns, and the calls of a step."""
 _PNG_DEPTH = 24
 """Offset of the bits of a sample."""
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tasuki.algorithms.sampling import GREEDY_BELOW, RANGES
-from tasuki.models.images import Prepared
+from tasuki.models.images import ImageProcessor, Prepared
 from tasuki.models.tokenizer import TOKENIZER_FILE
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.seeds import sample_seed
@@ -294,13 +294,15 @@ async def generate(
 
 async def prepared_images(request: GenerateRequest, model: ModelFacts) -> dict[int, Prepared]:
     """The prompts with images, by position. Raises InvalidArgument as `expand`, and for one that is too long with its images."""
-    found, sampling = dict[int, Prepared](), given_sampling(request)
-    for index, prompt in enumerate(request.prompts):
-        if prompt.images:
-            assert model.images is not None
-            field = f"prompts[{index}]"
-            found[index] = await asyncio.to_thread(model.images.expand, list(prompt.token_ids), prompt.images, field=field)
-            _check_prompt(field, found[index].token_ids, sampling, model)
+    processor, sampling = cast(ImageProcessor, model.images), given_sampling(request)
+    asked = {index: prompt for index, prompt in enumerate(request.prompts) if prompt.images}
+    threads = (
+        asyncio.to_thread(processor.expand, list(prompt.token_ids), prompt.images, field=f"prompts[{index}]")
+        for index, prompt in asked.items()
+    )
+    found = dict(zip(asked, await asyncio.gather(*threads), strict=True))
+    for index, prepared in found.items():
+        _check_prompt(f"prompts[{index}]", prepared.token_ids, sampling, model)
     return found
 
 

@@ -1,8 +1,9 @@
 """Images of a request as SGLang's models take them: as patches, without its processors, which read some images and texts otherwise."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import wraps
 from hashlib import sha256
 from typing import Any, cast
 
@@ -10,11 +11,37 @@ import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 
+from tasuki.algorithms.levels import pixels_of
 from tasuki.models.image_tokens import image_positions
 from tasuki.models.images import Prepared
 from tasuki.rollout.generate import EngineRequest
 
+_Embed = Callable[[Any, list[MultimodalDataItem]], torch.Tensor]
 _HASH_BYTES = 16
+_VALUES = "level_values"
+
+
+def install_levels() -> None:
+    """Makes the towers of this process take images as levels: until they are computed with, an eighth of the pixels' bytes."""
+    from sglang.srt.models import qwen2_5_vl, qwen3_vl
+
+    for model in (qwen2_5_vl.Qwen2_5_VLForConditionalGeneration, qwen3_vl.Qwen3VLForConditionalGeneration):
+        cast(Any, model).get_image_feature = _from_levels(model.get_image_feature)
+
+
+def _from_levels(embed: _Embed) -> _Embed:
+    """embed: SGLang's original, which takes pixels."""
+
+    @wraps(embed)
+    def embed_levels(model: Any, items: list[MultimodalDataItem]) -> torch.Tensor:
+        num_frames = model.config.vision_config.temporal_patch_size
+        with_pixels = [copy(item) for item in items]
+        for item in with_pixels:
+            values_CL = item.model_specific_data[_VALUES].to(model.visual.device, model.visual.dtype)
+            item.feature = pixels_of(cast(torch.Tensor, item.feature), values_CL, num_frames=num_frames)
+        return embed(model, with_pixels)
+
+    return embed_levels
 
 
 def image_inputs(prompt: Prepared, *, merge_size: int, max_new_tokens: int) -> MultimodalProcessorOutput:
@@ -23,16 +50,16 @@ def image_inputs(prompt: Prepared, *, merge_size: int, max_new_tokens: int) -> M
     # SGLang computes positions where these end, but not in a prefill of a completion's tokens, after a retraction.
     positions_3T = image_positions(num_prompt + max_new_tokens, starts=prompt.starts, grids=grids_I3, merge_size=merge_size)
     items: list[MultimodalDataItem] = []
-    patches = np.split(prompt.pixels(2), np.cumsum(grids_I3.prod(axis=1))[:-1])
-    for start, grid, pixels_PD in zip(prompt.starts, grids_I3, patches, strict=True):
+    patches, values_CL = np.split(prompt.levels_PD, np.cumsum(grids_I3.prod(axis=1))[:-1]), torch.tensor(prompt.values_CL)
+    for start, grid, levels_PD in zip(prompt.starts, grids_I3, patches, strict=True):
         item = MultimodalDataItem(
             Modality.IMAGE,
-            offsets=[(start, start + len(pixels_PD) // merge_size**2 - 1)],
-            feature=torch.tensor(pixels_PD),
-            model_specific_data={"image_grid_thw": torch.tensor(grid[None])},
+            offsets=[(start, start + len(levels_PD) // merge_size**2 - 1)],
+            feature=torch.tensor(levels_PD),
+            model_specific_data={"image_grid_thw": torch.tensor(grid[None]), _VALUES: values_CL},
         )
         # By which SGLang finds embeddings that it computed for another request.
-        item.set_hash(int.from_bytes(sha256(grid.tobytes() + pixels_PD.tobytes()).digest()[:_HASH_BYTES]))
+        item.set_hash(int.from_bytes(sha256(grid.tobytes() + levels_PD.tobytes()).digest()[:_HASH_BYTES]))
         items.append(item)
     return MultimodalProcessorOutput(
         mm_items=items,

@@ -40,6 +40,7 @@ from tasuki.rollout.sglang.cpu.gated_delta import install_delta_nets
 from tasuki.rollout.sglang.dense_lora import install_dense_lora
 from tasuki.rollout.sglang.first_samples import FirstSamples
 from tasuki.rollout.sglang.float32_logits import install_float32_logits
+from tasuki.rollout.sglang.images import install_levels
 from tasuki.rollout.sglang.json_grammar import JsonGrammars
 from tasuki.rollout.sglang.latent import install_latent_attention
 from tasuki.rollout.sglang.live_router import install_live_routers
@@ -334,6 +335,8 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         install_text_only(shape.architecture)
     if shape is not None and shape.tower is not None and shape.tower.has_windows:
         install_window_tower()
+    if shape is not None and shape.tower is not None:
+        install_levels()
     if shape is not None and shape.delta is not None and device == "cpu":
         install_delta_nets()
     if setup.config is not None and setup.config.served_adapter is not None:

@@ -16,7 +16,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel, Qwen3VLVisionModel
 
-from tasuki.trainer.data.micro_batch import ImageBatch, TokenBatch
+from tasuki.algorithms.levels import pixels_of
+from tasuki.trainer.data.micro_batch import TokenBatch
 
 
 class _MRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
@@ -84,7 +85,8 @@ def text_inputs(causal_lm: nn.Module, batch: TokenBatch) -> dict[str, Any]:
         grids_U3 = torch.tensor([[1, side, side]], device=embeddings_TH.device)
         pixels_PD = embeddings_TH.new_zeros(side * side, math.prod(patch_shape))
     else:
-        grids_U3, pixels_PD = images.grids_U3, _pixels(images, num_frames=patch_shape[1], like=embeddings_TH)
+        grids_U3, values_CL = images.grids_U3, images.values_CL.to(embeddings_TH)
+        pixels_PD = pixels_of(images.levels_PD, values_CL, num_frames=patch_shape[1])
     is_trained = next(tower.parameters()).requires_grad
     with nullcontext() if is_trained else torch.no_grad():
         found = tower(pixels_PD, grid_thw=grids_U3)
@@ -101,11 +103,3 @@ def text_inputs(causal_lm: nn.Module, batch: TokenBatch) -> dict[str, Any]:
         "visual_pos_masks": mask_T.unsqueeze(0),
         "deepstack_visual_embeds": [features[images.rows_I] for features in found.deepstack_features],
     }
-
-
-def _pixels(images: ImageBatch, *, num_frames: int, like: Tensor) -> Tensor:
-    """[P, D * num_frames]: patches as transformers' processor makes them, in the dtype of the tower."""
-    values_CL, levels_PD = images.values_CL.to(like), images.levels_PD.to(like.device)
-    levels_PCS = levels_PD.unflatten(1, (len(values_CL), -1))
-    channels = [values_L[levels_PS.int()] for values_L, levels_PS in zip(values_CL, levels_PCS.unbind(1), strict=True)]
-    return torch.stack(channels, dim=1).unsqueeze(2).expand(-1, -1, num_frames, -1).flatten(1)

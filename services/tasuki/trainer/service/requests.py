@@ -1,6 +1,7 @@
 """Decodes and checks requests: samples, roles, loss settings, paths."""
 
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -96,11 +97,17 @@ def _read_images(
             raise InvalidArgument(f"samples[{with_images[0]}].images", "the model reads text alone; send no images")
         return prompts, None
     files, places, digests = Files(), dict[bytes, int](), dict[tuple[int, ...], bytes]()
+    images = [files.of(message, field=f"samples[{index}]") for index, message in enumerate(messages)]
+    fields = dict[bytes, str]()
+    for index, own in enumerate(images):
+        for place, file in enumerate(own):
+            fields.setdefault(file, f"samples[{index}].images[{place}]")
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda file: processor.patches(file, field=fields[file]), fields))
     counts, indices, starts = list[int](), list[int](), list[int]()
     levels, grids = list[NDArray[np.uint8]](), list[NDArray[np.int64]]()
-    for index, message in enumerate(messages):
+    for index, (message, given) in enumerate(zip(messages, images, strict=True)):
         field, own = f"samples[{index}]", list[int]()
-        given = files.of(message, field=field)
         counts.append(len(given))
         if not given:
             processor.places(message.prompt_token_ids, 0, field=f"{field}.prompt_token_ids")
@@ -126,7 +133,7 @@ def _read_images(
     if not levels:
         return prompts, None
     if (num_bytes := sum(each.nbytes for each in levels)) > _MAX_PIXEL_BYTES:
-        problem = f"have {num_bytes} bytes of patches in one call; at most {_MAX_PIXEL_BYTES} fit: make several calls"
+        problem = f"have {num_bytes} bytes of patches in one call; at most {_MAX_PIXEL_BYTES} fit: make several, or raise num_mini_batches"
         raise InvalidArgument("samples[].images", problem)
     return prompts, SampleImages(
         num_images_S=_integers(counts),
