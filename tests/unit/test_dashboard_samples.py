@@ -2,11 +2,12 @@
 
 import json
 import os
+from base64 import b64encode
 from pathlib import Path
 
 import pytest
 
-from tasuki.dashboard.samples import TokenTexts, compare, list_steps, read_sample, read_step
+from tasuki.dashboard.samples import TokenTexts, compare, list_steps, read_picture, read_sample, read_step
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 RECORDED = Path(__file__).parents[1] / "recorded_run"
@@ -121,3 +122,22 @@ def test_texts_of_tokens(tokenizer: object, texts: list[str | None], tmp_path: P
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     token_texts = TokenTexts(tmp_path)
     assert [token_texts(token_id) for token_id in range(3)] == texts
+
+
+def test_images_of_a_prompt_are_served_and_other_files_are_not(tmp_path: Path) -> None:
+    png, jpeg = b"\x89PNG\r\n\x1a\n1", b"\xff\xd8\xff2"
+    (tmp_path / "a.png").write_bytes(png)
+    (tmp_path / "secret").write_text("not an image")
+    sources = [{"path": str(tmp_path / "a.png")}, {"bytes": b64encode(jpeg).decode()}, {"path": str(tmp_path / "secret")}]
+    parts = [{"type": "image", **source} for source in (*sources, {"path": str(tmp_path / "gone")}, {"path": "/dev/zero"})]
+    prompt = [
+        {"role": "user", "content": [*parts[:2], {"type": "text", "text": "Which?"}]},
+        {"role": "user", "content": parts[2:]},
+    ]
+    written(tmp_path, 3, {"prompt": prompt, "completion": "c", "token_ids": []})
+    sample = read_sample(tmp_path, 3, 0, token_text=TokenTexts(None))
+    assert (sample["num_images"], sample["messages"][0]["content"]) == (5, "[image]\n[image]\nWhich?")
+    assert [read_picture(tmp_path, 3, 0, place) for place in (0, 1)] == [("image/png", png), ("image/jpeg", jpeg)]
+    for place in (2, 3, 4, 5):
+        with pytest.raises(InvalidArgument):
+            read_picture(tmp_path, 3, 0, place)

@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.regular_file import open_regular
 
 MAX_IMAGES = 16
 """Of a prompt."""
@@ -42,26 +43,31 @@ def with_whole_paths(prompt: object, *, folder: Path) -> object:
     return [{**one, "content": [*map(placed, one["content"])]} if isinstance(one["content"], list) else one for one in prompt]
 
 
+def image_parts(prompt: object) -> list[Mapping[str, Any]]:
+    """The parts of a prompt's messages that are images, in order."""
+    messages: Any = prompt if isinstance(prompt, list) else ()
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
+
+
 def images_of(prompt: object) -> list[bytes]:
     """The files of a prompt's images, in order; none for a text.
 
     Raises InvalidArgument naming the image that cannot be read, and for more or larger ones than a prompt may have.
     """
-    messages: Any = prompt if isinstance(prompt, list) else ()
-    contents = [message["content"] for message in messages if isinstance(message["content"], list)]
-    parts = [part for content in contents for part in content if part.get("type") == "image"]
+    parts = image_parts(prompt)
     if len(parts) > MAX_IMAGES:
         raise InvalidArgument("prompt", f"has {len(parts)} images; at most {MAX_IMAGES} fit a prompt")
-    images = [_read(part, index) for index, part in enumerate(parts)]
-    if (num_bytes := sum(map(len, images))) > MAX_BYTES:
-        problem = (
-            f"has images of {num_bytes} bytes; at most {MAX_BYTES} fit a prompt: scale them down, or save them as JPEG or WebP"
-        )
+    images = [read_image(part, index) for index, part in enumerate(parts)]
+    if sum(map(len, images)) > MAX_BYTES:
+        problem = f"has images of more than {MAX_BYTES} bytes; scale them down, or save them as JPEG or WebP"
         raise InvalidArgument("prompt", problem)
     return images
 
 
-def _read(part: Mapping[str, Any], index: int) -> bytes:
+def read_image(part: Mapping[str, Any], index: int) -> bytes:
+    """The file that a part names. Raises InvalidArgument."""
     if (text := part.get("bytes")) is not None:
         try:
             return b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
@@ -70,8 +76,11 @@ def _read(part: Mapping[str, Any], index: int) -> bytes:
     path = Path(part.get("path") or unquote(urlsplit(part["url"]).path))
     with named_if_denied(path, key="dataset"):
         try:
-            return path.read_bytes()
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError) as error:
+            with open_regular(path) as file:
+                return file.read(MAX_BYTES + 1)
+        except PermissionError:
+            raise
+        except (OSError, ValueError) as error:
             raise InvalidArgument(
                 "prompt", f"image {index}: {path} is no file; paths begin in the folder of the dataset"
             ) from error

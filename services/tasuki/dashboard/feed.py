@@ -15,7 +15,7 @@ from tasuki.dashboard.journal import JournalTail, page
 from tasuki.dashboard.logs import PROCESSES, RestartLogs, read_logs
 from tasuki.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.dashboard.places import RunPlace, read_settings, read_summary
-from tasuki.dashboard.samples import TokenTexts, compare, list_steps, read_sample, read_step
+from tasuki.dashboard.samples import TokenTexts, compare, list_steps, read_picture, read_sample, read_step
 from tasuki.dashboard.steps import StepColumns, draw, thinned
 from tasuki.node.node_snapshot import NodeReader, as_dict
 from tasuki.runs.progress import progress_path, read_progress
@@ -177,6 +177,11 @@ class Feed:
             if self._tokens is None:
                 self._tokens = TokenTexts(_model_of(self.place, self._config))
             return read_sample(self.place.samples, step, index, token_text=self._tokens)
+
+    def picture(self, step: int, index: int, place: int) -> tuple[str, bytes]:
+        """Raises as `sample`."""
+        with self._answering:
+            return read_picture(self.place.samples, step, index, place)
 
     def _settle(self, place: RunPlace) -> None:
         self.place = place

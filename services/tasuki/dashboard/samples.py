@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tasuki.client.images import MAX_BYTES, image_parts, read_image
 from tasuki.dashboard.followed import MALFORMED, problem_of
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.line_reader import LineReader
@@ -19,6 +20,8 @@ _MAX_BYTES, _MAX_LINES = 64_000_000, 10_000
 _SHOWN_CHARS, _ROW_CHARS, _MAX_CHARS = 600, 2_000, 200_000
 _MAX_ROWS, _MAX_TOKENS = 1_000, 20_000
 _NUMBERS = ("reward", "advantage", "log_prob_gap", "log_prob_gap_max", "temperature")
+_PICTURES = {"image/png": rb"\x89PNG\r\n\x1a\n", "image/jpeg": rb"\xff\xd8\xff", "image/webp": rb"RIFF....WEBP"}
+"""Content types, and the first bytes of such files."""
 _PLAIN = ("group", "sample", "policy_version", "finish_reason")
 
 
@@ -98,9 +101,7 @@ def _rows(folder: Path | None, step: int) -> tuple[dict[int, dict[str, Any]], bo
 
 def read_sample(folder: Path | None, step: int, index: int, *, token_text: "TokenTexts") -> dict[str, Any]:
     """One completion, up to 20,000 tokens. Raises PathNotFound, and InvalidArgument for an invalid line."""
-    line = next(islice(_lines(folder, step), index, None), None)
-    if line is None:
-        raise PathNotFound(f"step {step} has no sample {index}; they are counted from 0", step=step)
+    line = _line(folder, step, index)
     try:
         sample = json.loads(line)
         token_ids = [int(one) for one in sample.get("token_ids", ())]
@@ -109,6 +110,7 @@ def read_sample(folder: Path | None, step: int, index: int, *, token_text: "Toke
         return {
             **_head(index, sample, max_chars=_MAX_CHARS),
             "messages": _messages(sample.get("prompt")),
+            "num_images": len(image_parts(sample.get("prompt"))),
             "templated": token_text.joined(sample.get("prompt_token_ids", ())[:_MAX_TOKENS]),
             "fields": {name: _text(value) for name, value in sample.get("fields", {}).items()},
             "num_tokens": len(token_ids),
@@ -125,6 +127,28 @@ def read_sample(folder: Path | None, step: int, index: int, *, token_text: "Toke
         }
     except MALFORMED as error:
         raise InvalidArgument("sample", f"line {index + 1} of step {step} is not a sample: {error}") from error
+
+
+def read_picture(folder: Path | None, step: int, index: int, place: int) -> tuple[str, bytes]:
+    """Content type and bytes of an image of a sample's prompt. Raises as read_sample, also for a file that does not begin as an image."""
+    try:
+        part = image_parts(json.loads(_line(folder, step, index)).get("prompt"))[place]
+        content = read_image(part, place)
+    except (OSError, *MALFORMED) as error:
+        raise InvalidArgument("image", f"image {place} of sample {index} of step {step} cannot be read: {error}") from error
+    kinds = [kind for kind, start in _PICTURES.items() if re.match(start, content, re.DOTALL)]
+    if not kinds or len(content) > MAX_BYTES:
+        raise InvalidArgument(
+            "image", f"image {place} of sample {index} of step {step} is no PNG, JPEG or WebP of {MAX_BYTES} bytes"
+        )
+    return kinds[0], content
+
+
+def _line(folder: Path | None, step: int, index: int) -> bytes:
+    line = next(islice(_lines(folder, step), index, None), None)
+    if line is None:
+        raise PathNotFound(f"step {step} has no sample {index}; they are counted from 0", step=step)
+    return line
 
 
 def _lines(folder: Path | None, step: int) -> Iterator[bytes | None]:
@@ -164,11 +188,19 @@ def _messages(prompt: object) -> list[dict[str, str]] | None:
     return [
         {
             "role": _text(one["role"]),
-            "content": _text(one.get("content")),
+            "content": _text(_shown(one.get("content"))),
             "others": _text({name: value for name, value in one.items() if name not in ("role", "content")} or None),
         }
         for one in prompt
     ]
+
+
+def _shown(content: object) -> object:
+    """The content with texts of its parts joined, and images named."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content
+    parts = ["[image]" if part.get("type") == "image" else part.get("text") for part in content]
+    return "\n".join(parts) if all(isinstance(part, str) for part in parts) else content
 
 
 def _text(value: object, max_chars: int = _MAX_CHARS) -> str:

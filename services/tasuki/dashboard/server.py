@@ -35,7 +35,7 @@ _TOKEN_BYTES = 32
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _MAX_NUMBER = 2**53
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -113,7 +113,8 @@ class _Handler(HttpHandler):
         except (OSError, *MALFORMED) as error:
             status = HTTPStatus.INTERNAL_SERVER_ERROR
             found = {"error": f"the run has a file that cannot be read: {type(error).__name__}: {error}", "reason": "INTERNAL"}
-        self.answer(status, json_of(found), "application/json; charset=utf-8")
+        kind, content = found if isinstance(found, tuple) else ("application/json; charset=utf-8", json_of(found))
+        self.answer(status, content, kind)
 
 
 def json_of(value: object) -> bytes:
@@ -134,7 +135,7 @@ def _finite(value: Any) -> Any:
 
 
 def _figures(feed: Feed, path: str, query: Query) -> object:
-    """Answers a path below /api. Raises PathNotFound and InvalidArgument."""
+    """Answers a path below /api; a pair is a content type and bytes. Raises PathNotFound and InvalidArgument."""
     routes: Mapping[str, Callable[[], object]] = {
         "/api/changes": feed.changes,
         "/api/run": feed.run,
@@ -156,6 +157,7 @@ def _figures(feed: Feed, path: str, query: Query) -> object:
         "/api/samples/step": lambda: feed.samples(_number(query, "step"), contains=query.get("contains", "")),
         "/api/evaluations": lambda: feed.compare(_number(query, "before"), _number(query, "after")),
         "/api/samples/one": lambda: feed.sample(_number(query, "step"), _number(query, "index")),
+        "/api/samples/image": lambda: feed.picture(*(_number(query, name) for name in ("step", "index", "place"))),
     }
     if path not in routes:
         raise PathNotFound("there is no such page")

@@ -29,11 +29,11 @@ let lastHead = -LEAST_MS;
 
 class Refused extends Error {}
 
-async function api(path) {
+async function api(path, read = (answer) => answer.json()) {
   const answer = await fetch(path, { headers: token ? { Authorization: `Bearer ${token}` } : {}, cache: "no-store" });
   if (answer.status === 401 || answer.status === 403) throw new Refused((await answer.json()).error);
   if (!answer.ok) throw new Error((await answer.json().catch(() => ({}))).error ?? `the server answered ${answer.status}`);
-  return answer.json();
+  return read(answer);
 }
 
 function readPlace() {

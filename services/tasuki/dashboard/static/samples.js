@@ -61,7 +61,17 @@ export function makeSamples(host, api, fail) {
     // Shown again, it would lose the token that somebody has chosen.
     if (index !== wanted || read === shown) return;
     shown = read;
-    show(one, sample);
+    const pictures = h("div", { class: "pictures" });
+    show(one, sample, pictures);
+    for (let place = 0; place < sample.num_images; place += 1) await addPicture(pictures, `/api/samples/image?step=${step}&index=${wanted}&place=${place}`, place);
+  }
+  async function addPicture(pictures, path, place) {
+    try {
+      const url = URL.createObjectURL(await api(path, (answer) => answer.blob()));
+      pictures.append(h("img", { src: url, alt: `Image ${place + 1} of the prompt`, on: { load: () => URL.revokeObjectURL(url) } }));
+    } catch (error) {
+      pictures.append(h("p", { class: "note" }, error.message));
+    }
   }
   function clear(...notes) {
     shown = "";
@@ -143,7 +153,7 @@ function groupOf(group, samples, chosen, select) {
       h("span", { class: "text" }, sample.completion || "(empty)"), h("span", { class: "score" }, number(sample.reward, 3)), h("span", { class: "gap" }, sample.log_prob_gap_max === null ? "" : `gap ${number(sample.log_prob_gap_max, 2)}`))))));
 }
 
-function show(host, sample) {
+function show(host, sample, pictures) {
   const pairs = [
     ["reward", number(sample.reward)], ...Object.entries(sample.rewards).map(([name, value]) => [`reward ${name}`, number(value)]), ["advantage", number(sample.advantage)],
     ["log-prob gap", sample.log_prob_gap === null ? "not measured" : `mean ${number(sample.log_prob_gap, 3)}, max ${number(sample.log_prob_gap_max, 3)}`],
@@ -153,7 +163,7 @@ function show(host, sample) {
   const detail = h("dl", { class: "pairs", "aria-live": "polite" });
   const figure = h("figure", {});
   put(host, h("h2", {}, `Group ${sample.group ?? "–"}, completion ${sample.sample ?? "–"}`),
-    h("dl", { class: "pairs two" }, pairs.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))])),
+    h("dl", { class: "pairs two" }, pairs.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, String(value))])), pictures,
     sample.is_masked.includes(true) ? episode(sample) : sample.messages ? chat(sample) : h("div", {}, block("Prompt", sample.prompt), block(titleOf(sample), sample.completion)),
     sample.templated && !sample.is_masked.includes(true) ? h("details", {}, h("summary", {}, "Prompt as the model got it"), block("Tokens of the prompt, as text", sample.templated)) : null);
   if (!sample.token_ids.length) {
