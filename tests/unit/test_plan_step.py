@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig, Qwen3VLTextConfig
+from transformers import AutoModelForCausalLM, Qwen2_5_VLTextConfig, Qwen2Config, Qwen3MoeConfig, Qwen3VLTextConfig
 
 from tasuki.models.families import read_model
 from tasuki.models.family import full_attention
@@ -119,24 +119,24 @@ def test_activations_and_logits_peak_as_predicted(
     assert moments[moment] == pytest.approx(live.peak, rel=0.02)
 
 
-@pytest.mark.parametrize("inner_size", [512, 2048], ids=["attention", "mlp"])
-def test_a_tower_peaks_as_predicted(inner_size: int):
-    side, tower = (
-        44,
-        {"depth": 3, "num_heads": 4, "patch_size": 8, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
-    )
-    tower |= {"hidden_size": HIDDEN_SIZE, "intermediate_size": inner_size, "out_hidden_size": HIDDEN_SIZE}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True, "mrope_section": [8, 4, 4]}
-    config = Qwen3VLTextConfig(
-        **_SIZES,
-        vocab_size=64,
-        head_dim=32,
-        tie_word_embeddings=False,
-        rope_parameters=rope,
-        vision_config=tower,
-        image_token_id=5,
-    )
-    causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+@pytest.mark.parametrize("is_trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("inner_size", [256, 2048], ids=["attention", "mlp"])
+@pytest.mark.parametrize("has_windows", [False, True], ids=["plain", "windows"])
+def test_a_tower_peaks_as_predicted(has_windows: bool, inner_size: int, is_trained: bool):
+    side, rope = 44, {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
+    text: dict[str, Any] = {**_SIZES, "vocab_size": 64, "tie_word_embeddings": False, "image_token_id": 5}
+    tower = {"depth": 3, "num_heads": 4, "patch_size": 8, "hidden_size": HIDDEN_SIZE, "intermediate_size": inner_size}
+    tower |= {"out_hidden_size": HIDDEN_SIZE}
+    if has_windows:
+        tower |= {"window_size": 64, "fullatt_block_indexes": [1]}
+        config: Any = Qwen2_5_VLTextConfig(**text, rope_parameters=rope, vision_config=tower)
+    else:
+        tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]}
+        rope |= {"mrope_interleaved": True}
+        config = Qwen3VLTextConfig(**text, head_dim=32, rope_parameters=rope, vision_config=tower)
+    causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if is_trained:
+        causal_lm.visual.requires_grad_(True).gradient_checkpointing_enable({"use_reentrant": False})
     num_patches, num_tokens = side**2, side**2 // 4
     image = ImageBatch(
         levels_PD=torch.randint(256, (num_patches, 3 * 64), dtype=torch.uint8),
@@ -147,8 +147,10 @@ def test_a_tower_peaks_as_predicted(inner_size: int):
     )
     batch = replace(_one_sequence(64), input_ids_T=torch.full((num_tokens,), 5), images=image)
     with LiveTokens(sizes=(num_patches, num_tokens)) as live:
-        text_inputs(causal_lm, batch)
-    node = replace(_node(causal_lm, "none"), micro_batch_tokens=num_tokens)
+        inputs = text_inputs(causal_lm.train(), batch)
+        if is_trained:
+            sum(each.float().sum() for each in (inputs["inputs_embeds"], *inputs.get("deepstack_visual_embeds", ()))).backward()
+    node = replace(_node(causal_lm, "none", train_tower=is_trained), micro_batch_tokens=num_tokens)
     assert _moments(node)["tower"] == pytest.approx(live.peak, rel=0.02)
 
 

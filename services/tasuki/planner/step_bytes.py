@@ -148,9 +148,9 @@ def _at_tower(node: Node, tower: Tower) -> Bytes:
     mlp = (3 * hidden + (3 if tower.has_windows else 2) * tower.intermediate_size) * compute
     per_patch, numel = max(attention, mlp), sum(map(math.prod, node.model.tower_parameters().values()))
     if node.trainer.train_tower:
-        # For each of both parts its norms and what autograd keeps; then gradients of the MLP's inner part.
-        num_inner = 4 if tower.has_windows else 2
-        per_patch = (10 * hidden + (num_inner + 2) * tower.intermediate_size) * compute + 2 * hidden * _FLOAT32
+        # Of both parts norms and what autograd keeps; then gradients in attention, or of the MLP's inner part.
+        inner = (6 if tower.has_windows else 3) * tower.intermediate_size
+        per_patch = 10 * hidden * compute + max(6 * hidden * _FLOAT32, inner * compute + 2 * hidden * _FLOAT32)
     # Pixels, their levels, learned positions, and the rotary embedding with its angles.
     pixels, positions = math.prod(tower.patch_shape), hidden if tower.num_positions else 0
     given = pixels * compute + pixels // tower.patch_shape[1] + (positions + 7 * hidden // tower.num_heads // 2) * _FLOAT32

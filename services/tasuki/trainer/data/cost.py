@@ -60,15 +60,15 @@ class SampleCost:
         num_patches_I = images.grids_U3.prod(axis=1)[images.image_I].astype(np.float64)
         flops_I = self.patch * num_patches_I + self.patch_pair * num_patches_I**2
         sample_I = np.repeat(np.arange(len(images.num_images_S)), images.num_images_S)
-        return np.bincount(sample_I, flops_I, minlength=len(images.num_images_S))
+        return np.bincount(sample_I, flops_I, minlength=len(images.num_images_S)).astype(np.float64)
 
 
-def sample_cost(model: Model, *, is_frozen: bool = False) -> SampleCost:
+def sample_cost(model: Model, *, is_frozen: bool = False, trains_tower: bool = False) -> SampleCost:
     """Cost under `model`. is_frozen: whether only adapters are trained."""
     shape = model.shape
     per_weight = _FROZEN if is_frozen else _TRAINED
     each = float(_ATTENTION * shape.query_size)
-    tower = {} if shape.tower is None else {"patch": _patch_flops(shape.tower), "patch_pair": _pair_flops(shape.tower)}
+    tower = _tower_flops(shape.tower, num_passes=3 if trains_tower else 1) if shape.tower is not None else {}
     num_layers = Counter(window for layer, window in enumerate(model.attention.windows) if not shape.is_delta(layer))
     return SampleCost(
         linear=float(per_weight * _weights_per_token(shape)),
@@ -80,15 +80,18 @@ def sample_cost(model: Model, *, is_frozen: bool = False) -> SampleCost:
     )
 
 
-def _patch_flops(tower: Tower) -> float:
-    """Of the matrices that multiply a patch, and those that multiply a square of them."""
-    matrices = {name: shape for name, shape in tower.parameters().items() if len(shape) > 1 and "pos_embed" not in name}
-    squares = {name: name.startswith(("merger", "deepstack")) for name in matrices}
-    return sum(_FORWARD * math.prod(matrices[name]) / (tower.merge_size**2 if squares[name] else 1) for name in matrices)
+def _tower_flops(tower: Tower, *, num_passes: int) -> dict[str, float]:
+    """Of the matrices that multiply a patch, and those that multiply a square of them; attention as if it had no windows.
 
-
-def _pair_flops(tower: Tower) -> float:
-    return float(2 * _FORWARD * tower.hidden_size * tower.depth)
+    num_passes: forward, and for a trained tower a backward that costs two.
+    """
+    matrices = {
+        name: math.prod(shape) for name, shape in tower.parameters().items() if len(shape) > 1 and "pos_embed" not in name
+    }
+    of_squares = sum(numel for name, numel in matrices.items() if name.startswith(("merger", "deepstack")))
+    numel = sum(matrices.values()) - of_squares + of_squares / tower.merge_size**2
+    pair = 2 * tower.hidden_size * tower.depth
+    return {"patch": float(_FORWARD * num_passes * numel), "patch_pair": float(_FORWARD * num_passes * pair)}
 
 
 def _weights_per_token(shape: ModelShape) -> int:
