@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.browser import CHROMIUM, Browser
 from tests.dashboard import RECORDED, served
@@ -112,6 +113,19 @@ def test_what_a_run_says_is_text_and_never_markup(page: Browser, tmp_path: Path)
         open_tab(page, server.url, "settings", "onerror")
         assert page.evaluate("document.title") == "run · tasuki"
         assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
+        page.open("about:blank#left")
+
+
+def test_images_of_a_prompt_are_shown_beside_its_completion(page: Browser, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(RECORDED, folder)
+    Image.new("RGB", (20, 30), (200, 40, 40)).save(folder / "red.png")
+    content = [{"type": "image", "path": str(folder / "red.png")}, {"type": "text", "text": "Which color?"}]
+    sample = {"group": 0, "sample": 0, "prompt": [{"role": "user", "content": content}], "completion": "red", "token_ids": [0]}
+    (folder / "samples" / "step-000029.jsonl").write_text(json.dumps(sample) + "\n")
+    with served(folder) as server:
+        open_tab(page, server.url, "samples", "Which color?")
+        page.until("document.querySelector('.pictures img')?.naturalHeight === 30")
         page.open("about:blank#left")
 
 
