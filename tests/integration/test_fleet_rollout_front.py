@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import grpc.aio
 import pytest
 
-from tasuki.fleet.rollout_front import CallSeeds, RolloutFront
-from tasuki.rollout.seeds import CallNumbers
+from tasuki.fleet.rollout_front import RolloutFront
+from tasuki.rollout.seeds import CallNumbers, CallSeeds
 from tasuki.v1 import rollout_pb2, types_pb2
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
 from tasuki.wire.errors import Asleep, InvalidArgument, PeerUnavailable, SamplesLost, TasukiError, VersionOrder, from_rpc_error

@@ -16,7 +16,7 @@ from tasuki.wire.stages import MemoryTag, Stage
 from tests.extent import IS_WHOLE
 from tests.integration.breaking_rank import Break, Breaking, BreakingRank, BreakingReplicas, digest_of
 from tests.integration.published import Published
-from tests.unit.test_rollout_stages import NO_CALLS, IdleEngine, said, samples
+from tests.unit.test_rollout_stages import NO_SEEDS, IdleEngine, said, samples
 
 VERSION = 3
 
@@ -44,7 +44,7 @@ async def rollout_with(published: PublishedModel, breaking: Breaking | None) -> 
     calls = RankCalls(rank, socket_dir=published.socket_dir)
     sync = WeightSync(calls, socket_dir=published.socket_dir)
     try:
-        rollout = Rollout(IdleEngine(), sync, calls, calls=NO_CALLS, seed=0, on_serving=said, on_poison=lambda: None)
+        rollout = Rollout(IdleEngine(), sync, calls, seeds=NO_SEEDS, on_serving=said, on_poison=lambda: None)
         await rollout.fall_asleep(timeout_s=30)
         await rollout.resume(Stage.RESUME_WEIGHTS, [MemoryTag.WEIGHTS], timeout_s=30)
         yield rollout, rank

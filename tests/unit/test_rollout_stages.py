@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tasuki.rollout.generate import Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rollout import Rollout, check_stage
-from tasuki.rollout.seeds import CallNumbers
+from tasuki.rollout.seeds import CallNumbers, CallSeeds
 from tasuki.rpc.memory import decode_move
 from tasuki.v1 import weights_pb2
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
@@ -36,7 +36,7 @@ from tasuki.wire.stages import START, MemoryTag, Service, Stage
 RING = [Stage.RESUME_WEIGHTS, Stage.SYNC, Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS]
 MODEL = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=(1,), is_seeded=False)
 # An engine without seeded sampling has no calls to number.
-NO_CALLS = CallNumbers(Path("/nonexistent/calls"), instance_id="")
+NO_SEEDS = CallSeeds(0, CallNumbers(Path("/nonexistent/calls"), instance_id=""))
 REQUEST = GenerateRequest(prompts=[{"token_ids": [1]}], num_samples=1, sampling_params={"max_new_tokens": 1})
 
 
@@ -98,7 +98,7 @@ async def said(is_serving: bool) -> None: ...
 
 
 def service() -> Rollout:
-    return Rollout(IdleEngine(), EasySync(), NoMemory(), calls=NO_CALLS, seed=0, on_serving=said, on_poison=lambda: None)
+    return Rollout(IdleEngine(), EasySync(), NoMemory(), seeds=NO_SEEDS, on_serving=said, on_poison=lambda: None)
 
 
 async def move(rollout: Rollout, stage: Stage, *, version: int = 0) -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tasuki.rollout.generate import EngineRequest, question
+from tasuki.rollout.generate import EngineRequest
 from tasuki.rollout.rollout import Rollout
-from tasuki.rollout.seeds import CallNumbers, sample_seed
+from tasuki.rollout.seeds import CallNumbers, CallSeeds, question, sample_seed
 from tasuki.v1.rollout_pb2 import GenerateRequest
 from tasuki.wire.stages import Stage
 from tests.unit.test_rollout_stages import MODEL, RING, EasySync, IdleEngine, NoMemory, move, said
@@ -37,11 +37,9 @@ class Node:
 
     def start(self) -> None:
         """Starts the service, or restarts it after a kill that closed nothing."""
-        calls = CallNumbers(self._path, instance_id=self._instance_id)
+        seeds = CallSeeds(0, CallNumbers(self._path, instance_id=self._instance_id))
         self.engine = SeededEngine()
-        self.rollout = Rollout(
-            self.engine, EasySync(), NoMemory(), calls=calls, seed=0, on_serving=said, on_poison=lambda: None
-        )
+        self.rollout = Rollout(self.engine, EasySync(), NoMemory(), seeds=seeds, on_serving=said, on_poison=lambda: None)
 
     async def wake(self, version: int) -> None:
         if self.rollout.stage is Stage.RESUME_KV:

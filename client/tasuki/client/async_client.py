@@ -311,7 +311,7 @@ class AsyncClient:
     async def compute_log_probs(
         self, samples: Sequence[TrainingSample], *, role: Role = Role.POLICY
     ) -> list[NDArray[np.float32]]:
-        """Computes the log-probability of each completion token at its sample's temperature: [T] for each sample, in order.
+        """Computes the log-probability of each completion token, comparable with `rollout_log_probs`: [T] for each sample, in order.
 
         Natural logarithms. Raises InvalidArgument naming the invalid field of a sample.
         """

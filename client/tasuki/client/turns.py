@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -175,14 +175,12 @@ def _joined(path: Sequence[Turn], trained: set[int], *, is_truncated: bool) -> S
         masks += [np.zeros(given, np.float32), np.full(len(turn.sample.token_ids), id(turn) not in trained, np.float32)]
         routes.append(turn.own_routes())
     last, spans = path[-1].sample, merged(spans)
-    return Sample(
-        prompt_index=last.prompt_index,
-        sample_index=last.sample_index,
+    return replace(
+        last,
         token_ids=np.concatenate(token_ids),
         rollout_log_probs=np.concatenate(log_probs),
         finish_reason=FinishReason.LENGTH if is_truncated else last.finish_reason,
         policy_version=spans[-1].policy_version if spans else last.policy_version,
-        temperature=last.temperature,
         has_exact_log_probs=all(turn.sample.has_exact_log_probs for turn in path),
         prompt_token_ids=path[0].prompt_token_ids,
         loss_mask=np.concatenate(masks),

@@ -19,10 +19,10 @@ from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.nodes import FleetNodes, Joined, NodePeer, answered, callable_node, check_member
 from tasuki.fleet.rank_store import RankStoreServicer
-from tasuki.fleet.rollout_front import CallSeeds, RolloutFront
+from tasuki.fleet.rollout_front import RolloutFront
 from tasuki.fleet.trainer_front import Deal, TrainerFront
 from tasuki.models.families import read_model_file
-from tasuki.rollout.seeds import CallNumbers
+from tasuki.rollout.seeds import CallNumbers, CallSeeds
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.logs import open_service_tracer
 from tasuki.rpc.port import fleet_port

@@ -1,8 +1,6 @@
 """tasuki.v1.RolloutService over a fleet's nodes, which share the prompts: clients see a single, larger engine."""
 
 import asyncio
-import hashlib
-import uuid
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -15,7 +13,7 @@ import grpc.aio
 
 from tasuki.fleet.nodes import FleetNodes, NodeChannels, on_all
 from tasuki.fleet.rules import merged_rollout_state, refuse_stage, renumbered, worst
-from tasuki.rollout.seeds import CallNumbers
+from tasuki.rollout.seeds import CallSeeds, sample_seed
 from tasuki.rollout.sessions import SessionPlaces
 from tasuki.rpc.commands import remaining_s
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc
@@ -24,33 +22,9 @@ from tasuki.wire.errors import PeerUnavailable, SamplesLost, TasukiError, Versio
 from tasuki.wire.routes import is_part
 
 _READ_TIMEOUT_S = 10.0
-_SEED_BITS = 62
 
 _Arrivals: TypeAlias = asyncio.Queue[rollout_pb2.GenerateResponse | BaseException | None]
 """Responses of several streams. Each stream ends with None, or with the error that ended it."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallSeeds:
-    """Seeds for calls without one, if engines use seeds. A call repeated under its id gets the same seed."""
-
-    seed: int
-    """`seed` of the configuration."""
-    calls: CallNumbers
-
-    def of(self, request: rollout_pb2.GenerateRequest, *, version: int) -> int:
-        """Seed from the call's content, with its number; without one also from the version and how often that was asked before."""
-        asked = rollout_pb2.GenerateRequest()
-        asked.CopyFrom(request)
-        asked.ClearField("request_id")
-        asked.ClearField("session_key")
-        question = hashlib.sha256(asked.SerializeToString(deterministic=True)).hexdigest()
-        self.calls.begin_version(version)
-        asked_before = ""
-        if not request.HasField("call_number"):
-            asked_before = f"{version}/{self.calls.number(question, call_id=request.request_id or uuid.uuid4().hex)}"
-        digest = hashlib.sha256(f"{self.seed}/{question}/{asked_before}".encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS)
 
 
 @dataclass(slots=True)
@@ -119,7 +93,9 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
             return request  # the node will report why it does not generate
         seeded = rollout_pb2.GenerateRequest()
         seeded.CopyFrom(request)
-        seeded.sampling_params.sampling_seed = self._seeds.of(request, version=state.policy_version)
+        seeded.sampling_params.sampling_seed = sample_seed(
+            self._seeds.of(request, version=state.policy_version), prompt=0, sample=0
+        )
         return seeded
 
     async def _merged(

@@ -1,9 +1,8 @@
 """Generation requests: their validation, and the samples of one call."""
 
 import asyncio
-import hashlib
 import math
-from array import array
+import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from tasuki.algorithms.sampling import GREEDY_BELOW, RANGES
 from tasuki.models.images import ImageProcessor, Prepared
 from tasuki.models.tokenizer import TOKENIZER_FILE
 from tasuki.rollout.model import ModelFacts
-from tasuki.rollout.seeds import sample_seed
+from tasuki.rollout.seeds import given_sampling, sample_seed
 from tasuki.v1 import types_pb2
 from tasuki.v1.rollout_pb2 import GenerateRequest
 from tasuki.wire.errors import InvalidArgument, PolicyDiverged
@@ -73,30 +72,6 @@ class EngineRequest:
     sampling: Mapping[str, object]
     images: Prepared | None = None
     """Of the token ids, which have a placeholder for each square of patches."""
-
-
-def question(request: GenerateRequest) -> str:
-    """Digest that is equal for calls with the same content, whatever their ids."""
-    lengths = [len(prompt.token_ids) for prompt in request.prompts]
-    asked = hashlib.sha256(repr((lengths, request.num_samples, given_sampling(request), request.first_prompt)).encode())
-    for prompt in request.prompts:
-        asked.update(array("q", prompt.token_ids))  # there may be millions of tokens
-        for image in prompt.images:
-            asked.update(hashlib.sha256(image).digest())
-    return asked.hexdigest()
-
-
-def given_sampling(request: GenerateRequest) -> dict[str, object]:
-    """What the caller set, by SGLang's names."""
-    params = request.sampling_params
-    given: dict[str, object] = {field.name: value for field, value in params.ListFields()}
-    if params.stop_token_ids:
-        given["stop_token_ids"] = list(params.stop_token_ids)
-    if params.stop:
-        given["stop"] = list(params.stop)
-    if bias := {str(token_id): params.logit_bias[token_id] for token_id in sorted(params.logit_bias)}:
-        given["logit_bias"] = bias
-    return given
 
 
 def check_request(request: GenerateRequest, model: ModelFacts) -> None:
@@ -247,7 +222,6 @@ async def generate(
     request: GenerateRequest,
     *,
     images: Mapping[int, Prepared],
-    call_id: str,
     policy_version: int,
     seed: int | str | None,
 ) -> AsyncGenerator[list[types_pb2.Sample], None]:
@@ -258,7 +232,7 @@ async def generate(
     given = given_sampling(request)
     temperature, is_exact = log_prob_temperature(given), has_exact_log_probs(given)
     # SGLang aborts by prefix: the separators keep this call from aborting another, and sample 1 from aborting sample 10.
-    prefix = f"{call_id}-"
+    prefix = f"{uuid.uuid4().hex}-"
     requests = _engine_requests(request, images, engine.model, prefix=prefix, seed=seed)
     digests = {prompt: prepared.digest for prompt, prepared in images.items()}
     num_requests = len(request.prompts) * request.num_samples

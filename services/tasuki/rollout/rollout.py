@@ -4,19 +4,20 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasuki.models.images import Prepared
-from tasuki.rollout.generate import check_request, generate, prepared_images, question
-from tasuki.rollout.seeds import CallNumbers
+import grpc.aio
+
+from tasuki.rollout.generate import check_request, generate, prepared_images
+from tasuki.rollout.seeds import CallSeeds
 from tasuki.rollout.sync import WeightSync
-from tasuki.rpc.commands import REFUSALS
-from tasuki.rpc.memory import joined
+from tasuki.rpc.commands import REFUSALS, CommandGate, remaining_s
+from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, joined, watch_usage
 from tasuki.rpc.ranks import RankFront
-from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2, weights_pb2
+from tasuki.v1 import memory_pb2, memory_pb2_grpc, ranks_pb2, types_pb2, weights_pb2
 from tasuki.v1.rollout_pb2 import DrainResponse, GenerateRequest, ReceiveWeightsResponse
 from tasuki.wire.errors import (
     Asleep,
@@ -175,8 +176,7 @@ def check_stage(stage: Stage, *, after: Stage | None, poison_reason: str | None)
 class Rollout:
     """One engine, the version of its weights, its memory, and the service's place in the ring.
 
-    calls, seed: for the seeds of samples whose request gives none. on_serving: called when generation opens or closes. on_poison: called
-    when the engine's memory can no longer be trusted.
+    on_serving: called when generation opens or closes. on_poison: called when the engine's memory can no longer be trusted.
     """
 
     def __init__(
@@ -185,8 +185,7 @@ class Rollout:
         sync: WeightSync,
         ranks: RankCalls,
         *,
-        calls: CallNumbers,
-        seed: int,
+        seeds: CallSeeds,
         on_serving: Callable[[bool], Awaitable[None]],
         on_poison: Callable[[], None],
     ) -> None:
@@ -197,7 +196,7 @@ class Rollout:
         self.ranks = ranks
         self._sync = sync
         self._on_serving, self._on_poison = on_serving, on_poison
-        self._calls, self._rollout_seed = calls, seed
+        self._seeds = seeds
         self._held_version: int | None = None
         self._highest_served: int | None = None
         self._is_open = False
@@ -233,7 +232,6 @@ class Rollout:
         self.stage = stage
         if stage is Stage.RESUME_KV:
             self._highest_served = self._held_version
-            self._calls.begin_version(self._held_version)
             await self._open()
         _log.info("event=stage stage=%s mapped_bytes=%d policy_version=%s", stage, mapped, self._held_version)
         return mapped
@@ -303,49 +301,23 @@ class Rollout:
         _log.info("event=stage stage=DRAIN finished=%d cut=%d", drained.num_finished, drained.num_cut)
         return drained
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[list[types_pb2.Sample]]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[types_pb2.Sample], None]:
         """Samples in order of completion; those that ended together come together.
 
         Raises EnginePoisoned, Draining or Asleep if no version is served.
         """
-        check_request(request, self.engine.model)
+        model = self.engine.model
+        check_request(request, model)
         self._check_open()
-        if any(prompt.images for prompt in request.prompts):
-            return self._generate_with_images(request)
-        return self._generate(request, {})
-
-    async def _generate_with_images(self, request: GenerateRequest) -> AsyncIterator[list[types_pb2.Sample]]:
-        """Decodes images first, beside the event loop: another version may be served after that, or none."""
-        images = await prepared_images(request, self.engine.model)
-        self._check_open()
-        async with aclosing(self._generate(request, images)) as samples:
+        # Decoded beside the event loop: another version may be served after that, or none.
+        if images := await prepared_images(request, model):
+            self._check_open()
+        version = self._held_version
+        assert version is not None
+        seed = self._seeds.of(request, version=version) if model.is_seeded else None
+        async with aclosing(generate(self.engine, request, images=images, policy_version=version, seed=seed)) as samples:
             async for ended in samples:
                 yield ended
-
-    def _generate(
-        self, request: GenerateRequest, images: Mapping[int, Prepared]
-    ) -> AsyncGenerator[list[types_pb2.Sample], None]:
-        assert self._held_version is not None
-        call_id = uuid.uuid4().hex
-        seed = self._seed(request, call_id=call_id)
-        version = self._held_version
-        return generate(self.engine, request, images=images, call_id=call_id, policy_version=version, seed=seed)
-
-    def _seed(self, request: GenerateRequest, *, call_id: str) -> int | str | None:
-        """Base of the samples' seeds; None if the engine does not use seeds.
-
-        Without a caller's seed it depends on the call's content and number, or else on the version and how often that was asked before. A
-        restarted engine repeats the lost samples, and asking twice gives different samples.
-        """
-        if not self.engine.model.is_seeded:
-            return None
-        if request.sampling_params.HasField("sampling_seed"):
-            return request.sampling_params.sampling_seed
-        asked = question(request)
-        if request.HasField("call_number"):
-            return f"{self._rollout_seed}/{asked}/call/{request.call_number}"
-        number = self._calls.number(asked, call_id=request.request_id or call_id)
-        return f"{self._rollout_seed}/{self._held_version}/{asked}/{number}"
 
     def _check_open(self) -> None:
         if self.poison_reason is not None:
@@ -386,3 +358,43 @@ class Rollout:
                 text = f"{stage} failed half-way, and the engine is restarted: {error.message}"
                 raise InternalError(text, **error.metadata) from error
             raise
+
+
+class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
+    """gRPC interface to the engine's memory, moved by stages."""
+
+    def __init__(self, rollout: Rollout, gate: CommandGate) -> None:
+        self._rollout, self._gate = rollout, gate
+
+    async def Pause(self, request: memory_pb2.PauseRequest, context: grpc.aio.ServicerContext) -> memory_pb2.PauseResponse:
+        stage, tags = decode_move(request, Service.ROLLOUT)
+        timeout_s = remaining_s(context)
+
+        async def pause() -> memory_pb2.PauseResponse:
+            return memory_pb2.PauseResponse(released_bytes=await self._rollout.pause(stage, tags, timeout_s=timeout_s))
+
+        return await self._gate.stage(request, pause)
+
+    async def Resume(self, request: memory_pb2.ResumeRequest, context: grpc.aio.ServicerContext) -> memory_pb2.ResumeResponse:
+        stage, tags = decode_move(request, Service.ROLLOUT)
+        timeout_s = remaining_s(context)
+
+        async def resume() -> memory_pb2.ResumeResponse:
+            return memory_pb2.ResumeResponse(mapped_bytes=await self._rollout.resume(stage, tags, timeout_s=timeout_s))
+
+        return await self._gate.stage(request, resume)
+
+    async def GetUsage(
+        self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext
+    ) -> memory_pb2.GetUsageResponse:
+        # Of a shorter deadline a part, so that the caller hears why it was not met.
+        return await self._rollout.ranks.usage(request, timeout_s=min(USAGE_TIMEOUT_S, 0.9 * remaining_s(context)))
+
+    async def WatchUsage(
+        self, request: memory_pb2.WatchUsageRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
+        def usage() -> Awaitable[memory_pb2.GetUsageResponse]:
+            return self._rollout.ranks.usage(memory_pb2.GetUsageRequest(), timeout_s=USAGE_TIMEOUT_S)
+
+        async for response in watch_usage(request, usage):
+            yield response

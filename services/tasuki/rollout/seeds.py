@@ -2,11 +2,39 @@
 
 import hashlib
 import json
+import uuid
+from array import array
+from dataclasses import dataclass
 from pathlib import Path
 
+from tasuki.v1.rollout_pb2 import GenerateRequest
 from tasuki.wire.errors import NO_ROOM, DiskFull
 
 _SEED_BITS = 62
+
+
+def question(request: GenerateRequest) -> str:
+    """Digest that is equal for calls with the same content, whatever their ids."""
+    lengths = [len(prompt.token_ids) for prompt in request.prompts]
+    asked = hashlib.sha256(repr((lengths, request.num_samples, given_sampling(request), request.first_prompt)).encode())
+    for prompt in request.prompts:
+        asked.update(array("q", prompt.token_ids))  # there may be millions of tokens
+        for image in prompt.images:
+            asked.update(hashlib.sha256(image).digest())
+    return asked.hexdigest()
+
+
+def given_sampling(request: GenerateRequest) -> dict[str, object]:
+    """What the caller set, by SGLang's names."""
+    params = request.sampling_params
+    given: dict[str, object] = {field.name: value for field, value in params.ListFields()}
+    if params.stop_token_ids:
+        given["stop_token_ids"] = list(params.stop_token_ids)
+    if params.stop:
+        given["stop"] = list(params.stop)
+    if bias := {str(token_id): params.logit_bias[token_id] for token_id in sorted(params.logit_bias)}:
+        given["logit_bias"] = bias
+    return given
 
 
 def sample_seed(seed: int | str, *, prompt: int, sample: int) -> int:
@@ -71,3 +99,27 @@ class CallNumbers:
             raise DiskFull(
                 f"{self._path} cannot be written: {error.strerror}; free space, and repeat", path=self._path
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class CallSeeds:
+    """Seeds of calls, for engines that use them."""
+
+    seed: int
+    """`seed` of the configuration."""
+    calls: CallNumbers
+
+    def of(self, request: GenerateRequest, *, version: int | None) -> int | str:
+        """Base of the samples' seeds.
+
+        Without a caller's seed it depends on the call's content and number, or else on the version and how often that was asked
+        before. A restarted engine repeats the lost samples, and asking twice gives different samples.
+        """
+        if request.sampling_params.HasField("sampling_seed"):
+            return request.sampling_params.sampling_seed
+        asked = question(request)
+        if request.HasField("call_number"):
+            return f"{self.seed}/{asked}/call/{request.call_number}"
+        self.calls.begin_version(version)
+        number = self.calls.number(asked, call_id=request.request_id or uuid.uuid4().hex)
+        return f"{self.seed}/{version}/{asked}/{number}"

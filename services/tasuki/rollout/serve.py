@@ -14,9 +14,9 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rollout.metrics import EngineLoad, EngineMetrics, GenerationMetrics, keep_metrics_in_memory
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.ranks import RankProcesses, RankReport
-from tasuki.rollout.rollout import RankCalls, Rollout
-from tasuki.rollout.seeds import CallNumbers
-from tasuki.rollout.servicer import RolloutMemoryServicer, RolloutServicer
+from tasuki.rollout.rollout import RankCalls, Rollout, RolloutMemoryServicer
+from tasuki.rollout.seeds import CallNumbers, CallSeeds
+from tasuki.rollout.servicer import RolloutServicer
 from tasuki.rollout.sglang.engine import RolloutEngine, start_engine
 from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rollout.sync import WeightSync
@@ -68,8 +68,7 @@ async def _serve(
             engine,
             sync,
             rank_calls,
-            calls=numbers,
-            seed=config.seed,
+            seeds=CallSeeds(config.seed, numbers),
             on_poison=shutdown.on_poison,
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
         )
