@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import main
-from tasuki.config.checks import without_effect
-from tasuki.config.load import load_config
+from tasuki.config.load import load_config, without_effect
 
 TOML = """state_dir = "state"
 [model]

@@ -4,8 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 
-from tasuki.config.checks import without_effect
-from tasuki.config.load import load_config, origins
+from tasuki.config.load import load_config, origins, without_effect
 from tasuki.config.save import toml_lines
 from tasuki.config.schema import NodeConfig
 from tasuki.models.tokenizer import check_tokenizer

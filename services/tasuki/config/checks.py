@@ -1,7 +1,7 @@
-"""Checks across keys, model and machine, and settings without effect."""
+"""Checks across keys, model and machine."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -401,47 +401,3 @@ def fleet_port_problem(config: "NodeConfig") -> tuple[str, str] | None:
         advice = 'set it to HOST:PORT, such as "0.0.0.0:50050", with [security]'
         return "listen", f'= "{config.listen}" cannot be called from node 0, at {fleet.leader}: {advice}'
     return None
-
-
-_Row = tuple[str, object, object, bool, str]
-"""A key, its value and default, whether it has an effect, and what would give it one."""
-
-
-def without_effect(config: "NodeConfig") -> list[str]:
-    """Settings that differ from their defaults but have no effect beside others, each with what would give it one.
-
-    A coefficient or count of 0 switches something off. Its settings may stay, so that one key switches it on again.
-    """
-    return [
-        f"{key} = {value} has no effect: {needed}, or remove it"
-        for key, value, default, has_effect, needed in _effects(config)
-        if value != default and not has_effect
-    ]
-
-
-def _effects(config: "NodeConfig") -> Iterator[_Row]:
-    if config.sft is not None:
-        has_prompts = config.sft.eval_dataset is not None
-        yield "sft.eval_every", config.sft.eval_every, None, has_prompts, "give an sft.eval_dataset"
-    if (train := config.train) is None:
-        return
-    advantages, loss, evaluation, estimator = train.advantages, train.loss, train.eval, train.advantages.estimator
-    is_gae, divides = estimator == "gae", estimator in ("group_mean", "batch_baseline") or advantages.std == "none"
-    is_by_token, gae = is_gae or estimator == "globally_whitened", 'use advantages.estimator = "gae"'
-    yield "train.advantages.std", advantages.std, "sample", divides, 'use advantages.estimator = "group_mean"'
-    yield "train.advantages.discount", advantages.discount, 1.0, is_by_token, gae
-    yield "train.advantages.lam", advantages.lam, 1.0, is_gae, gae
-    yield "train.advantages.whiten", advantages.whiten, True, is_gae, gae
-    yield "train.value_loss.clip", train.value_loss.clip, None, is_gae, gae
-    yield "train.old_policy", train.old_policy, "auto", loss.has_ratio, "the loss has no ratio; use another loss.name"
-    truncates, needed = train.old_policy != "rollout", "a ratio to rollout's own log-probs needs none; use another old_policy"
-    tokens, usual = loss.correction.token_truncation, type(loss.correction)().token_truncation
-    yield "train.loss.correction.token_truncation", tokens, usual, truncates or tokens is None, needed
-    sequences = loss.correction.sequence_truncation
-    yield "train.loss.correction.sequence_truncation", sequences, None, truncates, needed
-    yield "train.max_staleness", train.max_staleness, 0, train.oversample > 1, "set train.oversample above 1"
-    held_out, needed = train.eval_dataset is not None, "give a train.eval_dataset"
-    yield "train.eval_every", train.eval_every, None, held_out, needed
-    yield "train.stop_at_eval_score", train.stop_at_eval_score, None, held_out, needed
-    samples, needed = evaluation.temperature > 0, "greedy sampling takes the most likely token; raise train.eval.temperature"
-    yield "train.eval.top_p", evaluation.top_p, None, samples, needed

@@ -1,6 +1,7 @@
 """The tables of a run: `[train]` with its presets by algorithm, and `[sft]`."""
 
 import math
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,34 +22,7 @@ DEFAULT_MAX_NEW_TOKENS = 512
 LOSS_KEYS = tuple(name for name in COMMON if name not in ("old_policy", "denominator", "aggregation_length"))
 """Keys of every loss. `old_policy` is a key of [train], `aggregation_length` its `max_new_tokens`; `denominator` is for loops that
 accumulate several calls."""
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # arXiv:2402.03300, with the now common token mean.
-    "grpo": {"advantages": {"estimator": "group_mean", "std": "sample"}, "loss": {"name": "ppo"}},
-    # arXiv:2503.20783
-    "dr_grpo": {"advantages": {"estimator": "group_mean", "std": "none"}, "loss": {"name": "ppo", "aggregation": "constant"}},
-    # arXiv:2402.14740
-    "rloo": {"advantages": {"estimator": "leave_one_out"}, "loss": {"name": "ppo"}},
-    # arXiv:2501.03262
-    "reinforce_pp": {"advantages": {"estimator": "globally_whitened"}, "loss": {"name": "ppo"}},
-    "reinforce_pp_baseline": {"advantages": {"estimator": "group_baseline_whitened"}, "loss": {"name": "ppo"}},
-    # arXiv:2310.10505
-    "remax": {"advantages": {"estimator": "greedy_baseline"}, "loss": {"name": "policy_gradient"}},
-    # arXiv:1707.06347, with a critic
-    "ppo": {"advantages": {"estimator": "gae"}, "loss": {"name": "ppo"}, "value_loss": {"clip": 0.2}},
-    # arXiv:2503.14476
-    "dapo": {
-        "advantages": {"estimator": "group_mean", "std": "sample"},
-        "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28},
-        "max_batches": 4,
-    },
-    # arXiv:2507.18071
-    "gspo": {
-        "advantages": {"estimator": "group_mean", "std": "sample"},
-        "loss": {"name": "gspo", "aggregation": "sequence_mean_token_mean"},
-    },
-    # arXiv:2506.13585
-    "cispo": {"advantages": {"estimator": "group_mean", "std": "sample"}, "loss": {"name": "cispo"}},
-}
+PRESETS: Mapping[str, Mapping[str, Any]] = tomllib.loads(Path(__file__).with_name("algorithms.toml").read_text())
 
 
 def expanded(train: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,10 +195,6 @@ def _read_value_loss(table: Any) -> Any:
     return LossConfig.read("value", table, common=()).loss if isinstance(table, Mapping) else table
 
 
-def _write_value_loss(loss: ValueLoss) -> dict[str, Any]:
-    return {} if loss.clip is None else {"clip": loss.clip}
-
-
 class TrainConfig(Schema):
     dataset: Path
     """File whose rows have `prompt` and any other fields: an object a line (JSONL), or .csv, .json or .parquet. Or a dataset of the
@@ -278,9 +248,11 @@ class TrainConfig(Schema):
     advantages: AdvantageConfig = AdvantageConfig()
     loss: Annotated[InstanceOf[LossConfig], BeforeValidator(_read_loss), PlainSerializer(write_loss)] = LossConfig()
     """Loss of the policy: `name`, its own settings and the common ones (docs/reference/algorithms.md)."""
-    value_loss: Annotated[InstanceOf[ValueLoss], BeforeValidator(_read_value_loss), PlainSerializer(_write_value_loss)] = (
-        ValueLoss()
-    )
+    value_loss: Annotated[
+        InstanceOf[ValueLoss],
+        BeforeValidator(_read_value_loss),
+        PlainSerializer(lambda loss: {} if loss.clip is None else {"clip": loss.clip}),
+    ] = ValueLoss()
     """Loss of the critic."""
     critic_warmup_steps: Int = Field(default=0, ge=0)
     """Initial steps in which only the critic learns. The policy's schedule starts after them."""
@@ -323,8 +295,7 @@ class TrainConfig(Schema):
         if self.episode is not None and self.overlong_tokens is not None:
             yield "overlong_tokens", "is for single completions, not for train.episode"
         if self.group_size == 1 and self.prompts_per_step == 1 and estimator is Estimator.BATCH_BASELINE:
-            problem = 'of 1 with one prompt a step teaches nothing with advantages.estimator = "batch_baseline"'
-            yield "group_size", problem
+            yield "group_size", 'of 1 with one prompt a step teaches nothing with advantages.estimator = "batch_baseline"'
         if self.group_size == 1 and estimator.needs_groups:
             others = ", ".join(f'"{other}"' for other in Estimator if not other.needs_groups)
             yield "group_size", f'of 1 teaches nothing with advantages.estimator = "{estimator}"; use one of {others}'

@@ -286,18 +286,11 @@ class FleetHold:
         self._sequence = 0
         """Sequence of the fleet's last command to this process; connections to an earlier one are closed."""
 
-    def check(self, command: FleetCommand) -> None:
-        """Adopts the command's numbers as the highest.
+    def check(self, command: FleetCommand, *, is_look: bool = False) -> None:
+        """Adopts the command's numbers as the highest. is_look: takes the last number again, since the channel repeats a lost read.
 
         Raises StaleEpoch for an earlier life of the fleet, StaleSequence for a command older than the last, and DiskFull.
         """
-        self._check(command, least=self._sequence + 1)
-
-    def check_look(self, command: FleetCommand) -> None:
-        """Checks a look as `check` does, but accepts the last number again: the channel repeats an interrupted read."""
-        self._check(command, least=self._sequence)
-
-    def _check(self, command: FleetCommand, *, least: int) -> None:
         given, known = (command.attempt, command.epoch), self._journal.fleet_epoch(command.name)
         if given < known:
             raise StaleEpoch(
@@ -308,7 +301,7 @@ class FleetHold:
             )
         if given > known:
             self._journal.take_fleet_epoch(command.name, attempt=command.attempt, epoch=command.epoch)
-        elif command.sequence < least:
+        elif command.sequence <= self._sequence - is_look:
             text = f"command {command.sequence} of the fleet comes after {self._sequence}"
             raise StaleSequence(text, sequence=command.sequence, current_sequence=self._sequence)
         self._sequence = command.sequence
@@ -361,7 +354,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def GetState(self, request: pb.GetStateRequest, context: _Context) -> pb.GetStateResponse:
         if not request.HasField("fleet"):
             return pb.GetStateResponse(state=self._state(self._node.state(), context))
-        self._hold.check_look(request.fleet)
+        self._hold.check(request.fleet, is_look=True)
         return pb.GetStateResponse(state=self._state(await self._node.look(), context))
 
     async def WatchState(self, request: pb.WatchStateRequest, context: _Context) -> AsyncIterator[pb.WatchStateResponse]:

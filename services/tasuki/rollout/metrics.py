@@ -44,10 +44,6 @@ class EngineMetrics(Collector):
         self._folder = folder
         registry.register(self)
 
-    def describe(self) -> Iterable[Metric]:
-        """Returns nothing: SGLang's names depend on its settings."""
-        return ()
-
     def collect(self) -> Iterable[Metric]:
         # A file is empty for a moment when a rank has just created it.
         files = [str(file) for file in self._folder.glob("*.db") if file.stat().st_size]
@@ -105,11 +101,10 @@ class EngineLoad(Collector):
             except TasukiError:
                 self._replicas = None
 
-    def describe(self) -> Iterable[GaugeMetricFamily]:
-        return [name.gauges() for name in (RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_CAPACITY, POLICY_VERSION)]
-
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        running, queued, kv_tokens, capacity, version = self.describe()
+        running, queued, kv_tokens, capacity, version = (
+            name.gauges() for name in (RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_CAPACITY, POLICY_VERSION)
+        )
         capacity.add_metric([], self._capacity_tokens)
         if self._replicas is not None:
             running.add_metric([], sum(replica.num_running for replica in self._replicas))

@@ -64,9 +64,6 @@ class SpanCounts(Collector):
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
-    def describe(self) -> Iterable[CounterMetricFamily]:
-        return [SPANS.counters()]
-
     def collect(self) -> Iterable[CounterMetricFamily]:
         family = SPANS.counters()
         for outcome, number in sorted(self._tracer.counts().items()):
@@ -133,9 +130,6 @@ class GpuSeconds(Collector):
             self._num_running[use] -= 1
             if not self._num_running[use]:
                 self._seconds[use] += time.monotonic() - self._since.pop(use)
-
-    def describe(self) -> Iterable[CounterMetricFamily]:
-        return [GPU_SECONDS.counters()]
 
     def collect(self) -> Iterable[CounterMetricFamily]:
         family, now = GPU_SECONDS.counters(), time.monotonic()

@@ -66,57 +66,55 @@ class LmHead(nn.Module):
         return token_log_probs(hidden_NH, self.weight, token_ids_N, temperature_N=temperature_N, softcap=self.softcap)
 
 
-class Policy(nn.Module):
-    """Scores completion tokens. Only positions that predict one pass through the LM head."""
-
-    def __init__(
-        self, causal_lm: PreTrainedModel, *, attention: PackedAttention, final_logit_softcap: float | None = None
-    ) -> None:
-        super().__init__()
-        replace_delta_nets(causal_lm)
-        self.causal_lm, self._attention, self._routers = causal_lm, attention, Routers(causal_lm)
-        self.shares_prompts = attention.shares_prompts
-        causal_lm.lm_head = LmHead(causal_lm.lm_head, softcap=final_logit_softcap)
-        self._logits_scaling: float = getattr(causal_lm.config, "logits_scaling", 1.0)  # Granite's
-
-    def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs [N] with gradient, and entropies [N]; float32. Its backward must precede the next pass."""
-        self._routers.begin(batch)
-        hidden_NH = _hidden_states(self.causal_lm, batch, self._attention)
-        temperature_N = batch.temperature_N * self._logits_scaling
-        scores_N = self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, temperature_N=temperature_N)
-        log_probs_N, entropy_N = self._attention.gather(*scores_N, batch=batch)
-        return log_probs_N, entropy_N
-
-
-class Critic(nn.Module):
-    """Estimates the value of each completion token from the tokens before it: a linear head replaces the LM head."""
-
+class _Network(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, *, attention: PackedAttention) -> None:
         super().__init__()
         replace_delta_nets(causal_lm)
         self.causal_lm, self._attention, self._routers = causal_lm, attention, Routers(causal_lm)
         self.shares_prompts = attention.shares_prompts
+
+    def _hidden_states(self, batch: TokenBatch) -> Tensor:
+        """[N, H]: last hidden states at the positions of this rank's part that predict a completion token."""
+        self._routers.begin(batch)
+        positions_T = batch.position_ids_T if batch.positions_3T is None else batch.positions_3T
+        outputs = self.causal_lm.model(
+            **text_inputs(self.causal_lm, batch),
+            position_ids=positions_T.unsqueeze(-2),
+            use_cache=False,
+            layer_attention=self._attention.over(batch),
+        )
+        return outputs.last_hidden_state.squeeze(0).index_select(0, batch.places_N)
+
+
+class Policy(_Network):
+    """Scores completion tokens. Only positions that predict one pass through the LM head."""
+
+    def __init__(
+        self, causal_lm: PreTrainedModel, *, attention: PackedAttention, final_logit_softcap: float | None = None
+    ) -> None:
+        super().__init__(causal_lm, attention=attention)
+        causal_lm.lm_head = LmHead(causal_lm.lm_head, softcap=final_logit_softcap)
+        self._logits_scaling: float = getattr(causal_lm.config, "logits_scaling", 1.0)  # Granite's
+
+    def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs [N] with gradient, and entropies [N]; float32. Its backward must precede the next pass."""
+        hidden_NH, temperature_N = self._hidden_states(batch), batch.temperature_N * self._logits_scaling
+        scores_N = self.causal_lm.lm_head(hidden_NH, batch.token_ids_N, temperature_N=temperature_N)
+        log_probs_N, entropy_N = self._attention.gather(*scores_N, batch=batch)
+        return log_probs_N, entropy_N
+
+
+class Critic(_Network):
+    """Estimates the value of each completion token from the tokens before it: a linear head replaces the LM head."""
+
+    def __init__(self, causal_lm: PreTrainedModel, *, attention: PackedAttention) -> None:
+        super().__init__(causal_lm, attention=attention)
         causal_lm.lm_head = nn.Identity()
         self.value_head = nn.Linear(causal_lm.config.hidden_size, 1, bias=False, dtype=torch.float32)
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """Values [N] with gradient, float32."""
-        self._routers.begin(batch)
-        values_N = self.value_head(_hidden_states(self.causal_lm, batch, self._attention)).squeeze(-1)
-        return self._attention.gather(values_N, batch=batch)[0]
-
-
-def _hidden_states(causal_lm: PreTrainedModel, batch: TokenBatch, attention: PackedAttention) -> Tensor:
-    """[N, H]: last hidden states at the positions of this rank's part that predict a completion token."""
-    positions_T = batch.position_ids_T if batch.positions_3T is None else batch.positions_3T
-    outputs = causal_lm.model(
-        **text_inputs(causal_lm, batch),
-        position_ids=positions_T.unsqueeze(-2),
-        use_cache=False,
-        layer_attention=attention.over(batch),
-    )
-    return outputs.last_hidden_state.squeeze(0).index_select(0, batch.places_N)
+        return self._attention.gather(self.value_head(self._hidden_states(batch)).squeeze(-1), batch=batch)[0]
 
 
 def read_model_config(path: Path) -> PreTrainedConfig:
@@ -136,21 +134,19 @@ def read_model_config(path: Path) -> PreTrainedConfig:
     architecture = next(iter(config.architectures or []), "none")
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UnsupportedModel(
-            f"the trainer does not know architecture {architecture}; it knows {known}", architecture=architecture
-        )
-    is_known = "quantization_config" in FAMILIES[architecture].keys
-    if getattr(config, "quantization_config", None) is not None and not is_known:
-        raise UnsupportedModel(
-            f"{path} holds quantized weights; the trainer needs floating-point ones", architecture=architecture
-        )
+        text = f"the trainer does not know architecture {architecture}; it knows {known}"
+        raise UnsupportedModel(text, architecture=architecture)
+    family = FAMILIES[architecture]
+    if getattr(config, "quantization_config", None) is not None and "quantization_config" not in family.keys:
+        text = f"{path} holds quantized weights; the trainer needs floating-point ones"
+        raise UnsupportedModel(text, architecture=architecture)
     read_model(read_json_object(path / "config.json", field="model.path"))
     vars(config).pop("quantization_config", None)  # its weights are dequantized
-    if not FAMILIES[architecture].text_module:
+    if not family.text_module:
         return config
     text = config.get_text_config()
     text.update({"architectures": [architecture], "tie_word_embeddings": config.tie_word_embeddings})
-    if FAMILIES[architecture].has_tower:
+    if family.has_tower:
         text.update({key: config.to_dict()[key] for key in TOWER_KEYS})
     return text
 
@@ -313,31 +309,24 @@ def _shard(
     mesh = source.mesh
     offload = OffloadPolicy() if source.on_host is None else source.on_host.policy
     precision = MixedPrecisionPolicy(param_dtype=source.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload)
     decoder, head = network.causal_lm.model, network.causal_lm.lm_head
     for layer in decoder.layers:
         spread = set(ungathered_parameters(layer)) or None
-        fully_shard(
-            layer,
-            mesh=mesh,
-            mp_policy=precision,
-            offload_policy=offload,
-            reshard_after_forward=True,
-            shard_placement_fn=placement,
-            ignored_params=spread,
-        )
+        shard(layer, reshard_after_forward=True, shard_placement_fn=placement, ignored_params=spread)
     # Not in the root's group, which is gathered first: the last weights in memory are the last that a forward pass needs.
-    fully_shard(decoder.norm, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    shard(decoder.norm, reshard_after_forward=False)
     is_policy = isinstance(head, LmHead)
     if not (is_policy and head.weight is decoder.embed_tokens.weight):
-        embedding = fully_shard(decoder.embed_tokens, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        embedding = shard(decoder.embed_tokens)
         # Its gradient needs only the token ids.
         embedding.set_unshard_in_backward(False)
         if is_policy:
             # Backward starts with it.
-            fully_shard(head, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+            shard(head, reshard_after_forward=False)
     if (tower := getattr(network.causal_lm, "visual", None)) is not None:
-        fully_shard(tower, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    fully_shard(network, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        shard(tower)
+    shard(network)
     if mesh.size() == 1:
         return
     for module in groups_of(network):
@@ -374,14 +363,16 @@ def check_module(causal_lm: PreTrainedModel, model: Model) -> None:
 
     causal_lm: as created by transformers, without adapters, possibly on the meta device.
     """
-    found = {name: tuple(param.shape) for name, param in causal_lm.named_parameters()}
-    described = model.shape.parameters()
-    for name in sorted(found.keys() | described.keys()):
-        if found.get(name) != described.get(name):
-            raise _unaccounted(causal_lm, f"parameter {name}", _shape(found, name), _shape(described, name))
-    buffers, known = {name for name, _ in causal_lm.named_buffers()}, model.buffers()
-    for name in sorted(buffers ^ known):
-        raise _unaccounted(causal_lm, f"buffer {name}", _presence(name in buffers), _presence(name in known))
+    found = {f"parameter {name}": str(list(param.shape)) for name, param in causal_lm.named_parameters()}
+    found |= {f"buffer {name}": "there" for name, _ in causal_lm.named_buffers()}
+    known = {f"parameter {name}": str(list(shape)) for name, shape in model.shape.parameters().items()}
+    known |= {f"buffer {name}": "there" for name in model.buffers()}
+    for what in sorted(found.keys() | known.keys(), key=lambda what: (what.startswith("buffer"), what)):
+        one, other = found.get(what, "absent"), known.get(what, "absent")
+        if one != other:
+            architecture = type(causal_lm).__name__
+            text = f"{architecture}: {what} is {one} in transformers and {other} in tasuki.models"
+            raise UnsupportedModel(text, architecture=architecture)
 
 
 def correct_latent_norms(causal_lm: PreTrainedModel) -> None:
@@ -408,18 +399,3 @@ def set_buffers(causal_lm: PreTrainedModel, model: Model, *, device: torch.devic
     for name, value in (constants | computed).items():
         module_name, _, buffer_name = name.rpartition(".")
         causal_lm.get_submodule(module_name).register_buffer(buffer_name, value, persistent=False)
-
-
-def _unaccounted(causal_lm: nn.Module, what: str, found: str, described: str) -> UnsupportedModel:
-    architecture = type(causal_lm).__name__
-    return UnsupportedModel(
-        f"{architecture}: {what} is {found} in transformers and {described} in tasuki.models", architecture=architecture
-    )
-
-
-def _shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
-    return str(list(shapes[name])) if name in shapes else "absent"
-
-
-def _presence(is_there: bool) -> str:
-    return "there" if is_there else "absent"
