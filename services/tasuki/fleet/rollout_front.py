@@ -5,7 +5,6 @@ from bisect import bisect_left
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, TypeAlias
 
 import grpc
@@ -14,7 +13,7 @@ import grpc.aio
 from tasuki.fleet.nodes import FleetNodes, NodeChannels, on_all
 from tasuki.fleet.rules import merged_rollout_state, refuse_stage, renumbered, worst
 from tasuki.rollout.seeds import CallSeeds, sample_seed
-from tasuki.rollout.sessions import SessionPlaces
+from tasuki.rollout.sessions import SessionPlaces, shares
 from tasuki.rpc.commands import remaining_s
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -60,12 +59,10 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
         prompts = [[*map(hash, prompt.images), *prompt.token_ids] for prompt in request.prompts]
         if request.session_key:
             place = self._sessions.place(request.session_key, self._loads)
-            shares = [[range(len(prompts))] if node == place else [] for node in range(len(nodes))]
+            dealt = [[range(len(prompts))] if node == place else [] for node in range(len(nodes))]
         else:
-            shares = deal_prompts(prompts, num_samples=request.num_samples, loads=self._loads)
-        parts = [
-            _Part(node, run, dict.fromkeys(run, request.num_samples)) for node, share in enumerate(shares) for run in share
-        ]
+            dealt = deal_prompts(prompts, num_samples=request.num_samples, loads=self._loads)
+        parts = [_Part(node, run, dict.fromkeys(run, request.num_samples)) for node, share in enumerate(dealt) for run in share]
         # Node 0 refuses a call without prompts.
         async with aclosing(self._merged(nodes, request, parts or [_Part(0, range(0))], remaining_s(context))) as responses:
             async for response in responses:
@@ -190,8 +187,8 @@ def deal_prompts(prompts: Sequence[TokenIds], *, num_samples: int, loads: Sequen
     loads: samples already running or queued on each node.
     """
     families = prompt_families(prompts)
-    shares = deal_families([num_samples * len(family) for family in families], loads=loads)
-    return [runs(sorted(position for index in share for position in families[index])) for share in shares]
+    dealt = deal_families([num_samples * len(family) for family in families], loads=loads)
+    return [runs(sorted(position for index in share for position in families[index])) for share in dealt]
 
 
 def prompt_families(prompts: Sequence[TokenIds]) -> list[list[int]]:
@@ -214,23 +211,13 @@ def deal_families(sizes: Sequence[int], *, loads: Sequence[int]) -> list[list[in
 
     sizes: samples of each family.
     """
-    ends = list(accumulate(_wanted(sum(sizes), loads=loads)))
-    shares: list[list[int]] = [[] for _ in loads]
+    ends = [share.stop for share in shares(loads, sum(sizes))]
+    dealt: list[list[int]] = [[] for _ in loads]
     begin = 0
     for index, size in enumerate(sizes):
-        node = min(bisect_left(ends, begin + size / 2), len(loads) - 1)
-        shares[node].append(index)
+        dealt[min(bisect_left(ends, begin + size / 2), len(loads) - 1)].append(index)
         begin += size
-    return shares
-
-
-def _wanted(num_samples: int, *, loads: Sequence[int]) -> list[float]:
-    """Samples to add to each node so that all have equally many; nodes that already have more get none."""
-    idlest = sorted(range(len(loads)), key=lambda node: loads[node])
-    while len(idlest) * loads[idlest[-1]] > num_samples + sum(loads[node] for node in idlest):
-        idlest.pop()
-    level = (num_samples + sum(loads[node] for node in idlest)) / len(idlest)
-    return [level - load if node in idlest else 0.0 for node, load in enumerate(loads)]
+    return dealt
 
 
 def runs(positions: Sequence[int]) -> list[range]:

@@ -26,3 +26,19 @@ class SessionPlaces:
         if len(self._places) > _MAX_SESSIONS:
             self._num_sessions[self._places.popitem(last=False)[1]] -= 1
         return place
+
+
+def shares(num_running: Sequence[int], num_requests: int) -> list[range]:
+    """Splits requests over places so that all end up with equally many; those that already have more get none.
+
+    num_running: at each place. Shares are contiguous, so that samples of one prompt stay together and share its KV cache.
+    """
+    idlest = sorted(range(len(num_running)), key=lambda place: num_running[place])
+    while len(idlest) * num_running[idlest[-1]] > num_requests + sum(num_running[place] for place in idlest):
+        idlest.pop()
+    level, over = divmod(num_requests + sum(num_running[place] for place in idlest), len(idlest))
+    counts = [0] * len(num_running)
+    for index, place in enumerate(idlest):
+        counts[place] = level + (index < over) - num_running[place]
+    ends = [sum(counts[: place + 1]) for place in range(len(counts))]
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]

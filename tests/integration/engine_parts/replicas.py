@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.rollout.sglang.engine import shares
+from tasuki.rollout.sessions import shares
 
 NUM_RUNNING = st.lists(st.integers(0, 500), min_size=1, max_size=8)
 

@@ -12,7 +12,6 @@ from copy import deepcopy
 from dataclasses import replace
 from inspect import iscoroutine
 from multiprocessing.context import ForkProcess, SpawnProcess
-from types import FrameType
 from typing import Any, cast
 
 import zmq
@@ -32,9 +31,10 @@ from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
 from tasuki.rollout.ranks import RankProcesses, RankReport
 from tasuki.rollout.request_queue import AT_ONCE, Answer, Call, Intake
-from tasuki.rollout.sessions import SessionPlaces
+from tasuki.rollout.sessions import SessionPlaces, shares
 from tasuki.rollout.sglang.images import give_images
-from tasuki.rollout.sglang.scheduler import EngineTokenizer, ignore_generation_config
+from tasuki.rollout.sglang.json_grammar import EngineTokenizer
+from tasuki.rollout.sglang.scheduler import ignore_generation_config
 from tasuki.rpc.process_start import freeze_started
 from tasuki.wire.errors import InternalError
 
@@ -56,22 +56,6 @@ def launches_of(server_args: ServerArgs, port_args: PortArgs, *, num_replicas: i
             # SGLang's own label of a replica. Without it the metrics of all would be taken for one's.
             arguments.override("tasuki", extra_metric_labels={"dp_rank": str(replica)})
     return launches
-
-
-def shares(num_running: Sequence[int], num_requests: int) -> list[range]:
-    """Splits requests over replicas so that all end up with equally many; replicas that already have more get none.
-
-    num_running: of each replica. Shares are contiguous, so that samples of one prompt stay together and share its KV cache.
-    """
-    idlest = sorted(range(len(num_running)), key=lambda replica: num_running[replica])
-    while len(idlest) * num_running[idlest[-1]] > num_requests + sum(num_running[replica] for replica in idlest):
-        idlest.pop()
-    level, over = divmod(num_requests + sum(num_running[replica] for replica in idlest), len(idlest))
-    counts = [0] * len(num_running)
-    for place, replica in enumerate(idlest):
-        counts[replica] = level + (place < over) - num_running[replica]
-    ends = [sum(counts[: replica + 1]) for replica in range(len(counts))]
-    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
 
 
 class ReplicaSockets:
@@ -134,8 +118,8 @@ class RolloutEngine:
         self._requests.tokenizer = EngineTokenizer.of(self._requests.model_config)
         self._sockets = ReplicaSockets(self._requests, [ports for _, ports in engine.launches])
         # Queue as many requests in the schedulers as can run, so that these never wait for the event loop.
-        self._most_requests = AT_ONCE + 2 * sum(report["max_running_requests"] for report in reports[:: self.tp_size])
-        self._intake = Intake(self._submit, room=self._room)
+        most = AT_ONCE + 2 * sum(report["max_running_requests"] for report in reports[:: self.tp_size])
+        self._intake = Intake(self._submit, room=lambda: most - len(self._requests.rid_to_state))
         self._continued: set[Call] = set()
         self._idle = asyncio.Event()
         self._sessions = SessionPlaces()
@@ -193,10 +177,9 @@ class RolloutEngine:
         Kernels of attention, experts and sampling are chosen by the number of tokens. Raises what SGLang raises.
         """
         server_args = self._requests.server_args
-        longest = (
-            _WARM_UP_ON_CPU if server_args.device == "cpu" else max(server_args.chunked_prefill_size or 0, _WARM_UP_ON_CPU)
-        )
-        longest = min(longest, self.model.context_length - 2, self.num_kv_tokens // self.num_replicas - 2)
+        prefill = 0 if server_args.device == "cpu" else server_args.chunked_prefill_size or 0
+        room = min(self.model.context_length, self.num_kv_tokens // self.num_replicas) - 2
+        longest = min(max(prefill, _WARM_UP_ON_CPU), room)
         lengths = sorted({*(4**power for power in range(8) if 4**power < longest), max(longest, 1)})
         sampling = {"max_new_tokens": 2, "ignore_eos": True, **({"sampling_seed": 0} if self.model.is_seeded else {})}
         num_tokens = 0
@@ -282,10 +265,6 @@ class RolloutEngine:
         if not self.num_running:
             self._idle.set()
 
-    def _room(self) -> int:
-        """Number of further requests that keep the engine busy without only lengthening its queue."""
-        return self._most_requests - len(self._requests.rid_to_state)
-
     @property
     def num_ranks(self) -> int:
         """Ranks of all replicas."""
@@ -315,7 +294,7 @@ class RolloutEngine:
 
     def stop(self) -> None:
         """Ends the rank processes and waits until they are gone."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, _ignore_death)  # ranks may fail together
+        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, lambda: None)  # ranks may fail together
         self._intake.close()
         self._engine.shutdown()
 
@@ -378,8 +357,8 @@ def _completion(answer: Answer, routes: RouteShape | None) -> Completion:
         return _NOT_BEGUN
     num_tokens = meta["prompt_tokens"] + len(answer["output_ids"]) - 1
     if len(content) != num_tokens * routes.token_bytes:
-        problem = f"{len(content)} bytes of experts for {num_tokens} tokens of {routes.token_bytes}"
-        raise InternalError(f"SGLang answered with {problem}")
+        text = f"SGLang answered with {len(content)} bytes of experts for {num_tokens} tokens of {routes.token_bytes}"
+        raise InternalError(text)
     return Completion(answer["output_ids"], log_probs, reason["type"], content)
 
 
@@ -396,7 +375,7 @@ class _EmbeddedEngine(Engine):
         cls, server_args: ServerArgs, port_args: PortArgs, run_scheduler_process_func: Callable[..., None]
     ) -> tuple[SchedulerInitResult, list[SpawnProcess | ForkProcess]]:
         # A rank that cannot start reports that through its pipe. SGLang's handler of this signal would kill us before we read it.
-        signal.signal(signal.SIGQUIT, _ignore)
+        signal.signal(signal.SIGQUIT, lambda *_: None)
         tp_size = server_args.tp_size
         cls.launches = launches_of(server_args, port_args, num_replicas=len(cls.gpus) // tp_size)
         # Of SGLang's kinds of parallelism only this one: its data parallelism cannot update weights from tensors, which is how commands
@@ -419,9 +398,3 @@ class _EmbeddedEngine(Engine):
         cls, **_: Any
     ) -> tuple[list[SpawnProcess], list[str]]:
         return [], []
-
-
-def _ignore_death() -> None: ...
-
-
-def _ignore(number: int, frame: FrameType | None) -> None: ...

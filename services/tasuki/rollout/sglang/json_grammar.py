@@ -1,12 +1,16 @@
-"""Completions that follow a JSON Schema, by SGLang's xgrammar backend. Loaded for the first schema, which takes seconds."""
+"""What the engine has for a tokenizer, and completions that follow a JSON Schema, by SGLang's xgrammar: loaded for the first schema."""
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from tasuki.models.tokenizer import read_tokenizer
 from tasuki.wire.errors import InvalidArgument, NotInstalled
 
 _FIELD = "sampling_params.json_schema"
@@ -94,3 +98,37 @@ def _mask(grammar: object, logits: torch.Tensor, vocab_mask: torch.Tensor) -> No
 
     mask = apply_token_bitmask_inplace if logits.device.type == "cpu" else XGrammarGrammarBackend.apply_vocab_mask
     mask(logits, vocab_mask)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTokenizer:
+    """Replaces SGLang's tokenizer where no text is produced: has the tokens that min_new_tokens must suppress, and finds stop strings."""
+
+    folder: Path
+    """Of the model. Its tokenizer is read when the first request has stop strings."""
+    eos_token_id: int | None
+    additional_stop_token_ids: set[int]
+    vocab_size: int
+    """Of the model."""
+
+    @classmethod
+    def of(cls, config: Any) -> "EngineTokenizer":
+        """config: SGLang's ModelConfig."""
+        first, *others = sorted(config.hf_eos_token_id) if config.hf_eos_token_id else [None]
+        return cls(Path(config.model_path), first, {one for one in others if one is not None}, config.vocab_size)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
+        """As long as the most tokens that spell a stop string: its bytes. SGLang searches so many of the latest tokens, and one more."""
+        return text.encode()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return read_tokenizer(self.folder).decode(token_ids, has_special=True)
+
+    def init_xgrammar(self) -> tuple[Any, None]:
+        """What SGLang's grammar backend asks of a tokenizer."""
+        from transformers import PreTrainedTokenizerFast
+        from xgrammar import TokenizerInfo
+
+        known = PreTrainedTokenizerFast(tokenizer_object=read_tokenizer(self.folder).backend)
+        stop_token_ids = [self.eos_token_id, *self.additional_stop_token_ids]
+        return TokenizerInfo.from_huggingface(known, vocab_size=self.vocab_size, stop_token_ids=stop_token_ids), None

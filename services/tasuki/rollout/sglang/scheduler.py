@@ -2,11 +2,9 @@
 
 import functools
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from inspect import signature
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -28,7 +26,6 @@ from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator, set_host_budget
 from tasuki.models.families import find_family, read_model_shape
-from tasuki.models.tokenizer import read_tokenizer
 from tasuki.rollout.model import UNROTATED
 from tasuki.rollout.rank_commands import EngineLock, EngineRank, rank_allocator, register_rank
 from tasuki.rollout.ranks import RankReport, reporting
@@ -41,7 +38,7 @@ from tasuki.rollout.sglang.dense_lora import install_dense_lora
 from tasuki.rollout.sglang.first_samples import FirstSamples
 from tasuki.rollout.sglang.float32_logits import install_float32_logits
 from tasuki.rollout.sglang.images import install_levels
-from tasuki.rollout.sglang.json_grammar import JsonGrammars
+from tasuki.rollout.sglang.json_grammar import EngineTokenizer, JsonGrammars
 from tasuki.rollout.sglang.latent import install_latent_attention
 from tasuki.rollout.sglang.live_router import install_live_routers
 from tasuki.rollout.sglang.memory_saver import install_saver
@@ -79,40 +76,6 @@ def _timed(method: Any, part: str, parts: dict[str, float]) -> Any:
             parts[part] = parts.get(part, 0.0) + time.monotonic() - started
 
     return timed
-
-
-@dataclass(frozen=True, slots=True)
-class EngineTokenizer:
-    """Replaces SGLang's tokenizer where no text is produced: has the tokens that min_new_tokens must suppress, and finds stop strings."""
-
-    folder: Path
-    """Of the model. Its tokenizer is read when the first request has stop strings."""
-    eos_token_id: int | None
-    additional_stop_token_ids: set[int]
-    vocab_size: int
-    """Of the model."""
-
-    @classmethod
-    def of(cls, config: Any) -> "EngineTokenizer":
-        """config: SGLang's ModelConfig."""
-        first, *others = sorted(config.hf_eos_token_id) if config.hf_eos_token_id else [None]
-        return cls(Path(config.model_path), first, {one for one in others if one is not None}, config.vocab_size)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> bytes:
-        """As long as the most tokens that spell a stop string: its bytes. SGLang searches so many of the latest tokens, and one more."""
-        return text.encode()
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return read_tokenizer(self.folder).decode(token_ids, has_special=True)
-
-    def init_xgrammar(self) -> tuple[Any, None]:
-        """What SGLang's grammar backend asks of a tokenizer."""
-        from transformers import PreTrainedTokenizerFast
-        from xgrammar import TokenizerInfo
-
-        known = PreTrainedTokenizerFast(tokenizer_object=read_tokenizer(self.folder).backend)
-        stop_token_ids = [self.eos_token_id, *self.additional_stop_token_ids]
-        return TokenizerInfo.from_huggingface(known, vocab_size=self.vocab_size, stop_token_ids=stop_token_ids), None
 
 
 class LendingReceiver:
