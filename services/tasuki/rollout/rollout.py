@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from tasuki.rpc.commands import REFUSALS, CommandGate, remaining_s
 from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, joined, watch_usage
 from tasuki.rpc.ranks import RankFront
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, ranks_pb2, types_pb2, weights_pb2
+from tasuki.v1.memory_pb2 import PauseRequest, PauseResponse, ResumeRequest, ResumeResponse
 from tasuki.v1.rollout_pb2 import DrainResponse, GenerateRequest, ReceiveWeightsResponse
 from tasuki.wire.errors import (
     Asleep,
@@ -101,7 +103,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
 
         Raises Busy when requests still run after 5 seconds.
         """
-        command = ranks_pb2.EngineRankCommand(pause=memory_pb2.PauseRequest(tags=[tag.number for tag in tags]))
+        command = ranks_pb2.EngineRankCommand(pause=PauseRequest(tags=[tag.number for tag in tags]))
         patience = asyncio.get_running_loop().time() + min(timeout_s, _IDLE_TIMEOUT_S)
         while True:
             try:
@@ -121,7 +123,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         Raises OutOfGpuMemory when a rank has no room; then what slept before sleeps on every rank. After any other error the memory's
         state is unknown.
         """
-        command = ranks_pb2.EngineRankCommand(resume=memory_pb2.ResumeRequest(tags=[tag.number for tag in tags]))
+        command = ranks_pb2.EngineRankCommand(resume=ResumeRequest(tags=[tag.number for tag in tags]))
         try:
             results = await self.call(command, timeout_s=timeout_s)
         except OutOfGpuMemory:
@@ -221,8 +223,8 @@ class Rollout:
         await self._on_serving(False)
         _log.info("event=asleep released_bytes=%d", released)
 
-    async def resume(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> int:
-        """Runs RESUME_WEIGHTS or RESUME_KV; the latter commits the received version and serves it. Returns the bytes mapped.
+    async def resume(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> ResumeResponse:
+        """Runs RESUME_WEIGHTS or RESUME_KV; the latter commits the received version and serves it.
 
         Raises OutOfGpuMemory with everything unchanged.
         """
@@ -234,10 +236,10 @@ class Rollout:
             self._highest_served = self._held_version
             await self._open()
         _log.info("event=stage stage=%s mapped_bytes=%d policy_version=%s", stage, mapped, self._held_version)
-        return mapped
+        return ResumeResponse(mapped_bytes=mapped)
 
-    async def pause(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> int:
-        """Runs PAUSE_KV, which evicts cached prefixes, or PAUSE_WEIGHTS, after which no version is held. Returns the bytes released."""
+    async def pause(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> PauseResponse:
+        """Runs PAUSE_KV, which evicts cached prefixes, or PAUSE_WEIGHTS, after which no version is held."""
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
         if self.poison_reason is None and self.num_running:
             text = f"{self.num_running} requests run; drain before {stage}"
@@ -249,7 +251,7 @@ class Rollout:
             self._held_version = None
         self.stage = stage
         _log.info("event=stage stage=%s released_bytes=%d", stage, released)
-        return released
+        return PauseResponse(released_bytes=released)
 
     async def receive(self, weights: weights_pb2.PublishedWeights, *, timeout_s: float) -> ReceiveWeightsResponse:
         """Runs SYNC. A refusal before any write changes nothing; any other failure poisons the engine."""
@@ -366,22 +368,14 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
     def __init__(self, rollout: Rollout, gate: CommandGate) -> None:
         self._rollout, self._gate = rollout, gate
 
-    async def Pause(self, request: memory_pb2.PauseRequest, context: grpc.aio.ServicerContext) -> memory_pb2.PauseResponse:
+    async def Pause(self, request: PauseRequest, context: grpc.aio.ServicerContext) -> PauseResponse:
         stage, tags = decode_move(request, Service.ROLLOUT)
-        timeout_s = remaining_s(context)
-
-        async def pause() -> memory_pb2.PauseResponse:
-            return memory_pb2.PauseResponse(released_bytes=await self._rollout.pause(stage, tags, timeout_s=timeout_s))
-
+        pause = partial(self._rollout.pause, stage, tags, timeout_s=remaining_s(context))
         return await self._gate.stage(request, pause)
 
-    async def Resume(self, request: memory_pb2.ResumeRequest, context: grpc.aio.ServicerContext) -> memory_pb2.ResumeResponse:
+    async def Resume(self, request: ResumeRequest, context: grpc.aio.ServicerContext) -> ResumeResponse:
         stage, tags = decode_move(request, Service.ROLLOUT)
-        timeout_s = remaining_s(context)
-
-        async def resume() -> memory_pb2.ResumeResponse:
-            return memory_pb2.ResumeResponse(mapped_bytes=await self._rollout.resume(stage, tags, timeout_s=timeout_s))
-
+        resume = partial(self._rollout.resume, stage, tags, timeout_s=remaining_s(context))
         return await self._gate.stage(request, resume)
 
     async def GetUsage(
