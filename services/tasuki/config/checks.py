@@ -58,9 +58,8 @@ def check_config(config: "NodeConfig") -> None:
             raise SettingsConflict("rollout.lora", problem)
     unserved = [name for name in UNSERVED_LINEAR if config.served_adapter and name in config.served_adapter.target_modules]
     if unserved:
-        raise SettingsConflict(
-            "rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(unserved)}; leave it at "merged"'
-        )
+        problem = f'= "adapter" cannot serve adapters of {", ".join(unserved)}; leave it at "merged"'
+        raise SettingsConflict("rollout.lora", problem)
     if config.trainer.lora is not None and config.trainer.lora.path is not None and config.has_kl:
         problem = "starts the policy, but the KL reference would be the model without it; "
         raise SettingsConflict("trainer.lora.path", f"{problem}merge it into the model with PEFT, or set kl_coef = 0")
@@ -143,14 +142,12 @@ def _check_kind_of_device(config: "NodeConfig") -> None:
     if config.device == "cpu" and config.trainer.attention_backend in ("fa4", "varlen"):
         problem = f'= "{config.trainer.attention_backend}" needs device = "cuda": leave it out'
         raise SettingsConflict("trainer.attention_backend", problem)
-    if config.trainer.router_replay is True and "speculative_algorithm" in config.rollout.engine:
-        problem = (
-            "= true is not for rollout.engine.speculative_algorithm: SGLang's drafts overflow its routes; remove one of them"
-        )
+    speculates, key = "speculative_algorithm" in config.rollout.engine, "rollout.engine.speculative_algorithm"
+    if config.trainer.router_replay is True and speculates:
+        problem = f"= true is not for {key}: SGLang's drafts overflow its routes; remove one of them"
         raise SettingsConflict("trainer.router_replay", problem)
-    if config.device == "cpu" and "speculative_algorithm" in config.rollout.engine:
-        problem = 'needs device = "cuda": SGLang does not speculate on a CPU; leave it out'
-        raise SettingsConflict("rollout.engine.speculative_algorithm", problem)
+    if config.device == "cpu" and speculates:
+        raise SettingsConflict(key, 'needs device = "cuda": SGLang does not speculate on a CPU; leave it out')
     if config.device == "cuda" and config.rollout.dtype == "float32":
         problem = '= "float32" is not possible with device = "cuda", where SGLang\'s kernels take bfloat16: leave it out'
         raise SettingsConflict("rollout.dtype", problem)

@@ -263,8 +263,7 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
             replace_experts(causal_lm, source.mesh if source.expert_parallel else None)
         if source.lora is not None:
             add_adapters(causal_lm, source.lora)
-        tower = getattr(causal_lm, "visual", None)
-        if source.trains_tower and tower is not None:
+        if source.trains_tower and (tower := getattr(causal_lm, "visual", None)) is not None:
             tower.requires_grad_(True).gradient_checkpointing_enable({"use_reentrant": False})
     return causal_lm
 
