@@ -331,6 +331,8 @@ class RlLoop:
             step.critic_version = role_versions(self.client.trainer_state())[Role.CRITIC]
         pending.samples = estimate.samples
         pending.log_probs_of = next((shown.wanted(part) for role, part in self.updates(pending) if role is Role.POLICY), ())
+        if self.dump is not None:
+            self.dump.write_ahead(shown)
         write_pending(settings.output_dir, pending)
 
     def update(self, pending: PendingStep, shown: ShownSamples) -> None:

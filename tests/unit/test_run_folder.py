@@ -50,7 +50,8 @@ def test_a_line_leaves_out_what_did_not_take_place() -> None:
     metrics = {"log_prob_gap_max": 0.00012, "explained_variance": 0.5}
     line = step_line(Step(3, policy_version=6, mean_reward=1.0, metrics=metrics, num_skipped_updates=2, num_failed_rewards=1))
     assert line == (
-        "step   3  version 6  reward 1.000  gap 1.2e-04  explained 0.50  1 rewards failed  2 updates skipped, gradients not finite"
+        "step   3  version 6  reward 1.000  gap 1.2e-04  explained 0.50  1 rewards failed: see samples/  "
+        "2 updates skipped, gradients not finite"
         "  0.0 s"
     )
 

@@ -12,7 +12,7 @@ import pytest
 from tasuki.client.rewards import Completion, Scores
 from tasuki.client.sample_dump import SampleDump
 from tasuki.client.shown_samples import ShownSamples
-from tasuki.client.types import FinishReason, Sample
+from tasuki.client.types import FinishReason, Sample, VersionSpan
 from tasuki.config.train_schema import TrainConfig
 from tests.tiny_disk import tmpfs
 from tests.unit.loop_node import LoopClient, by_number, changed, loop_of, steps_of, train_config
@@ -56,7 +56,8 @@ def test_a_line_has_all_that_is_known_of_a_sample(settings: TrainConfig):
     assert [(line["group"], line["sample"]) for line in found] == [(group, sample) for group in range(3) for sample in range(4)]
     line = found[3]
     assert line.keys() == {
-        "step", "group", "sample", "policy_version", "prompt", "fields", "completion", "finish_reason", "reward", "rewards",
+        "step", "group", "sample", "policy_version", "version_spans", "failure",
+        "prompt", "fields", "completion", "finish_reason", "reward", "rewards",
         "advantage", "log_prob_gap", "log_prob_gap_max", "temperature", "prompt_token_ids", "token_ids", "loss_mask", "advantages",
         "rollout_log_probs", "trainer_log_probs",
     }  # fmt: skip
@@ -68,6 +69,28 @@ def test_a_line_has_all_that_is_known_of_a_sample(settings: TrainConfig):
     # The client's log-probs are -0.5 from rollout and -0.25 from the trainer.
     assert line["rollout_log_probs"] == [-0.5] * 3 and line["trainer_log_probs"] == [-0.25] * 3
     assert line["log_prob_gap"] == line["log_prob_gap_max"] == 0.25
+
+
+def test_a_step_whose_updates_have_begun_has_its_samples_on_disk(settings: TrainConfig):
+    class Kills(LoopClient):
+        def forward_backward(self, *arguments: Any, **more: Any) -> Any:
+            (found,) = (settings.output_dir / "samples").glob("step-*")
+            assert len(lines(found)) == 12
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        run(settings, Kills())
+
+
+def test_a_sample_says_which_versions_drew_it_and_why_its_reward_failed():
+    shown, tokens = ShownSamples(0, num_groups=1), np.arange(3, dtype=np.int32)
+    spans = [VersionSpan(num_tokens=1, policy_version=6), VersionSpan(num_tokens=2, policy_version=7)]
+    own = Sample(0, 0, tokens, np.zeros(3, np.float32), FinishReason.STOP, 7, version_spans=spans)
+    made, rewards = [Completion.of(own, text="", prompt_token_ids=[1])] * 2, np.zeros(2, np.float32)
+    shown.add([{"prompt": "p"}], made, [own, own], Scores(rewards, 1, {"r": rewards}, ["", "raised"]), rewards)
+    first, second = (one.record() for one in shown.samples)
+    assert (first["sample"], second["sample"], first["failure"], second["failure"]) == (0, 1, None, "raised")
+    assert first["version_spans"] == [[1, 6], [2, 7]]
 
 
 def test_every_reward_is_written_some_texts_and_few_tokens(settings: TrainConfig):

@@ -136,6 +136,12 @@ async def test_calls_and_their_results_have_the_ids_that_a_template_demands(tmp_
     assert (len(set(ids)), ids[1]) == (2, "callabcde")
 
 
+def test_special_tokens_are_no_text_also_with_tools(by_form: dict[str, ModelTokenizer]):
+    own = by_form["hermes"]
+    for text, shown in (("so", "so"), (WRITTEN["hermes"], "so")):
+        assert own.read_answer([EOS, *own.encode_text(text), EOS], ROW)["text"] == shown
+
+
 def test_an_answer_without_calls_is_text(by_form: dict[str, ModelTokenizer]):
     for form in WRITTEN:
         read = by_form[form].read_answer([*by_form[form].encode_text("4 {x}"), EOS], ROW)

@@ -409,7 +409,8 @@ class EpisodePool:
 
     def _scores(self, episodes: Sequence[Episode]) -> Scores:
         rewards = np.array([self._failed_reward if one.failure else one.reward for one in episodes], np.float32)
-        return Scores(rewards, sum(bool(one.failure) for one in episodes), {"episode": rewards})
+        failures = [one.failure for one in episodes]
+        return Scores(rewards, sum(map(bool, failures)), {"episode": rewards}, failures)
 
     def _failed(self, episode: Episode, batch: Batch) -> RewardFailed:
         sample, size = batch.episodes.index(episode), len({id(one.row) for one in batch.episodes})

@@ -78,6 +78,8 @@ class Scores:
     """Samples for which at least one reward failed."""
     by_name: Mapping[str, NDArray[np.float32]]
     """[N] for each reward, unweighted."""
+    failures: Sequence[str] = ()
+    """[N], why a sample's first failed reward failed, or an empty string."""
 
     def mean(self) -> float | None:
         """Mean of the rewards that are not NaN; None if all are."""
@@ -184,15 +186,15 @@ class RewardPool:
     ) -> Scores:
         calls, places = self._calls(rows, completions, group_size)
         values_NR = np.zeros((len(completions), len(self._rewards)), dtype=np.float32)
-        has_failed_NR = np.zeros(values_NR.shape, dtype=np.bool_)
+        failures = [""] * len(completions)
         for (start, reward), (*_, num), answers in zip(places, calls, self._answers(calls, is_over), strict=True):
             each = answers if len(answers) > 1 else answers * (num or 1)  # one failure is that of the whole call
             for sample, (value, cause) in enumerate(each, start):
                 if cause and self._on_error == "fail":
                     raise self._failed(cause, self._rewards[reward], sample=sample, prompt=sample // group_size)
-                has_failed_NR[sample, reward] = bool(cause)
+                failures[sample] = failures[sample] or cause
                 values_NR[sample, reward] = 0.0 if cause and self._on_error == "zero" else value
-        return self._scores(values_NR, has_failed_NR)
+        return self._scores(values_NR, failures)
 
     def _answers(self, calls: Sequence[Call], is_over: threading.Event) -> list[list[Answer]]:
         """Answers in the order of the calls; with on_error="fail" those after the first failure may be missing."""
@@ -269,7 +271,7 @@ class RewardPool:
             calls.append((self._sources[reward], wanted, None if is_one else len(part)))
         return calls, places
 
-    def _scores(self, values_NR: NDArray[np.float32], has_failed_NR: NDArray[np.bool_]) -> Scores:
+    def _scores(self, values_NR: NDArray[np.float32], failures: Sequence[str]) -> Scores:
         weights_R = np.array([reward.weight for reward in self._rewards])
         # Rewards of weight 0 are left out: their NaN must not skip a sample.
         summed_N = (values_NR.astype(np.float64) * weights_R)[:, weights_R != 0].sum(axis=1)
@@ -280,8 +282,9 @@ class RewardPool:
             raise RewardFailed(f"rewards of sample {sample}: {cause}; lower the weights", sample=sample, cause=cause)
         return Scores(
             summed_N.astype(np.float32),
-            int(has_failed_NR.any(axis=1).sum()),
+            sum(map(bool, failures)),
             {reward.name: values_NR[:, index] for index, reward in enumerate(self._rewards)},
+            failures,
         )
 
     def _read_signatures(self) -> list[Signature]:

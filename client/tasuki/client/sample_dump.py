@@ -13,6 +13,8 @@ from tasuki.client.shown_samples import ShownSamples
 _MAX_WAITING = 16
 """Steps queued for a slow disk; further ones are dropped."""
 _CLOSE_TIMEOUT_S = 5.0
+_AHEAD_S = 1.0
+"""Longest wait for a step that is written before it is recorded."""
 _PAUSE_S = 0.1
 """Before a step is converted: the loop then waits for the engine, and does not wait for the interpreter's lock instead."""
 _BLOCK_BYTES = 512
@@ -45,7 +47,7 @@ class SampleDump:
         self._sizes: dict[Path, int] = {}
         """Bytes of each file, least recently written first."""
         self._total = 0
-        self._waiting: queue.Queue[ShownSamples | None] = queue.Queue(_MAX_WAITING)
+        self._waiting: queue.Queue[tuple[ShownSamples, threading.Event | None] | None] = queue.Queue(_MAX_WAITING)
         self._closing = threading.Event()
         # A hanging disk must not keep the process alive.
         self._writer = threading.Thread(target=self._run, name="tasuki-samples", daemon=True)
@@ -63,8 +65,17 @@ class SampleDump:
 
     def write(self, shown: ShownSamples) -> None:
         """Queues the step for writing; returns at once."""
+        self._queue(shown, None)
+
+    def write_ahead(self, shown: ShownSamples) -> None:
+        """Writes what is known of a step before it is recorded: if the client is killed afterwards, its samples are not lost."""
+        written = threading.Event()
+        self._queue(shown, written)
+        written.wait(_AHEAD_S)
+
+    def _queue(self, shown: ShownSamples, written: threading.Event | None) -> None:
         try:
-            self._waiting.put_nowait(shown)
+            self._waiting.put_nowait((shown, written))
         except queue.Full:
             self._say(f"the disk of {self.folder} is too slow for all samples; some steps are skipped")
 
@@ -78,13 +89,16 @@ class SampleDump:
         self._writer.join(_CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        while (shown := self._waiting.get()) is not None:
-            if self._waiting.empty():
+        while (asked := self._waiting.get()) is not None:
+            shown, written = asked
+            if written is None and self._waiting.empty():
                 self._closing.wait(_PAUSE_S)
             try:
                 self._write(shown)
             except OSError as error:
                 self._say(f"samples cannot be written: {error}; the run continues without them")
+            if written is not None:
+                written.set()
 
     def _write(self, shown: ShownSamples) -> None:
         lines = shown.lines(max_bytes=self._max_bytes)

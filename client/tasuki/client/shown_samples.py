@@ -89,11 +89,13 @@ class ShownSamples:
                 scored = {
                     "step": self.step,
                     "group": self._num_seen + index,
-                    "sample": sample.sample_index,
+                    "sample": place - index * size,
                     "policy_version": sample.policy_version,
+                    "version_spans": [[span.num_tokens, span.policy_version] for span in sample.version_spans] or None,
                     "finish_reason": sample.finish_reason.lower(),
                     "reward": _number(float(shaped_S[place])),
                     "rewards": {name: _number(float(values_S[place])) for name, values_S in scores.by_name.items()},
+                    "failure": (scores.failures[place] if scores.failures else "") or None,
                 }
                 if index in chosen or self._num_seen + index < self.num_texts:
                     fields = {name: value for name, value in row.items() if name != "prompt"}

@@ -334,7 +334,7 @@ def step_line(step: Step) -> str:
         if name in step.metrics:
             parts.append(f"{label} {step.metrics[name]:{form}}")
     if step.num_failed_rewards:
-        parts.append(f"{step.num_failed_rewards} rewards failed")
+        parts.append(f"{step.num_failed_rewards} rewards failed: see samples/")
     if step.num_skipped_updates:
         parts.append(f"{step.num_skipped_updates} updates skipped, gradients not finite")
     if step.why_no_update:

@@ -113,6 +113,8 @@ def read_sample(folder: Path | None, step: int, index: int, *, token_text: "Toke
             "num_images": len(image_parts(sample.get("prompt"))),
             "templated": token_text.joined(sample.get("prompt_token_ids", ())[:_MAX_TOKENS]),
             "fields": {name: _text(value) for name, value in sample.get("fields", {}).items()},
+            "version_spans": [[int(number) for number in span] for span in sample.get("version_spans") or ()],
+            "failure": _text(sample.get("failure") or ""),
             "num_tokens": len(token_ids),
             "token_ids": shown_ids,
             "tokens": [token_text(one) for one in shown_ids],

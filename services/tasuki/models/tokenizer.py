@@ -83,6 +83,11 @@ class FolderTokenizer:
         """Decodes, without special tokens such as end of sequence unless told."""
         return self.backend.decode(token_ids, skip_special_tokens=not has_special)
 
+    def without_special(self, text: str) -> str:
+        for token in self.backend.get_added_tokens_decoder().values():
+            text = text.replace(token.content, "") if token.special else text
+        return text
+
     def doubts(self) -> list[str]:
         """What is likely wrong, though it can be used."""
         found: list[str] = []

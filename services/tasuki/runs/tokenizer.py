@@ -157,7 +157,8 @@ class ModelTokenizer:
                 form = form_of(lambda some, is_prompt: template.render(some, {**variables, "add_generation_prompt": is_prompt}))
                 self._forms[id(template)] = form
             written = self._tokenizer.decode(own, has_special=True)
-            text, calls = form.read(written)
+            before, calls = form.read(written)
+            text = self._tokenizer.without_special(before) if calls else text
         message: dict[str, object] = {"role": ASSISTANT, "content": text}
         if valid := [call for call in calls if "function" in call]:
             message["tool_calls"] = valid

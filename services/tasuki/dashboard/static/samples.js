@@ -157,8 +157,8 @@ function show(host, sample, pictures) {
   const pairs = [
     ["reward", number(sample.reward)], ...Object.entries(sample.rewards).map(([name, value]) => [`reward ${name}`, number(value)]), ["advantage", number(sample.advantage)],
     ["log-prob gap", sample.log_prob_gap === null ? "not measured" : `mean ${number(sample.log_prob_gap, 3)}, max ${number(sample.log_prob_gap_max, 3)}`],
-    ["finish", sample.finish_reason], ["version", number(sample.policy_version)], ["temperature", number(sample.temperature)], ["tokens", number(sample.num_tokens)],
-    ...Object.entries(sample.fields).map(([name, value]) => [`row: ${name}`, value]),
+    ["finish", sample.finish_reason], ["version", sample.version_spans.map(([tokens, version]) => `${number(version)}: ${number(tokens)} tokens`).join(", ") || number(sample.policy_version)], ["temperature", number(sample.temperature)], ["tokens", number(sample.num_tokens)],
+    ...(sample.failure ? [["failure", sample.failure]] : []), ...Object.entries(sample.fields).map(([name, value]) => [`row: ${name}`, value]),
   ];
   const detail = h("dl", { class: "pairs", "aria-live": "polite" });
   const figure = h("figure", {});
