@@ -240,7 +240,7 @@ def _check_tensors(path: Path, sizes: Mapping[str, tuple[int, ...]], *, tensors:
 
     sizes: of the checkpoint's tensors.
     """
-    advice = "load it with the model and the adapters' target_modules, router_bias_update_rate and train_tower that it was saved with"
+    advice = "load it with the model and the adapters' target_modules, train_tower and router_bias_update_rate that it was saved with"
     held = {name for name in sizes if not name.startswith(_RANDOM_STATE)}
     for names, problem in ((held - tensors.keys(), "that the trainer lacks"), (tensors.keys() - held, "not in it")):
         if names:
