@@ -137,7 +137,14 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **_SIZES, head_dim=16, tie_word_embeddings=False, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=32
     ),
     # Three value heads to a key head, which the engine splits in another way than one, two or four.
-    "qwen3_5": lambda: Qwen3_5TextConfig(**_SIZES, **_DELTA, linear_num_value_heads=6, tie_word_embeddings=True),
+    "qwen3_5": lambda: Qwen3_5TextConfig(
+        **_SIZES,
+        **_DELTA,
+        linear_num_value_heads=6,
+        tie_word_embeddings=True,
+        vision_config=TOWER,
+        image_token_id=IMAGE_TOKEN,
+    ),
     "qwen3_5_moe": lambda: Qwen3_5MoeTextConfig(
         **{key: value for key, value in _SIZES.items() if key != "intermediate_size"},
         **_DELTA,
@@ -147,6 +154,8 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts_per_tok=2,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=48,
+        vision_config=TOWER,
+        image_token_id=IMAGE_TOKEN,
     ),
     # Another base of its rotary embedding than the engine's default.
     "qwen3_next": lambda: Qwen3NextConfig(

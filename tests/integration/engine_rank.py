@@ -289,7 +289,6 @@ def _load(args: Any, loader: Any = None) -> Any:
     from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.model_loader import get_model_loader
-    from sglang.srt.models import qwen3_vl
 
     from tasuki.rollout.sglang.cpu.gated_delta import install_delta_nets
     from tasuki.rollout.sglang.text_only import install_text_only
@@ -299,7 +298,6 @@ def _load(args: Any, loader: Any = None) -> Any:
     initialize_dp_attention(args, config)
     # Another model of this process may have a tower.
     with ExitStack() as patched:
-        patched.enter_context(patch.object(qwen3_vl, "Qwen3VLMoeVisionModel", qwen3_vl.Qwen3VLMoeVisionModel))
         if architecture == "Gemma3ForConditionalGeneration":
             from sglang.srt.models import gemma3_mm
 
@@ -311,7 +309,6 @@ def _load(args: Any, loader: Any = None) -> Any:
 
             patched.enter_context(patch.object(whole, "load_weights", load_text))
         if hasattr(config.hf_text_config, "linear_conv_kernel_dim"):
-            install_text_only(architecture)
             install_delta_nets()
             adjust_tp_num_heads_if_necessary(config.hf_text_config, args.tp_size, True)
         made = (get_model_loader if loader is None else loader)(LoadConfig(), config)

@@ -66,7 +66,7 @@ def expected(whole: Any, processor: ImageProcessor, prompt: rollout_pb2.Prompt, 
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "qwen3_5"])
 async def test_images_are_seen_as_transformers_sees_them(kind: str, tmp_path: Path) -> None:
     folder = save_checkpoint(make_model(kind, seed=1), tmp_path / "model")
     processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}

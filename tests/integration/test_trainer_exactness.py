@@ -51,7 +51,7 @@ CASES = dict.fromkeys(
         (2, "one_sided_spread", 64, 1),
         # Some micro-batches have no image, and one image's tokens may be on both ranks.
         *((2, f"{kind}_images", 64, sharing) for kind, sharing in (("qwen3_vl", 1), ("qwen3_vl", 2), ("qwen2_5_vl", 1))),
-        *((2, f"{kind}_tower_images", 64, sharing) for kind, sharing in (("qwen3_vl", 1), ("qwen2_5_vl", 2))),
+        *((2, f"{kind}_tower_images", 64, sharing) for kind, sharing in (("qwen3_vl", 1), ("qwen2_5_vl", 2), ("qwen3_5", 1))),
         # Two groups of two ranks, and more ranks than key heads.
         *((4, kind, 64, 2) for kind in ("qwen2", "gemma2")),
         *((4, kind, 64, 4) for kind in ("qwen2", "qwen3_moe")),
@@ -68,7 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_checkpoint(make_model("qwen2", seed=3, attention_dropout=0.1), folder / "qwen2_dropout")
     for kind, num_experts in SPARSE.items():
         save_checkpoint(make_model(kind, seed=3, **{num_experts: 12}), folder / f"{kind}_spread")
-    for kind in ("qwen3_vl", "qwen2_5_vl"):
+    for kind in ("qwen3_vl", "qwen2_5_vl", "qwen3_5"):
         for trained in ("images", "tower_images"):
             save_checkpoint(make_model(kind, seed=3), folder / f"{kind}_{trained}")
     save_checkpoint(one_sided_model(), folder / "one_sided_spread")

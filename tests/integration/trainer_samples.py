@@ -118,7 +118,7 @@ def _plain_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
     """Loads a model with torch's fused attention, or with plain attention if its attention logits are capped or it has sinks."""
     config = AutoConfig.from_pretrained(folder)
     is_plain = config.model_type == "gpt_oss" or getattr(config, "attn_logit_softcapping", None) is not None
-    if config.model_type in ("qwen3_vl", "qwen2_5_vl"):
+    if config.model_type in ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"):
         whole: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
         whole.model.visual.requires_grad_("_tower_" in folder.name)
         return whole

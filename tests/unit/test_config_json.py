@@ -49,6 +49,12 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma3ForConditionalGeneration": {"hidden_act": "gelu_pytorch_tanh"},
     "Qwen2_5_VLForConditionalGeneration": {"rope_parameters": {"mrope_section": [4, 2, 2]}},
+    **{
+        f"Qwen3_5{kind}ForConditionalGeneration": {
+            "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
+        }
+        for kind in ("", "Moe")
+    },
     "Qwen3VLForConditionalGeneration": {"rope_parameters": {"mrope_interleaved": True, "mrope_section": [24, 20, 20]}},
 }
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tasuki.config.checks import check_model
 from tasuki.config.schema import NodeConfig
 from tasuki.models.families import FAMILIES, find_family, read_model
-from tasuki.models.family import Model
+from tasuki.models.family import TOWER_KEYS, Model
 from tasuki.models.tower import TOWER
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.backends.fsdp.model import Policy, check_module, correct_latent_norms, set_buffers
@@ -355,7 +355,7 @@ def test_every_norm_of_latent_attention_has_the_epsilon_of_the_configuration() -
 def test_what_stands_beside_the_text_of_a_vision_model_is_read_or_refused_by_name(key: str, changes: dict[str, Any]) -> None:
     text = table_of(module_of("qwen3_5")) | {"architectures": None}
     whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
-    whole |= {"vision_config": {"depth": 2}, "image_token_id": 7, "tie_word_embeddings": True}
+    whole |= {key: text.pop(key) for key in TOWER_KEYS} | {"tie_word_embeddings": True}
     assert read_model(whole) == model_of(module_of("qwen3_5"))
     with pytest.raises(InvalidArgument if key == "text_config" else UnsupportedModel) as refused:
         read_model(whole | changes)

@@ -84,10 +84,11 @@ def table(
 def hybrid(
     architecture: str, hidden: int, inner: int, layers: int, heads: tuple[int, int], *, is_tied: bool = False, **rest: Any
 ) -> dict[str, Any]:
-    """The text of a vision model of 248,320 tokens, with gated delta nets."""
+    """A vision model of 248,320 tokens, with gated delta nets."""
     text = table(architecture, hidden, inner, layers, heads, 248320, 262144, **DELTA | rest)
     text["layer_types"] = ["linear_attention" if (layer + 1) % 4 else "full_attention" for layer in range(layers)]
-    return vision(text, is_tied=is_tied)
+    large = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304} if hidden != 2560 else {}
+    return vision(text, is_tied=is_tied, deepstack_visual_indexes=[], **large)
 
 
 def qwen3_vl(hidden: int, inner: int) -> dict[str, Any]:
@@ -174,9 +175,9 @@ PUBLISHED = [
     (4_437_815_808, vision(qwen3_vl(2560, 9728), is_tied=True)),
     (8_767_123_696, vision(qwen3_vl(4096, 12288), is_tied=False, depth=27, hidden_size=1152, intermediate_size=4304,
                            deepstack_visual_indexes=[8, 16, 24])),
-    (4_205_751_296, hybrid("Qwen3_5ForConditionalGeneration", 2560, 9216, 32, (16, 4), is_tied=True)),
-    (26_895_998_464, hybrid("Qwen3_5ForConditionalGeneration", 5120, 17408, 64, (24, 4), linear_num_value_heads=48)),
-    (34_660_610_688, hybrid("Qwen3_5MoeForConditionalGeneration", 2048, 512, 40, (16, 2), num_experts=256, num_experts_per_tok=8,
+    (4_539_265_536, hybrid("Qwen3_5ForConditionalGeneration", 2560, 9216, 32, (16, 4), is_tied=True)),
+    (27_356_728_560, hybrid("Qwen3_5ForConditionalGeneration", 5120, 17408, 64, (24, 4), linear_num_value_heads=48)),
+    (35_107_181_936, hybrid("Qwen3_5MoeForConditionalGeneration", 2048, 512, 40, (16, 2), num_experts=256, num_experts_per_tok=8,
                             moe_intermediate_size=512, shared_expert_intermediate_size=512)),
     (79_674_391_296, table("Qwen3NextForCausalLM", 2048, 5120, 48, (16, 2), 151936, 262144, **NEXT, rope_theta=10000000,
                            num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512, shared_expert_intermediate_size=512)),

@@ -28,7 +28,7 @@ from tests.vision import image_samples, plain_image_log_probs, plain_pixels
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl", "qwen3_5"])
 def text(request: pytest.FixtureRequest) -> Any:
     return make_model(request.param, seed=5)
 

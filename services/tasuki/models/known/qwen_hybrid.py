@@ -4,8 +4,10 @@ from typing import Any
 
 from tasuki.models import rope
 from tasuki.models.config_json import Config, elements, num_layers, size, unsupported
-from tasuki.models.family import CheckpointNames, Family, attention_biases
+from tasuki.models.family import TOWER_KEYS, CheckpointNames, Family, attention_biases
+from tasuki.models.known.qwen_vl import check_interleaved
 from tasuki.models.shape import DeltaNet, QkNorm
+from tasuki.models.tower import read_tower
 from tasuki.wire.errors import InvalidArgument
 
 _ROTATED_PART = 0.25
@@ -93,13 +95,24 @@ def _refuse_two_bases(config: Config) -> None:
         raise unsupported(config, "rope_theta", f"rotary embeddings have several bases: {', '.join(map(str, sorted(found)))}")
 
 
+def _check_sections(config: Config) -> None:
+    parts = [(config.get(key) or {}).get("partial_rotary_factor") for key in ("rope_parameters", "rope_scaling")]
+    part = next((part for part in parts if part is not None), config.get("partial_rotary_factor", _ROTATED_PART))
+    check_interleaved(config, rotated=int(size(config, "head_dim", default=256) * part))
+
+
+def _beside_tower(config: Config) -> dict[str, Any]:
+    return {**attention_biases(config), "delta": _delta(config), "tower": read_tower(config)}
+
+
 _VISION: dict[str, Any] = {
     "rope_types": rope.DEFAULT,
     "rope_notes": frozenset({"mrope_section", "mrope_interleaved"}),
     "has_partial_rope": True,
-    "checks": (_refuse_two_parts,),
+    "checks": (_refuse_two_parts, _check_sections),
     "shape": _SHAPE,
-    "untrained": ("model.visual.", "mtp."),
+    "has_tower": True,
+    "untrained": ("mtp.",),
 }
 FAMILIES = (
     Family(
@@ -129,8 +142,8 @@ FAMILIES = (
         architecture="Qwen3_5ForConditionalGeneration",
         text_module="Qwen3_5ForCausalLM",
         model_type="qwen3_5_text",
-        keys={**_KEYS, "mlp_only_layers": ([],)},
-        shape_of=lambda config: {**attention_biases(config), "delta": _delta(config)},
+        keys={**_KEYS, **dict.fromkeys(TOWER_KEYS), "mlp_only_layers": ([],)},
+        shape_of=_beside_tower,
         checkpoint=CheckpointNames(decoder="model.language_model"),
         **_VISION,
     ),
@@ -138,8 +151,8 @@ FAMILIES = (
         architecture="Qwen3_5MoeForConditionalGeneration",
         text_module="Qwen3_5MoeForCausalLM",
         model_type="qwen3_5_moe_text",
-        keys={**_KEYS, **dict.fromkeys(_EXPERT_KEYS), "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
-        shape_of=lambda config: {**attention_biases(config), "delta": _delta(config), **_experts(config)},
+        keys={**_KEYS, **dict.fromkeys((*_EXPERT_KEYS, *TOWER_KEYS)), "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
+        shape_of=lambda config: {**_beside_tower(config), **_experts(config)},
         checkpoint=CheckpointNames(decoder="model.language_model", has_whole_experts=True),
         **_VISION,
     ),

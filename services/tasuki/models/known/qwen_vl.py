@@ -16,15 +16,15 @@ def _check_sections(config: Config, *, half: int) -> None:
         raise InvalidArgument("mrope_section", f"must be three numbers of sum {half}, half of head_dim, not {section!r}")
 
 
-def _check_interleaved(config: Config) -> None:
-    """Checks keys that transformers and the engine read differently where they are missing."""
+def check_interleaved(config: Config, *, rotated: int | None = None) -> None:
+    """Checks keys that transformers and the engine read differently where they are missing. rotated: size of each head's rotated part."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     key, found = "rope_parameters.mrope_interleaved", given.get("mrope_interleaved")
     if found is not True:
         raise unsupported(
             {**config, key: found}, key, "transformers always interleaves, the engine as the key says; set it to true"
         )
-    _check_sections(config, half=size(config, "head_dim", default=128) // 2)
+    _check_sections(config, half=(size(config, "head_dim", default=128) if rotated is None else rotated) // 2)
 
 
 def _check_halves(config: Config) -> None:
@@ -53,7 +53,7 @@ FAMILIES = (
         keys={"attention_bias": None, **dict.fromkeys(TOWER_KEYS)},
         shape={"head_dim": 128, "qk_norm": QkNorm.HEAD},
         shape_of=lambda config: {**attention_biases(config), "tower": read_tower(config)},
-        checks=(_check_interleaved,),
+        checks=(check_interleaved,),
         rope_types=rope.DEFAULT,
         rope_notes=frozenset({"mrope_section", "mrope_interleaved"}),
         checkpoint=CheckpointNames(decoder="model.language_model"),

@@ -1,18 +1,31 @@
-"""Qwen 2.5 VL and 3 VL as causal language models beside a vision tower, whose embeddings of images take the places of image tokens."""
+"""Qwen 2.5 VL, 3 VL and 3.5 as causal language models beside a vision tower, whose embeddings of images take the places of image tokens."""
 
 import math
 from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen2_5_VLTextConfig, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3VLTextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen2_5_VLTextConfig,
+    Qwen2ForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3ForCausalLM,
+    Qwen3VLTextConfig,
+)
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
     Qwen2_5_VLRotaryEmbedding,
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeVisionConfig
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeVisionModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel, Qwen3VLVisionModel
 
@@ -43,10 +56,7 @@ class Qwen2_5_VLForCausalLM(Qwen2ForCausalLM):  # noqa: N801  as transformers na
     def __init__(self, config: Qwen2_5_VLTextConfig) -> None:
         super().__init__(cast(Any, config))
         self.model.rotary_emb = cast(Any, _MRotaryEmbedding(cast(Any, config)))
-        if (vision := getattr(config, "vision_config", None)) is not None:
-            tower = Qwen2_5_VLVisionConfig(**vision)
-            tower._attn_implementation = "sdpa"
-            self.visual = Qwen2_5_VisionTransformerPretrainedModel(tower).requires_grad_(False)
+        _add_tower(self, config, Qwen2_5_VLVisionConfig, Qwen2_5_VisionTransformerPretrainedModel)
 
 
 class Qwen3VLForCausalLM(Qwen3ForCausalLM):
@@ -58,14 +68,40 @@ class Qwen3VLForCausalLM(Qwen3ForCausalLM):
         Qwen3PreTrainedModel.__init__(self, config)
         self.model = Qwen3VLTextModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        if (vision := getattr(config, "vision_config", None)) is not None:
-            tower = Qwen3VLVisionConfig(**vision)
-            tower._attn_implementation = "sdpa"
-            self.visual = Qwen3VLVisionModel(tower).requires_grad_(False)
+        _add_tower(self, config, Qwen3VLVisionConfig, Qwen3VLVisionModel)
         self.post_init()
 
 
+class Qwen3_5ForCausalLM(transformers.Qwen3_5ForCausalLM):  # noqa: N801  as transformers names its own
+    """transformers' text, and the tower as `visual` if the configuration has a `vision_config`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        _add_tower(self, config, Qwen3_5VisionConfig, Qwen3_5VisionModel)
+
+
+class Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeForCausalLM):  # noqa: N801  as transformers names its own
+    """The same with experts."""
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # transformers looks for it in the file of the class
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        _add_tower(self, config, Qwen3_5MoeVisionConfig, Qwen3_5MoeVisionModel)
+
+
+def _add_tower(causal_lm: Any, config: Any, of_config: Any, of_tower: Any) -> None:
+    if (vision := getattr(config, "vision_config", None)) is not None:
+        tower = of_config(**vision)
+        tower._attn_implementation = "sdpa"
+        causal_lm.visual = of_tower(tower).requires_grad_(False)
+
+
 AutoModelForCausalLM.register(Qwen2_5_VLTextConfig, Qwen2_5_VLForCausalLM)
+AutoModelForCausalLM.register(Qwen3_5TextConfig, Qwen3_5ForCausalLM, exist_ok=True)
+AutoModelForCausalLM.register(Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, exist_ok=True)
 AutoModelForCausalLM.register(Qwen3VLTextConfig, Qwen3VLForCausalLM)
 
 
