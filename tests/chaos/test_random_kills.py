@@ -23,7 +23,8 @@ from tasuki.wire.address import socket_folder
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, assert_clean_audit, started_node, tasuki
 from tests.footprint import MIB, Footprint, footprint, footprints
-from tests.integration.node_process import is_alive, wait_for
+from tests.integration.node_process import is_alive
+from tests.limits import wait_for
 from tests.models import VOCAB_SIZE
 from tests.random_strikes import Striker, draw_strikes
 from tests.sockets import process_tree

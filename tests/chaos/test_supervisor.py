@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.paths import exit_path, socket_dir
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, assert_clean_audit, tasuki
+from tests.limits import wait_for
 
 GONE_WITHIN_S = 10.0
 
@@ -30,10 +30,7 @@ def test_a_node_whose_supervisor_was_killed_leaves_nothing_behind_and_can_be_res
     supervisor_pid = holder(node.state_dir, name=NODE_LOCK)
     assert supervisor_pid is not None
     os.kill(supervisor_pid, signal.SIGKILL)
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while holder(node.state_dir, name=NODE_LOCK) is not None:
-        assert time.monotonic() < deadline, "the node is still there"
-        time.sleep(0.1)
+    wait_for(lambda: holder(node.state_dir, name=NODE_LOCK) is None, GONE_WITHIN_S)
     assert processes_of(node.state_dir) & processes == set()
     assert list(socket_dir(node.state_dir).iterdir()) == []
     assert json.loads(exit_path(node.state_dir).read_text())["reason"] == "the supervisor was killed by SIGKILL"

@@ -19,7 +19,7 @@ from tasuki.cli.__main__ import INTERRUPTED
 from tasuki.config.lock import NODE_LOCK, holder
 from tests.conftest import ENVIRONMENT, ROOT, RunningNode, called, tasuki
 from tests.extent import IS_WHOLE
-from tests.integration.node_process import wait_for
+from tests.limits import wait_for
 from tests.models import make_model, save_checkpoint
 
 

@@ -11,7 +11,7 @@ from tasuki.client import Client, Phase, SamplingParams
 from tasuki.config.load import load_config
 from tasuki.config.paths import config_path
 from tests.conftest import RunningNode
-from tests.integration.node_process import wait_for
+from tests.limits import wait_for
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -15,8 +15,8 @@ from tasuki.config.paths import config_path
 from tasuki.wire.errors import PermissionDenied, Unauthenticated
 from tests.conftest import API_KEY, RunningNode, tasuki
 from tests.dashboard import get, served, token_of
-from tests.integration.node_process import wait_for
 from tests.integration.port_node import write_secret
+from tests.limits import wait_for
 from tests.sockets import process_tree
 
 pytestmark = pytest.mark.timeout(600)

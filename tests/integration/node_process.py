@@ -15,7 +15,7 @@ from typing import Any
 
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
 from tasuki.config.paths import exit_path, socket_dir
-from tests.limits import limit_s
+from tests.limits import limit_s, wait_for
 
 NODE = Path(__file__).with_name("supervised_node.py")
 
@@ -66,13 +66,6 @@ class Node:
     @property
     def exit(self) -> dict[str, Any]:
         return json.loads(exit_path(self.state_dir).read_text())
-
-
-def wait_for(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def is_alive(pid: int) -> bool:

@@ -5,7 +5,6 @@ import json
 import random
 import shutil
 import socket
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tests.dashboard import RECORDED, ask, get, served, token_of
 from tests.integration.mutations import mutated
 from tests.integration.port_node import admit_tokens, make_certs, make_tokens, mtls, port_config, tokens
 from tests.integration.test_metrics_port import tls_of
+from tests.limits import wait_for
 
 FIGURES = ["run", "node", "curves", "memory", "changeovers", "settings", "log", "samples",
            "samples/step?step=29", "samples/one?step=29&index=0", "changes"]  # fmt: skip
@@ -109,13 +109,6 @@ def test_what_has_changed_is_counted(tmp_path: Path) -> None:
             lines.write('{"step": 31, "mean_reward": 0.5}\n')
         wait_for(lambda: ask(server, "/api/changes")["steps"] > before["steps"])
         wait_for(lambda: ask(server, "/api/run")["steps"] == [0, 31])
-
-
-def wait_for(holds) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_beyond_loopback_the_nodes_tokens_let_in(tmp_path: Path) -> None:

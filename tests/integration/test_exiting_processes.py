@@ -16,7 +16,8 @@ import pytest
 
 from tasuki.node.processes import is_exiting, stop_node
 from tests.integration.exiting_process import hold
-from tests.integration.node_process import Node, Start, nodes_in, pids_of, wait_for
+from tests.integration.node_process import Node, Start, nodes_in, pids_of
+from tests.limits import wait_for
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _PROBE = (

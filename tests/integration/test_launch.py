@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ENVIRONMENT
-from tests.integration.trainer_process import is_alive
+from tests.integration.node_process import is_alive
+from tests.limits import wait_for
 
 LIMIT_S = 30.0
 RANK = """
@@ -81,10 +82,7 @@ def launch_ranks(folder: Path, how: str, *kinds: str) -> subprocess.Popen[bytes]
 def facts_of(folder: Path, num_ranks: int) -> list[list[object]]:
     """Returns the facts of each rank, once all have written them."""
     files = [folder / f"{rank}.json" for rank in range(num_ranks)]
-    deadline = time.monotonic() + LIMIT_S
-    while not all(file.exists() for file in files):
-        assert time.monotonic() < deadline, "a rank did not start"
-        time.sleep(0.02)
+    wait_for(lambda: all(file.exists() for file in files), LIMIT_S)
     return [json.loads(file.read_text()) for file in files]
 
 

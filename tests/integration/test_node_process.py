@@ -15,7 +15,8 @@ from tasuki.node import processes
 from tasuki.node.processes import stop_node
 from tasuki.node.start import StartedNode, running_node
 from tests.extent import IS_WHOLE
-from tests.integration.node_process import LIMIT_S, Start, is_alive, nodes_in, pids_of, wait_for
+from tests.integration.node_process import LIMIT_S, Start, is_alive, nodes_in, pids_of
+from tests.limits import wait_for
 
 
 @pytest.fixture

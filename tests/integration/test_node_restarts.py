@@ -11,7 +11,8 @@ import pytest
 
 from tasuki.config.paths import restart_request_path, stall_dir
 from tasuki.node.processes import stop_node
-from tests.integration.node_process import Start, is_alive, nodes_in, pids_of, wait_for
+from tests.integration.node_process import Start, is_alive, nodes_in, pids_of
+from tests.limits import wait_for
 
 
 @pytest.fixture

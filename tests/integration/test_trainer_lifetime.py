@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +16,10 @@ from tasuki.v1 import trainer_pb2
 from tasuki.wire.errors import from_rpc_error
 from tests.extent import only_whole
 from tests.integration.fleet_trainers import save_part
-from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, is_alive, start_trainer
+from tests.integration.node_process import is_alive
+from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
 from tests.integration.trainer_samples import make_samples
-from tests.limits import limit_s
+from tests.limits import limit_s, wait_for
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 
 STOP_S = limit_s(10.0)
@@ -41,10 +41,7 @@ def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def raise_unless_gone(pids: list[int], *, within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while alive := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"still alive: {alive}"
-        time.sleep(0.05)
+    wait_for(lambda: not any(map(is_alive, pids)), within_s)
 
 
 async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: TrainerProcess, model: Path, tmp_path: Path) -> None:

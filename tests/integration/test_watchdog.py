@@ -13,7 +13,7 @@ from tasuki.node.watchdog import Stall, Watchdog
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rpc.heartbeat import Heartbeat, read_pulse
 from tasuki.wire.process_tree import parent_and_state
-from tests.integration.node_process import wait_for
+from tests.limits import wait_for
 
 STALL_S = 8.0
 

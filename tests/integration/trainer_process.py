@@ -119,14 +119,6 @@ def start_trainer(
     return TrainerProcess(process, state_dir, log)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 class TrainerClient:
     """Calls of one test. Stage commands get increasing sequence numbers of epoch 1 over all tests."""
 

@@ -3,7 +3,6 @@
 import gc
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena
 from tasuki.memory.shared_chunks import Export
 from tests.arenas import pause, resume
+from tests.limits import wait_for
 
 MIB = 1 << 20
 
@@ -88,10 +88,7 @@ def host_shared_bytes():
 
 
 def await_shared_bytes_below(limit):
-    deadline = time.monotonic() + 60
-    while host_shared_bytes() >= limit:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: host_shared_bytes() < limit)
 
 
 def test_a_peer_reads_live_bytes_at_the_same_offsets(weights, peers):

@@ -12,6 +12,7 @@ from tasuki.client.progress import RESTARTED, Progress, ProgressRecord
 from tasuki.client.step import Step
 from tasuki.config.paths import log_path, socket_dir
 from tasuki.runs.progress import progress_line, progress_path, read_progress, written_progress
+from tests.limits import wait_for
 
 
 def test_progress_counts_completions_and_says_when_a_call_is_repeated() -> None:
@@ -64,9 +65,8 @@ def test_progress_is_a_file_while_the_command_lives(tmp_path: Path) -> None:
     progress, shown = Progress(num_steps=3), list[ProgressRecord]()
     progress.begin(2, "forward_backward", done=1, total=4)
     with written_progress(progress, tmp_path, show=shown.append):
-        deadline = time.monotonic() + 60
-        while (record := read_progress(tmp_path)) is None and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: read_progress(tmp_path) is not None)
+        record = read_progress(tmp_path)
         assert record is not None and (record.activity, record.done, record.total, record.step) == ("forward_backward", 1, 4, 2)
         assert progress_path(tmp_path).stat().st_mode & 0o077 == 0
         assert record.updated_at == pytest.approx(time.time(), abs=60)

@@ -14,6 +14,7 @@ from tasuki.client.sample_dump import SampleDump
 from tasuki.client.shown_samples import ShownSamples
 from tasuki.client.types import FinishReason, Sample, VersionSpan
 from tasuki.config.train_schema import TrainConfig
+from tests.limits import wait_for
 from tests.tiny_disk import tmpfs
 from tests.unit.loop_node import LoopClient, by_number, changed, loop_of, steps_of, train_config
 
@@ -169,19 +170,12 @@ def test_a_full_disk_is_told_once_and_samples_come_again_when_there_is_room(tmp_
         with SampleDump(disk.folder / "samples", tell=told.append) as dump:
             dump.write(shown_step(0, "t" * 9000))
             dump.write(shown_step(1, "t" * 9000))
-            wait_until(lambda: bool(told))
+            wait_for(lambda: bool(told))
             disk.free()
             dump.write(shown_step(2, "t" * 9000))
         left = {path.name for path in (disk.folder / "samples").iterdir()}
         assert "step-000002.jsonl" in left and "step-000000.jsonl" not in left
     assert len(told) == 1 and "No space left" in told[0] and "the run continues" in told[0]
-
-
-def wait_until(is_so: Any) -> None:
-    deadline = time.monotonic() + 60.0
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_step_interrupted_in_its_updates_has_its_file(settings: TrainConfig):

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,13 @@ from tasuki.node.processes import continue_children
 from tasuki.wire.errors import Draining, NodeDown, PeerUnavailable, ServiceFailed, TasukiError, UnsupportedModel
 from tasuki.wire.process_tree import parent_and_state
 from tests.conftest import ENVIRONMENT
-from tests.limits import limit_s
+from tests.limits import limit_s, wait_for
 
 
 def test_a_stopped_child_is_continued_and_ends_with_its_pipe() -> None:
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     child.send_signal(signal.SIGSTOP)
-    deadline = time.monotonic() + limit_s(10.0)
-    while parent_and_state(child.pid)[1] != "T" and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: parent_and_state(child.pid)[1] == "T")
     continue_children()
     child.communicate(timeout=limit_s(10.0))
     assert child.returncode == 0

@@ -21,7 +21,7 @@ from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile
 from tasuki.trackers.sending import tracked
 from tests.conftest import ENVIRONMENT, called
-from tests.limits import limit_s
+from tests.limits import limit_s, wait_for
 
 NAN = float("nan")
 TRACK_CALL = "import sys\nfrom tasuki.cli.__main__ import main\nsys.exit(main(sys.argv[1:]))"
@@ -242,10 +242,7 @@ def test_a_tracker_ends_when_the_run_was_killed(tmp_path: Path, library):
     limited = tmp_path / "library/sitecustomize.py"
     limited.write_text("import tasuki.trackers.sending as track\ntrack.LEFT_ALONE_S = 1.0\n")
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env={**os.environ}, timeout=60, check=False)
-    deadline = time.monotonic() + 60
-    while processes_with(str(tmp_path / "run")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: not processes_with(str(tmp_path / "run")))
 
 
 def processes_with(text: str) -> list[bytes]:
