@@ -186,6 +186,8 @@ def test_a_fork_that_returns_does_not_answer(folder: Path):
         ("def reward(completion, *, target): return 1", "takes `target`, but {rows}:1"),
         ("def reward(completion, /): return 1", "takes `completion` by position only"),
         ("async def reward(completion): return 1", "asynchronous"),
+        ("class reward:\n def __init__(self, completion): pass", "it is a class"),
+        ("import functools\nasync def other(completion): return 1\nreward = functools.partial(other)", "asynchronous"),
         ("def reward(completion): yield 1", "generator"),
     ],
 )

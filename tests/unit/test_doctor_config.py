@@ -1,5 +1,6 @@
 """`tasuki doctor CONFIG`: each fault of a configuration, its data, its rewards or its certificate is found."""
 
+import json
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -44,8 +45,7 @@ def test_data_that_a_run_would_refuse_is_found(node_file: Path):
     run = [f"train.dataset={data}", "train.output_dir=run", "train.reward.function=a"]
 
     def judged(*overrides: str) -> Finding:
-        (finding,) = check_datasets(load_config(node_file, overrides=[*run, *overrides]), has_model=True)
-        return finding
+        return next(iter(check_datasets(load_config(node_file, overrides=[*run, *overrides]), has_model=True)))
 
     assert is_ok(judged("train.max_new_tokens=100"))
     too_long = judged("train.max_new_tokens=256")
@@ -54,6 +54,19 @@ def test_data_that_a_run_would_refuse_is_found(node_file: Path):
     missing = node_file.parent / "none.jsonl"
     refused = judged(f"train.eval_dataset={missing}", "train.eval_every=1")
     assert (refused.found, refused.advice) == (f"{missing} is not a file", "change train.eval_dataset")
+
+
+def test_completions_that_would_not_end_are_told(node_file: Path):
+    """The model has no stop token."""
+    (node_file.parent / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    data = node_file.parent / "train.jsonl"
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    data.write_text(json.dumps({"prompt": "1", "messages": chat}) + "\n")
+    rl = [f"train.dataset={data}", "train.output_dir=run", "train.reward.function=a", "train.max_new_tokens=9"]
+    assert "there is no stop token" in finding_of(node_file, "ends of [train]", rl).found
+    data.write_text(json.dumps({"messages": chat}) + "\n")
+    sft = [f"sft.dataset={data}", "sft.output_dir=run", "sft.num_steps=1"]
+    assert "1 of 1 rows" in finding_of(node_file, "ends of [sft]", sft).found
 
 
 def test_a_reward_that_a_run_would_refuse_is_found(node_file: Path):

@@ -213,7 +213,7 @@ def test_a_popular_layout_is_read_by_its_own_files(tmp_path: Path, name: str) ->
     layout = LAYOUTS[name]
     own = write_layout(tmp_path, layout)
     found = ModelTokenizer(tmp_path)
-    assert check_tokenizer(tmp_path) == []
+    assert check_tokenizer(tmp_path) == [] == found.doubts(is_chat=True, stop_token_ids=[], stop=[])
     for text in (TEXT, " 4 \n".join([TEXT, *layout.special, " "])):
         ids = own.encode(text).ids
         assert found.encode_prompt(text) == ids

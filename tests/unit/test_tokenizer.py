@@ -308,8 +308,31 @@ def test_what_is_likely_wrong_is_told(tmp_path: Path) -> None:
     write_folder(tmp_path, own, config={"vocab_size": 4000}, tokenizer_config={"add_bos_token": True})
     few, without_bos = check_tokenizer(tmp_path)
     assert "the embedding 4000 rows" in few and "add_bos_token" in without_bos
-    write_folder(tmp_path, own, config={"vocab_size": own.get_vocab_size() + 128})
-    assert check_tokenizer(tmp_path) == []
+    write_folder(tmp_path, own, config={"vocab_size": own.get_vocab_size() - 129})
+    assert "rows" in str(check_tokenizer(tmp_path))
+    for vocab_size in (own.get_vocab_size() + 128, own.get_vocab_size() - 128):
+        write_folder(tmp_path, own, config={"vocab_size": vocab_size})
+        assert check_tokenizer(tmp_path) == []
+    own.add_tokens([AddedToken("<|end|>", special=False)])
+    write_folder(tmp_path, own, tokenizer_config={"eos_token": "<|end|>"}, config={})
+    (in_texts,) = check_tokenizer(tmp_path)
+    assert "says that <|end|> is not special" in in_texts
+
+
+def test_a_chat_template_whose_answers_end_without_a_stop_token_is_told(tmp_path: Path) -> None:
+    own = Tokenizer.from_str(TRAINED["bytes"])
+    found = ModelTokenizer(write_folder(tmp_path, own, config={}))  # ChatML of a model that ends with <eos>
+    (doubt,) = found.doubts(is_chat=True, stop_token_ids=[], stop=[])
+    assert r"ends an answer with '<|im_end|>\n<|im_start|>user\n', which has no stop token ('<eos>')" in doubt
+    assert found.doubts(is_chat=True, stop_token_ids=[own.token_to_id("<|im_end|>")], stop=[]) == []
+    assert (
+        found.doubts(is_chat=True, stop_token_ids=[], stop=["\n"])
+        == []
+        == found.doubts(is_chat=False, stop_token_ids=[], stop=[])
+    )
+    found = ModelTokenizer(write_folder(tmp_path, own, config={}, tokenizer_config={"eos_token": None}))
+    assert "there is no stop token (none)" in str(found.doubts(is_chat=False, stop_token_ids=[], stop=[]))
+    assert found.doubts(is_chat=False, stop_token_ids=[], stop=["x"]) == []
 
 
 def test_a_token_beyond_the_embedding_and_text_without_tokens_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -49,6 +50,8 @@ def read_objects(path: Path | str, *, columns: Mapping[str, str] | None = None) 
     is_empty = True
     read = _READERS.get(path.suffix.lower(), _lines)
     with file:
+        if file.peek().startswith(b"version https://git-lfs"):
+            raise InvalidArgument("dataset", f"{path} is a Git LFS pointer: run `git lfs pull` in its folder")
         for place, row in read(file, path, list((columns or {}).values())):
             is_empty = False
             yield place, _chosen(row, columns, place=place) if columns else row
@@ -232,10 +235,18 @@ def _checked(row: Row, *, place: str, folder: Path) -> Row:
     return {**row, "prompt": with_whole_paths(row["prompt"], folder=folder)}
 
 
+CHAT_AS_TEXT = "is a chat written as text, which no template would render; give a list of messages, in JSONL or parquet"
+
+
+def is_chat_as_text(text: str) -> bool:
+    """Whether a text is a list of messages as JSON or Python prints it."""
+    return re.match(r"""\s*\[\s*\{\s*(['"])(role|content|from|value)\1\s*:""", text) is not None
+
+
 def prompt_problem(prompt: object) -> str:
     """Why the prompt is invalid, or an empty string."""
     if isinstance(prompt, str):
-        return "" if prompt else "is empty"
+        return CHAT_AS_TEXT if is_chat_as_text(prompt) else "" if prompt else "is empty"
     if not isinstance(prompt, list):
         return f"must be a string or a list of chat messages, is {type(prompt).__name__}"
     if not prompt:

@@ -90,11 +90,14 @@ def read_signature(*source: *Source, is_async: bool = False) -> Signature:
         parameters = inspect.signature(function).parameters.values()
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything
         return Signature(told(error))
+    if inspect.isclass(function) and not is_async:
+        return Signature("it is a class, whose call makes an object; a reward is a function that returns a number")
     called = function if inspect.isroutine(function) else type(function).__call__
     if is_async and not inspect.iscoroutinefunction(called):
         return Signature("it is not `async def`, as the function of an episode is")
-    if not is_async and (
-        inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called) or inspect.isgeneratorfunction(called)
+    if not is_async and any(
+        inspect.iscoroutinefunction(one) or inspect.isasyncgenfunction(one) or inspect.isgeneratorfunction(one)
+        for one in (function, called)
     ):
         return Signature("it is asynchronous or a generator; a reward returns a number")
     required = [parameter for parameter in parameters if parameter.default is inspect.Parameter.empty]

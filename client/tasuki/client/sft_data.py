@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from tasuki.client.chat import ASSISTANT, ChatTokens, Message
-from tasuki.client.dataset import Row, other_columns, prompt_problem, read_objects
+from tasuki.client.dataset import CHAT_AS_TEXT, Row, is_chat_as_text, other_columns, prompt_problem, read_objects
 from tasuki.client.types import TrainingSample
 from tasuki.wire.errors import InvalidArgument
 
@@ -74,6 +74,8 @@ def sft_sample(row: Row, tokenizer: SftTokenizer) -> TrainingSample:
         raise InvalidArgument("prompt", problem)
     if not isinstance(completion, str) or not completion:
         raise InvalidArgument("completion", f"must be a string with text, is {completion!r:.40}")
+    if is_chat_as_text(completion):
+        raise InvalidArgument("completion", CHAT_AS_TEXT)
     if isinstance(prompt, list):
         if weighted := [index for index, message in enumerate(prompt) if message.get("weight")]:
             raise InvalidArgument(

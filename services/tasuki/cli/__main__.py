@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from tasuki.cli.arguments import FLEET_FLAGS, make_parser
-from tasuki.cli.config import warn_of_settings, warn_of_tokenizer
+from tasuki.cli.config import warn_of_settings
 from tasuki.config.load import load_beside_node, load_config
 from tasuki.config.paths import config_path, training_output_path
 from tasuki.config.schema import NodeConfig, TrackConfig
@@ -104,14 +104,14 @@ def _up(arguments: argparse.Namespace) -> int:
     from tasuki.doctor.finding import warn_of_certificate
     from tasuki.node.exit_report import why_it_ended
     from tasuki.node.hub import with_local_files
-    from tasuki.node.start import start_node
+    from tasuki.node.start import check_node_installed, start_node
 
+    check_node_installed()
     config = with_local_files(load_config(arguments.config, overrides=arguments.overrides))
     warn_of_settings(config)
     check_data(config, config_dir=arguments.config.resolve().parent)
     node = start_node(config, resumes=arguments.resume)
     warn_of_certificate(config)
-    warn_of_tokenizer(config)
     if not arguments.foreground:
         node.detach()
         return 0

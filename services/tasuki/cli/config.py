@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tasuki.config.load import load_config, origins, without_effect
 from tasuki.config.save import toml_lines
@@ -26,9 +26,9 @@ def warn_of_settings(config: NodeConfig) -> None:
     _warn(without_effect(config))
 
 
-def warn_of_tokenizer(config: NodeConfig) -> None:
-    """Tells what is likely wrong with the model's tokenizer. Raises as check_tokenizer."""
-    _warn(check_tokenizer(config.model.path))
+def warn_of_doubts(config: NodeConfig, doubts: Sequence[str] = ()) -> None:
+    """Tells what is likely wrong with the model's tokenizer, and `doubts` of a run. Raises as check_tokenizer."""
+    _warn([*check_tokenizer(config.model.path), *doubts])
 
 
 def _warn(problems: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.cli.arguments import DEFAULT_HOST_GB
+from tasuki.cli.config import warn_of_doubts
 from tasuki.cli.node_view import open_console
 from tasuki.cli.plan_report import show, traffic_lines, traffic_table
 from tasuki.config.checks import fleet_port_problem
@@ -73,13 +74,18 @@ def planned_node(arguments: argparse.Namespace) -> Node:
             sys.stderr.write(f"rows of {' and '.join(unread)} are not read for a plan; tasuki doctor reads them\n")
         if has_weights(config.model.path):
             check_model_folders(config)
-            if not unread:
-                from tasuki.cli.train import check_data  # a plan of a configuration file alone needs no client
+            with suppress(NotInstalled):
+                if unread:
+                    warn_of_doubts(config)
+                else:
+                    from tasuki.cli.train import check_data  # a plan of a configuration file alone needs no client
 
-                with suppress(NotInstalled):
                     check_data(config, config_dir=path.resolve().parent)
     else:
         config, model, default_gb = _model_alone(path, arguments)
+        if has_weights(config.model.path):
+            with suppress(NotInstalled):
+                warn_of_doubts(config)
         gpu_gb, num_gpus = default_gb if gpu_gb is None else gpu_gb, num_gpus or config.trainer.num_ranks
     if gpu_gb is None and config.device == "cuda":
         raise InvalidArgument("gpu-gb", "give the memory of a GPU, such as --gpu-gb 141")

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
-from tasuki.cli.config import warn_of_tokenizer
+from tasuki.cli.config import warn_of_doubts
 from tasuki.cli.progress import ProgressDisplay
 from tasuki.client.progress import Progress
 from tasuki.client.step import Step
@@ -90,13 +90,16 @@ def read_training(config: NodeConfig, *, now: datetime | None = None) -> Trainin
 
 
 def check_data(config: NodeConfig, *, config_dir: Path) -> None:
-    """Judges the run's rewards and every row of its datasets, if there are any, and tells how many to train. Raises as `run`."""
+    """Judges the run's rewards and every row of its datasets, if there are any, and tells rows to train and doubts. Raises as `run`."""
+    doubts: Sequence[str] = ()
     if config.train is not None or config.sft is not None:
         training = read_training(config)
         if isinstance(training, RlTraining):
             open_rewards(training.train, reward_folders(config_dir), training.rows, training.eval_rows).close()
         num_rows = training.dataset().position()["num_rows"]
         sys.stderr.write(f"{training.settings.table}.dataset has {num_rows:,} rows that can be trained\n")
+        doubts = training.doubts
+    warn_of_doubts(config, doubts)
 
 
 def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started: float | None = None) -> int:
@@ -109,7 +112,7 @@ def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started
     started = time.monotonic() if started is None else started
     config = _adopted(config)
     training = read_training(config)
-    warn_of_tokenizer(config)
+    warn_of_doubts(config, training.doubts)
     output_dir = training.settings.output_dir
     if (pid := holder(output_dir, name=TRAINING_LOCK)) is not None:  # whose files would look like an earlier run's
         raise NodeRunning(f"pid {pid} already runs a training on {output_dir}", state_dir=output_dir, pid=pid)
@@ -127,7 +130,7 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
     config = _adopted(config)
     table = config.train or config.sft
     training = read_training(config, now=table and begun_at(table.output_dir))
-    warn_of_tokenizer(config)
+    warn_of_doubts(config, training.doubts)
     settings = training.settings
 
     def look() -> EarlierRun | None:

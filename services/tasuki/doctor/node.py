@@ -23,8 +23,8 @@ from tasuki.planner.trainer_bytes import run_disk
 from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.port import check_ports
 from tasuki.runs.earlier_run import reward_folders
-from tasuki.runs.rl_training import open_rewards, read_rl, reward_functions
-from tasuki.runs.sft_training import read_sft
+from tasuki.runs.rl_training import RlTraining, open_rewards, read_rl, reward_functions
+from tasuki.runs.sft_training import SftTraining, read_sft
 from tasuki.trackers.adapters import check_installed
 from tasuki.wire.address import split_host_port
 from tasuki.wire.denied_path import denied
@@ -99,15 +99,20 @@ def node_findings(
         yield check_port(key, *split_host_port(target))
 
 
+_ENDS = "compare eos_token_id of generation_config.json with the chat template"
+
+
 def check_datasets(config: NodeConfig, *, has_model: bool) -> Iterable[Finding]:
     """Checks that a run could start with its data, using the model's tokenizer as `tasuki train` does before its first step."""
     if config.train is not None:
-        yield _check_data("train", config.train, (lambda: read_rl(config)) if has_model else None)
+        yield from _check_data("train", config.train, (lambda: read_rl(config)) if has_model else None)
     if (sft := config.sft) is not None:
-        yield _check_data("sft", sft, (lambda: read_sft(config, sft)) if has_model else None)
+        yield from _check_data("sft", sft, (lambda: read_sft(config, sft)) if has_model else None)
 
 
-def _check_data(table: str, run: TrainConfig | SftConfig, read: Callable[[], object] | None) -> Finding:
+def _check_data(
+    table: str, run: TrainConfig | SftConfig, read: Callable[[], RlTraining | SftTraining] | None
+) -> Iterable[Finding]:
     """read: None without a tokenizer."""
     name = f"data of [{table}]"
     for key, path in ((f"{table}.dataset", run.dataset), (f"{table}.eval_dataset", run.eval_dataset)):
@@ -115,13 +120,19 @@ def _check_data(table: str, run: TrainConfig | SftConfig, read: Callable[[], obj
             continue
         try:
             if not path.is_file():
-                return fail(name, f"{path} is not a file", f"change {key}")
+                yield fail(name, f"{path} is not a file", f"change {key}")
+                return
         except PermissionError:
             error = denied(path, key=key)
-            return fail(name, f"{error.reason}: {error.message}", f"change {key}, or the permissions")
+            yield fail(name, f"{error.reason}: {error.message}", f"change {key}, or the permissions")
+            return
     if read is None:
-        return ok(name, f"{run.dataset}; rows not checked without the model")
-    return checked(name, str(run.dataset), read, key=f"{table}.dataset")
+        yield ok(name, f"{run.dataset}; rows not checked without the model")
+        return
+    found: list[RlTraining | SftTraining] = []
+    yield checked(name, str(run.dataset), lambda: found.append(read()), key=f"{table}.dataset")
+    for training in found:
+        yield from (warn(f"ends of [{table}]", doubt, _ENDS) for doubt in training.doubts)
 
 
 def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:

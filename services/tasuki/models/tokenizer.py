@@ -35,7 +35,8 @@ _MAX_BYTES = 500_000_000
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _MOVED_SHARE = 0.01
 _MIN_SHARE, _PADDING = 0.5, 128
-"""A vocabulary that fills less of the embedding is suspicious, unless only a multiple of 128 pads it; real ones fill 0.9."""
+"""A vocabulary that fills less of the embedding is suspicious, unless only a multiple of 128 pads it; real ones fill 0.9. So is one that
+is larger by more than Gemma 3's, which has a token without a row."""
 _LONG_TEXT = 16_384
 
 
@@ -92,8 +93,12 @@ class FolderTokenizer:
         """What is likely wrong, though it can be used."""
         found: list[str] = []
         file, num_tokens = self.folder / TOKENIZER_FILE, self.backend.get_vocab_size()
-        if self.vocab_size is not None and num_tokens < min(_MIN_SHARE * self.vocab_size, self.vocab_size - _PADDING):
+        fewest = min(_MIN_SHARE * (self.vocab_size or 0), (self.vocab_size or 0) - _PADDING)
+        if self.vocab_size is not None and not fewest <= num_tokens <= self.vocab_size + _PADDING:
             found.append(f"{file} has {num_tokens} tokens, the embedding {self.vocab_size} rows: is it the model's?")
+        eos_token = self.backend.get_added_tokens_decoder().get(-1 if self.eos_token_id is None else self.eos_token_id)
+        if eos_token is not None and not eos_token.special:
+            found.append(f"{file} says that {eos_token.content} is not special, so the texts of rewards end with it")
         if self._config.get("add_bos_token") is True and not self.backend.num_special_tokens_to_add(False):
             found.append(
                 f"{self.folder / _CONFIG} says add_bos_token, but tokenizer.json adds none: prompts that are strings begin without it"

@@ -47,6 +47,8 @@ class RlTraining:
     longest_sample: int
     """Tokens of the longest prompt in `rows` plus the longest allowed completion; of the longest allowed episode."""
     seed: int
+    doubts: Sequence[str] = ()
+    """What is likely wrong with the run."""
 
     @property
     def settings(self) -> RunSettings:
@@ -141,7 +143,9 @@ def read_rl(config: NodeConfig, *, now: datetime | None = None) -> RlTraining:
         key, max_new_tokens = "train.eval.max_new_tokens", train.eval.max_new_tokens
     with field_as_key("dataset", "train.eval_dataset"):
         check(eval_rows, key=key, max_new_tokens=max_new_tokens, path=str(train.eval_dataset))
-    return RlTraining(train, tokenizer, rows, eval_rows, longest if train.episode is None else limit, config.seed)
+    is_chat = any(isinstance(row["prompt"], list) for row in rows)
+    doubts = tokenizer.doubts(is_chat=is_chat, stop_token_ids=train.stop_token_ids, stop=train.stop)
+    return RlTraining(train, tokenizer, rows, eval_rows, longest if train.episode is None else limit, config.seed, doubts)
 
 
 def _longest_sample(

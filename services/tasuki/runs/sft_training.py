@@ -8,6 +8,8 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from tasuki.client.dataset import Dataset
 from tasuki.client.progress import Progress
 from tasuki.client.sft_data import read_sft_jsonl
@@ -74,6 +76,8 @@ class SftTraining:
     eval_samples: Sequence[TrainingSample]
     seed: int
     now: datetime
+    doubts: Sequence[str] = ()
+    """What is likely wrong with the run."""
 
     @property
     def settings(self) -> RunSettings:
@@ -116,7 +120,16 @@ def read_sft(config: NodeConfig, sft: SftConfig, *, now: datetime | None = None)
         samples = read(sft.dataset)
     with field_as_key("dataset", "sft.eval_dataset"):
         eval_samples = [] if sft.eval_dataset is None else read(sft.eval_dataset)
-    return SftTraining(sft, samples, eval_samples, config.seed, tokenizer.now)
+    stops = np.array(tokenizer.stop_token_ids, dtype=np.int32)
+    ends = [np.isin(sample.completion_token_ids[sample.loss_mask == 1], stops).any() for sample in samples]
+    doubts: list[str] = []
+    if num_endless := len(ends) - sum(ends):
+        known = ", ".join(repr(tokenizer.decode_whole(stops[at : at + 1])) for at in range(len(stops))) or "none"
+        problem = (
+            f"{num_endless:,} of {len(ends):,} rows of {sft.dataset} teach no stop token ({known}), so answers will not end"
+        )
+        doubts = [f"{problem}; take the chat template and eos_token_id that belong together"]
+    return SftTraining(sft, samples, eval_samples, config.seed, tokenizer.now, doubts)
 
 
 def _max_tokens(config: NodeConfig, sft: SftConfig) -> int:

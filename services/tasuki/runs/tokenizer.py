@@ -1,6 +1,7 @@
 """Prompts, completions and chats of rows as token ids of the model folder's tokenizer."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,8 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
 _ANSWER = "\ufdd2"
 """Stands for an answer in a rendered chat: a noncharacter of Unicode, which no text contains."""
+_QUESTION = "\ufdd4"
+"""The same for a question."""
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "strftime_now")
 _CHAT_FIELDS = (
     "documents", "system", "functions", "function_call", "tool_choice", "parallel_tool_calls", "response_format",
@@ -41,7 +44,8 @@ class ModelTokenizer:
         self.now = now or datetime.now().astimezone().replace(tzinfo=None)
         self._tokenizer = read_tokenizer(model_path)
         self._forms: dict[int, ToolCallForm] = {}
-        self._stop_token_ids = read_stop_token_ids(model_path, vocab_size=self._tokenizer.vocab_size)
+        self.stop_token_ids = read_stop_token_ids(model_path, vocab_size=self._tokenizer.vocab_size)
+        """Tokens with which an answer ends, by the model's files."""
 
     def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]:
         """Encodes a string as it is, or chat messages by the chat template, ending with the generation prompt. An image is one token."""
@@ -119,7 +123,7 @@ class ModelTokenizer:
             messages,
             render=render,
             render_prompt=lambda some: render(some, is_prompt=True),
-            stop_token_ids=self._stop_token_ids,
+            stop_token_ids=self.stop_token_ids,
         )
 
     def encode_next(self, messages: Sequence[Message], place: int, fields: Row, *, last_token_id: int | None) -> list[int]:
@@ -139,7 +143,7 @@ class ModelTokenizer:
             raise InvalidArgument("messages", problem)
         template.check(known, variables, field="messages", drawn=messages[: place + 1])
         token_ids = self._tokenizer.encode(text.partition(_ANSWER)[2]).ids
-        ends = last_token_id in self._stop_token_ids and token_ids[:1] and token_ids[0] in self._stop_token_ids
+        ends = last_token_id in self.stop_token_ids and token_ids[:1] and token_ids[0] in self.stop_token_ids
         return token_ids[1:] if ends else token_ids
 
     def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, object]:
@@ -147,7 +151,7 @@ class ModelTokenizer:
 
         `written` is the text with its calls.
         """
-        own = token_ids[:-1] if token_ids[-1:] and token_ids[-1] in self._stop_token_ids else token_ids
+        own = token_ids[:-1] if token_ids[-1:] and token_ids[-1] in self.stop_token_ids else token_ids
         written = text = self._tokenizer.decode(own)
         calls = list[Call]()
         if fields.get("tools"):
@@ -163,6 +167,22 @@ class ModelTokenizer:
         if valid := [call for call in calls if "function" in call]:
             message["tool_calls"] = valid
         return {"text": text, "written": written, "tool_calls": calls, "message": message}
+
+    def doubts(self, *, is_chat: bool, stop_token_ids: Sequence[int], stop: Sequence[str]) -> list[str]:
+        """What is likely wrong with the ends of completions, of chats or texts. stop_token_ids, stop: ends that the run adds."""
+        stops, end = {*self.stop_token_ids, *stop_token_ids}, ""
+        if is_chat:
+            with suppress(InvalidArgument):  # told with the row that has it
+                template, variables = self._template("messages", None)
+                chat = [("user", "1"), (ASSISTANT, _ANSWER), ("user", _QUESTION)]
+                text = template.render([{"role": role, "content": content} for role, content in chat], variables)
+                end = text.partition(_ANSWER)[2].partition(_QUESTION)[0]
+        is_ended = stops.intersection(self.encode_text(end)) if end else stops
+        if is_ended or any(one in end or not end for one in stop):
+            return []
+        known = ", ".join(repr(self._tokenizer.decode([one], has_special=True)) for one in sorted(stops)) or "none"
+        problem = f"the chat template ends an answer with {end!r}, which has no stop token" if end else "there is no stop token"
+        return [f"{problem} ({known}), so completions go on to max_new_tokens; set train.stop_token_ids, or eos_token_id"]
 
     def decode(self, token_ids: NDArray[np.int32]) -> str:
         """Decodes without special tokens such as end of sequence."""
@@ -202,7 +222,7 @@ class ModelTokenizer:
 
     def _refuse_stops(self, token_ids: Sequence[int], field: str, *, place: str = "") -> None:
         """Raises InvalidArgument for a stop token in the text of an answer, since no rollout goes on after it."""
-        if inside := [token_id for token_id in token_ids if token_id in self._stop_token_ids]:
+        if inside := [token_id for token_id in token_ids if token_id in self.stop_token_ids]:
             stop = self._tokenizer.decode(inside[:1], has_special=True)
             raise InvalidArgument(field, f"{place}has {stop!r} in its text, with which an answer ends; remove it")
 
