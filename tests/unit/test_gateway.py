@@ -181,6 +181,9 @@ def test_anthropics_messages_are_the_same_chat_as_openais():
     shown = {"role": "assistant", "content": "so", "tool_calls": [call]}
     answer = as_message(completion([{**told, "shown": shown}], model="m", has_log_probs=False))
     assert (answer["stop_reason"], answer["usage"]) == ("tool_use", {"input_tokens": 2, "output_tokens": 1})
+    ended = {**told, "shown": {"role": "assistant", "content": "a"}, "stop": "c"}
+    stopped_by = as_message(completion([ended], model="m", has_log_probs=False))
+    assert (stopped_by["stop_reason"], stopped_by["stop_sequence"]) == ("stop_sequence", "c")
     asked = {
         "max_tokens": 5, "stop_sequences": ["c"], "thinking": {"type": "enabled"}, "system": [{"type": "text", "text": "s"}],
         "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"},
@@ -203,7 +206,8 @@ def test_anthropics_messages_are_the_same_chat_as_openais():
     assert (choices.fields["max_new_tokens"], choices.fields["stop"]) == (5, ["c"])
     for name, wrong in (
         ("messages", None), ("messages", "hi"), ("messages", ["hi"]), ("tools", 3), ("tools", [{}]), ("tool_choice", {"type": "any"}),
-        ("mcp_servers", []), ("messages", [{"role": "user", "content": [{"type": "image"}]}]), ("max_tokens", 0),
+        ("mcp_servers", []), ("messages", [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]),
+        ("messages", [{"role": "user", "content": [{"type": "image"}]}]), ("max_tokens", 0),
         ("messages", [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": 3}]}]),
     ):  # fmt: skip
         with pytest.raises(InvalidArgument, match=name):
@@ -438,6 +442,8 @@ async def test_requests_that_cannot_be_told_or_read_are_refused(tokenizer: Model
         ):
             answer = await http.post(path, content=asked, headers={"authorization": "Bearer secret"})
             assert (answer.status_code, answer.json()["type"]) == (400, "error")
+        answer = await http.post("/v1/embeddings", json={})
+        assert (answer.status_code, answer.json()["type"]) == (404, "error")
 
 
 def test_a_sampling_parameter_that_nothing_follows_is_refused_by_name() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -84,7 +85,7 @@ class Drawn(Policy):
         drawn = np.array([*self.tokenizer.encode_text(self.texts[len(self.turns.turns)]), EOS], np.int32)
         sample = Sample(0, 0, drawn, np.zeros(len(drawn), np.float32), FinishReason.STOP, 3)
         answer = asked.answered(sample, turns=self.turns, tokenizer=self.tokenizer)
-        del answer["shown"], answer["turn"]
+        del answer["shown"], answer["turn"], answer["stop"]
         return Reply(**answer)
 
 
@@ -213,3 +214,21 @@ def test_schemas_come_from_signature_and_docstring():
     for tool, problem in ((bare, "no docstring"), (untyped, "`x` needs a type")):
         with pytest.raises(TypeError, match=problem):
             tool_schema(tool)
+
+
+def test_tools_without_a_schema_or_a_name_of_their_own_are_refused():
+    def takes_any(*numbers: int, **named: int) -> str:
+        """Adds."""
+        return ""
+
+    def add(a: int) -> str:
+        """Adds."""
+        return ""
+
+    for tools, problem in (
+        ([takes_any], r"takes_any: parameter `\*numbers: int`"),
+        ([add, add], "differ"),
+        ([partial(add, 1)], "differ"),
+    ):
+        with pytest.raises(TypeError, match=problem):
+            Policy(lambda *_: None).chat(tools=tools)  # pyright: ignore[reportArgumentType]  it is not asked

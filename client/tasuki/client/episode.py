@@ -220,6 +220,7 @@ class Asked:
         log_probs = sample.rollout_log_probs.tolist()
         del answer["written"]
         told = {"token_ids": token_ids, "log_probs": log_probs, "context": context, "finish_reason": reason, "shown": shown}
+        told["stop"] = next((end for end in self.stop if end in answer["text"]), None)
         return {**answer, **told, "turn": len(turns.turns) - 1}
 
     async def draw(self, client: AsyncClient, *, is_carried: bool, decode: Decode) -> Sample:

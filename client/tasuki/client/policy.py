@@ -93,7 +93,10 @@ class Policy:
 
     def chat(self, messages: Sequence[Message] = (), *, tools: Sequence[Tool] = ()) -> "Chat":
         """A conversation that begins with `messages`, such as a system prompt. tools: Python functions with a docstring."""
-        return Chat(self, list(messages), {tool.__name__: tool for tool in tools})
+        names = [getattr(tool, "__name__", "") for tool in tools]
+        if not all(names) or len(set(names)) < len(names):
+            raise TypeError(f"tools {names} need names that differ: give functions, no partials or objects")
+        return Chat(self, list(messages), dict(zip(names, tools, strict=True)))
 
 
 class Chat:
@@ -173,6 +176,8 @@ def tool_schema(tool: Tool) -> dict[str, Any]:
     properties: dict[str, Any] = {}
     required: list[str] = []
     for name, parameter in inspect.signature(tool).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise TypeError(f"tool {tool.__name__}: parameter `{parameter}` has no JSON schema; name each parameter")
         told = re.search(rf"^\s*{name}\s*(?:\([^)]*\))?:\s*(.+)$", text, re.MULTILINE)
         try:
             properties[name] = _json_type(hints[name]) | ({"description": told[1].strip()} if told else {})

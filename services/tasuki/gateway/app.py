@@ -150,7 +150,12 @@ class App:
 
 
 def application(host: Host, *further: BaseRoute) -> Router:
-    return Router([*App(host).routes(), *further])
+    methods = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+    return Router([*App(host).routes(), *further, Route("/{path:path}", answering(_unknown), methods=methods)])
+
+
+async def _unknown(request: Request) -> Response:
+    raise Refused(404, f"there is no {request.method} {request.url.path}")
 
 
 def answering(answer: Handler) -> Handler:

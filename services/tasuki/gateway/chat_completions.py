@@ -134,7 +134,7 @@ def read_messages(given: object) -> list[dict[str, Any]]:
 
 
 def _text(content: object, index: int) -> str:
-    if content is None or isinstance(content, str):
+    if content is None or content == [] or isinstance(content, str):
         return content or ""
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in _listed(content)]
     if not texts or not all(isinstance(text, str) for text in texts):
@@ -201,6 +201,7 @@ def _choice(index: int, answer: Answer, *, has_log_probs: bool) -> dict[str, Any
         "index": index,
         "message": {**message, "tool_calls": calls} if calls else message,
         "finish_reason": "tool_calls" if calls else _finish_reason(answer),
+        "stop_reason": answer.get("stop"),
         "logprobs": json.loads(_log_probs(answer)) if has_log_probs else None,
     }
 

@@ -32,6 +32,8 @@ def as_chat_request(asked: Mapping[str, Any]) -> dict[str, Any]:
         raise InvalidArgument("tools", "is no list of tools")
     for index, message in enumerate(given):
         messages += _messages(message, index)
+    if isinstance(given[-1], dict) and given[-1].get("role") == "assistant":
+        raise InvalidArgument("messages", "end with the assistant's, which cannot be continued; end with the user's")
     choice = asked.get("tool_choice")
     return {
         **{own: asked[name] for name, own in _TAKEN.items() if asked.get(name) is not None},
@@ -76,6 +78,7 @@ def as_message(completion: Mapping[str, Any]) -> dict[str, Any]:
     """The `message` of a `chat.completion`."""
     (choice,), usage = completion["choices"], completion["usage"]
     content: list[dict[str, Any]] = []
+    is_stopped = choice["finish_reason"] == "stop" and choice["stop_reason"] is not None
     if choice["message"]["content"]:
         content.append({"type": "text", "text": choice["message"]["content"]})
     for call in choice["message"].get("tool_calls", ()):
@@ -89,15 +92,15 @@ def as_message(completion: Mapping[str, Any]) -> dict[str, Any]:
         "role": "assistant",
         "model": completion["model"],
         "content": content,
-        "stop_reason": _REASONS[choice["finish_reason"]],
-        "stop_sequence": None,
+        "stop_reason": "stop_sequence" if is_stopped else _REASONS[choice["finish_reason"]],
+        "stop_sequence": choice["stop_reason"] if is_stopped else None,
         "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
     }
 
 
 def events(message: Mapping[str, Any]) -> Iterator[str]:
     """A complete message as server-sent events."""
-    yield _event("message_start", message={**message, "content": [], "stop_reason": None})
+    yield _event("message_start", message={**message, "content": [], "stop_reason": None, "stop_sequence": None})
     for index, block in enumerate(message["content"]):
         if block["type"] == "text":
             begun, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
@@ -106,7 +109,7 @@ def events(message: Mapping[str, Any]) -> Iterator[str]:
         yield _event("content_block_start", index=index, content_block=begun)
         yield _event("content_block_delta", index=index, delta=delta)
         yield _event("content_block_stop", index=index)
-    ended = {"stop_reason": message["stop_reason"], "stop_sequence": None}
+    ended = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
     yield _event("message_delta", delta=ended, usage=message["usage"])
     yield _event("message_stop")
 
