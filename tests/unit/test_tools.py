@@ -231,4 +231,4 @@ def test_tools_without_a_schema_or_a_name_of_their_own_are_refused():
         ([partial(add, 1)], "differ"),
     ):
         with pytest.raises(TypeError, match=problem):
-            Policy(lambda *_: None).chat(tools=tools)  # pyright: ignore[reportArgumentType]  it is not asked
+            Policy(lambda *_: None).chat(tools=tools)

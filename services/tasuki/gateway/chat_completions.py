@@ -134,8 +134,10 @@ def read_messages(given: object) -> list[dict[str, Any]]:
 
 
 def _text(content: object, index: int) -> str:
-    if content is None or content == [] or isinstance(content, str):
-        return content or ""
+    if content is None or content == []:
+        return ""
+    if isinstance(content, str):
+        return content
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in _listed(content)]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise InvalidArgument("messages", f"message {index} has content that is no text, and no list of text parts")
