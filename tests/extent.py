@@ -14,7 +14,7 @@ _MINUTES = os.environ.get("TASUKI_PROOF_MINUTES")
 _ENDS_AT = float("inf") if _MINUTES is None else time.monotonic() + 60 * float(_MINUTES)
 
 _LONG = {
-    "e2e": ("arithmetic engine_metrics flat images mixtures ppo residency resume secrets starting_points"),
+    "e2e": ("arithmetic engine_metrics flat image_agents images mixtures ppo residency resume secrets starting_points"),
     "integration": (
         "certified_names compiled_blocks critic_exactness dashboard_live dashboard_page exiting_processes "
         "expert_load expert_parallel fleet fleet_doctor fleet_membership fleet_rollout_front fleet_trainer fleet_trainer_front "

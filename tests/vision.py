@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tasuki.models.tower import Tower
-from tasuki.trainer.data.samples import SampleImages, Samples, starts
+from tasuki.trainer.data.samples import SampleImages, Samples, ranges, starts
 from tasuki.v1.types_pb2 import TrainingSample
 from tests.models import IMAGE_TOKEN
 
@@ -19,7 +19,7 @@ IMAGES_OF = ([0], [], [1, 2], [3, 0], [0], [0])
 
 
 def image_samples(tower: Tower, *, seed: int = 0) -> Samples:
-    """Prompts with none, one and two images between random tokens; a completion has an image token that is text."""
+    """Prompts with none, one and two images between random tokens, one of them in a completion; another has an image token that is text."""
     random = np.random.default_rng(seed)
     prompts, completions, starts_I = [list[int]() for _ in IMAGES_OF], list[list[int]](), list[int]()
     for prompt, images in zip(prompts, IMAGES_OF, strict=True):
@@ -31,6 +31,8 @@ def image_samples(tower: Tower, *, seed: int = 0) -> Samples:
     prompts[-1] = prompts[-2]
     starts_I[-1] = starts_I[-2]
     completions[2][0] = IMAGE_TOKEN
+    start = starts_I[4] - 1  # the completion of the fourth sample begins before its second image
+    completions[3], prompts[3] = prompts[3][start:] + completions[3], prompts[3][:start]
     num_completion_S = np.array(list(map(len, completions)))
     return Samples(
         num_prompt_S=np.array(list(map(len, prompts))),
@@ -64,11 +66,12 @@ def plain_image_log_probs(whole: PreTrainedModel, samples: Samples) -> Tensor:
     for index, first in enumerate(starts(samples.num_tokens_S).tolist()):
         num_prompt, num_tokens = int(samples.num_prompt_S[index]), int(samples.num_tokens_S[index])
         ids_1T = torch.tensor(samples.token_ids_T[first : first + num_tokens])[None].long()
-        is_image_1T = ids_1T == IMAGE_TOKEN
-        is_image_1T[:, num_prompt:] = False
+        is_image_1T = torch.zeros_like(ids_1T, dtype=torch.bool)
         embeddings, places, added = model.get_input_embeddings()(ids_1T), None, {}
         if images is not None and len(own := images.of(index)):
             one = images.select(np.array([index]))
+            lengths = one.num_tokens_U[one.image_I]
+            is_image_1T[0, ranges(one.start_I, lengths)] = True
             order = np.concatenate([[np.flatnonzero(np.unique(own) == each)[0]] for each in own])
             pixels = torch.cat([plain_pixels(one.levels_of(np.array([each])), one.values_CL) for each in order])
             places = torch.tensor(one.grids_U3[order])

@@ -2,6 +2,7 @@
 
 import io
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from PIL import Image
 
 from tasuki.models.images import ImageProcessor, read_image_processor
 from tasuki.trainer.data.samples import SampleImages, Samples
-from tasuki.v1 import rollout_pb2, types_pb2
+from tasuki.v1 import metrics_pb2, rollout_pb2, types_pb2
 from tests.integration.rollout_process import TestTrainer, connected, start_rollout, stop_rollout, wait_until_serving
 from tests.models import IMAGE_TOKEN, make_model, save_checkpoint, with_tower
 from tests.vision import plain_image_log_probs
@@ -45,7 +46,7 @@ def expected(whole: Any, processor: ImageProcessor, prompt: rollout_pb2.Prompt, 
         else SampleImages(
             num_images_S=np.array([num_images]),
             image_I=np.arange(num_images),
-            start_I=np.zeros(num_images, dtype=np.int64),
+            start_I=np.array(prepared.starts),
             grids_U3=prepared.grids_I3,
             levels_PD=prepared.levels_PD,
             values_CL=prepared.values_CL,
@@ -65,6 +66,16 @@ def expected(whole: Any, processor: ImageProcessor, prompt: rollout_pb2.Prompt, 
         return plain_image_log_probs(whole, one)
 
 
+async def cached_tokens(client: Any) -> float:
+    told = await client.metrics.GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=60)
+    lines = told.text.decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("sglang:cached_tokens_total"))
+
+
+def num_tokens(processor: ImageProcessor, prompt: rollout_pb2.Prompt) -> int:
+    return len(processor.expand(prompt.token_ids, prompt.images).token_ids if prompt.images else prompt.token_ids)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "qwen3_5"])
 async def test_images_are_seen_as_transformers_sees_them(kind: str, tmp_path: Path) -> None:
@@ -72,7 +83,7 @@ async def test_images_are_seen_as_transformers_sees_them(kind: str, tmp_path: Pa
     processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     processor |= {"size": {"shortest_edge": 256, "longest_edge": 4096}}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    rollout = start_rollout(tmp_path / "node", folder, 'rollout.dtype="float32"')
+    rollout = start_rollout(tmp_path / "node", folder, 'rollout.dtype="float32"', "rollout.engine.enable_metrics=true")
     prompts = [
         shown([5, 6, 7], picture(0), [8, 9]),
         shown([5, 6, 7], picture(4), [8, 9]),  # of the same size
@@ -90,7 +101,7 @@ async def test_images_are_seen_as_transformers_sees_them(kind: str, tmp_path: Pa
             trainer = TestTrainer(rollout.socket_dir, f"trainer-{version}", changed, dtype=torch.float32)
             async with connected(rollout) as client:
                 await client.wake(trainer.publish(version))
-                turn = prompts
+                turn, before, wanted = prompts, await cached_tokens(client), 0
                 for _ in range(2):
                     request = rollout_pb2.GenerateRequest(
                         prompts=turn,
@@ -102,14 +113,16 @@ async def test_images_are_seen_as_transformers_sees_them(kind: str, tmp_path: Pa
                     for sample in samples:
                         theirs = expected(whole, read, turn[sample.prompt_index], sample)
                         torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), theirs, rtol=0, atol=1e-5)
-                    # The next turn continues the first, of which the engine has cached prefixes.
+                    # The next turn continues the first with an image more; the engine has cached its prefix.
+                    now = await cached_tokens(client)
+                    assert now - before >= wanted
+                    before, wanted = now, sum(num_tokens(read, turn[one.prompt_index]) + 8 for one in samples)
                     turn = [
                         rollout_pb2.Prompt(
-                            token_ids=[*turn[each.prompt_index].token_ids, *each.token_ids, 9],
-                            images=turn[each.prompt_index].images,
+                            token_ids=[*turn[each.prompt_index].token_ids, *each.token_ids, 9, *added.token_ids],
+                            images=[*turn[each.prompt_index].images, *added.images],
                         )
-                        for each in samples
-                        if IMAGE_TOKEN not in each.token_ids  # which would ask for another image
+                        for each, added in zip(samples, cycle([shown(picture(5)), shown(), shown(picture(0))]))
                     ]
                 await client.sleep()
             trainer.close()

@@ -165,7 +165,7 @@ def test_messages_take_the_form_of_templates():
 def test_a_call_that_cannot_be_read_is_shown_as_text():
     call = {"type": "function", "id": "000000000", "function": {"name": "f", "arguments": {"x": "é"}}}
     answer = {"text": "so", "written": 'so<call>{"name', "tool_calls": [call, {"error": "error: not JSON"}]}
-    told = {"token_ids": [1], "log_probs": [-1.0], "context": [5, 1], "finish_reason": "stop"}
+    told = {"token_ids": [1], "log_probs": [-1.0], "num_prompt_tokens": 1, "finish_reason": "stop"}
     broken = {**told, "shown": shown_message(answer, [])}
     whole = {**told, "shown": shown_message({**answer, "tool_calls": [call]}, ["o"])}
     first, second = completion([broken, whole], model="m", has_log_probs=False)["choices"]
@@ -175,9 +175,43 @@ def test_a_call_that_cannot_be_read_is_shown_as_text():
     assert json.loads(second["message"]["tool_calls"][0]["function"]["arguments"]) == {"x": "é"}
 
 
+def test_images_are_files_in_base64_and_nothing_is_fetched():
+    data, inner = "data:image/png;base64,AAAA", [{"type": "text", "text": "a"}, {"type": "image", "bytes": "AAAA"}]
+    image = {"type": "image_url", "image_url": {"url": data, "detail": "high"}}
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    text, shown = inner[:1], {"type": "image", "source": source}
+    assert read_messages([{"role": "user", "content": [*text, image]}]) == [{"role": "user", "content": inner}]
+    blocks = [{"type": "tool_result", "tool_use_id": "1", "content": [*text, shown]}, *text, shown]
+    asked = as_chat_request({"messages": [{"role": "user", "content": blocks}]})
+    assert [one["content"] for one in read_messages(asked["messages"])] == [inner, inner]
+    items = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": data, "detail": "auto"}]
+    given = [{"role": "user", "content": items}, {"type": "function_call_output", "call_id": "1", "output": items}]
+    asked = responses.as_chat_request({"input": given})
+    assert [one["content"] for one in read_messages(asked["messages"])] == [inner, inner]
+    for url in ("https://a.b/c.png", "file:///etc/passwd", "data:image/png,AAAA", None, 3):
+        for messages in (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}],
+            responses.as_chat_request({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]})[
+                "messages"
+            ],
+            as_chat_request(
+                {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": url}}]}]}
+            )["messages"],
+        ):
+            with pytest.raises(InvalidArgument, match="image"):
+                read_messages(messages)
+    for part in (
+        {"type": "image", "path": "/etc/passwd"},
+        {"type": "video_url", "video_url": {"url": data}},
+        {"type": "image", "bytes": "AAAA"},
+    ):
+        with pytest.raises(InvalidArgument):
+            read_messages([{"role": "user", "content": [part]}])
+
+
 def test_anthropics_messages_are_the_same_chat_as_openais():
     call = {"type": "function", "id": "000000000", "function": {"name": "f", "arguments": {"x": 1}}}
-    told = {"token_ids": [1], "log_probs": [-1.0], "context": [5, 6, 1], "finish_reason": "stop"}
+    told = {"token_ids": [1], "log_probs": [-1.0], "num_prompt_tokens": 2, "finish_reason": "stop"}
     shown = {"role": "assistant", "content": "so", "tool_calls": [call]}
     answer = as_message(completion([{**told, "shown": shown}], model="m", has_log_probs=False))
     assert (answer["stop_reason"], answer["usage"]) == ("tool_use", {"input_tokens": 2, "output_tokens": 1})
@@ -218,7 +252,7 @@ def test_openais_responses_are_the_same_chat():
     drawn = [
         {"type": "function", "id": one, "function": {"name": "f", "arguments": {"x": 1}}} for one in ("000000000", "000000001")
     ]
-    told = {"token_ids": [1], "log_probs": [-1.0], "context": [5, 6, 1], "finish_reason": "length"}
+    told = {"token_ids": [1], "log_probs": [-1.0], "num_prompt_tokens": 2, "finish_reason": "length"}
     shown = {"role": "assistant", "content": "so", "tool_calls": drawn}
     answer = as_response(completion([{**told, "shown": shown}], model="m", has_log_probs=False))
     calls = [item["call_id"] for item in answer["output"][1:]]

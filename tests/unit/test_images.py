@@ -11,15 +11,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.models.images import ImageProcessor
 from tasuki.models.tower import Tower
+from tasuki.trainer.data.checks import check_columns
 from tasuki.trainer.ranks.wire import decode_columns, encode_samples
+from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
-from tasuki.v1.types_pb2 import TrainingSample
+from tasuki.trainer.service.training import _rows_of
+from tasuki.v1.types_pb2 import TrainingSample, VersionSpan
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.images import send_once
 
-START, IMAGE, END = 252, 250, 253
+START, IMAGE, VIDEO, END = 252, 250, 251, 253
 _TOWER = Tower(
     image_token_id=IMAGE,
     depth=1,
@@ -43,7 +48,9 @@ _SETTINGS = {
 
 
 def _folder(path: Path, *, settings: dict[str, Any], file: str = "preprocessor_config.json") -> Path:
-    (path / "config.json").write_text(json.dumps({"vision_start_token_id": START, "vision_end_token_id": END}))
+    (path / "config.json").write_text(
+        json.dumps({"vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": VIDEO})
+    )
     own = {**_SETTINGS, **settings}
     (path / file).write_text(json.dumps({"image_processor": own} if file.startswith("processor") else own))
     return path
@@ -146,7 +153,7 @@ def test_file_that_is_no_plain_image_is_refused(tmp_path: Path, kind: str) -> No
 
 
 @pytest.mark.parametrize(
-    "token_ids", [[1, 2], [START, IMAGE, END, IMAGE], [IMAGE, END], [START, IMAGE], [START, 1, IMAGE, END]]
+    "token_ids", [[1, 2], [START, IMAGE, END] * 2, [IMAGE, END], [START, IMAGE], [START, 1, IMAGE, END], [START, VIDEO, END]]
 )
 def test_placeholders_that_are_not_one_marked_for_each_image_are_refused(tmp_path: Path, token_ids: list[int]) -> None:
     processor = ImageProcessor(_folder(tmp_path, settings={}), _TOWER)
@@ -179,6 +186,25 @@ def test_folder_without_a_processor_is_refused_with_its_first_image(tmp_path: Pa
     assert processor.places([1, 2], 0, field="prompt") == []
     with pytest.raises(InvalidArgument):
         processor.num_tokens(_file(_SMALL), field="image")
+
+
+def test_placeholder_that_was_drawn_is_text_and_one_that_a_text_has_is_refused(tmp_path: Path) -> None:
+    processor = ImageProcessor(_folder(tmp_path, settings={}), _TOWER)
+    drawn = [IMAGE, 7, START, IMAGE, END, 8, IMAGE, START, VIDEO, IMAGE, END, START]
+    assert processor.places(drawn, 1, field="prompt") == [3]
+    prepared = processor.expand(drawn, [_file(_SMALL)])
+    assert (prepared.token_ids[:4], prepared.token_ids[-7:]) == (drawn[:4], drawn[-7:])
+    assert [place for place, length in enumerate(prepared.lengths) if length > 1] == [3] and prepared.starts == [3]
+    processor.check_rendered([7, START, IMAGE, END], 1, field="prompt")
+    for token_ids, num_images in (
+        ([7, IMAGE], 1),
+        ([START, IMAGE, END, 7, IMAGE], 1),
+        ([START, VIDEO, END], 1),
+        ([7, VIDEO], 0),
+    ):
+        with pytest.raises(InvalidArgument) as refused:
+            processor.check_rendered(token_ids, num_images, field="prompt")
+        assert refused.value.metadata["field"] == "prompt"
 
 
 def _samples(processor: ImageProcessor) -> tuple[list[bytes], list[TrainingSample]]:
@@ -215,6 +241,40 @@ def test_trainer_decodes_each_distinct_image_once_and_ranks_get_the_same(tmp_pat
     assert images.start_I.tolist() == [start for one in expanded if one is not None for start in one.starts]
     np.testing.assert_array_equal(images.levels_PD, np.concatenate([processor.patches(file, field="")[0] for file in files]))
     assert decode_samples(samples[2:3], names=(), images=processor).images is None
+
+
+def test_image_in_a_completion_has_a_number_for_each_of_its_tokens_but_none_of_them_is_trained(tmp_path: Path) -> None:
+    processor = ImageProcessor(_folder(tmp_path, settings={"size": {"shortest_edge": 1024, "longest_edge": 16384}}), _TOWER)
+    files = [_file(_picture(*edges)) for edges in ((40, 56), (100, 70))]
+    turn = TrainingSample(
+        prompt_token_ids=[7, START, IMAGE, END, START],
+        completion_token_ids=[IMAGE, END, 5, IMAGE, 6],  # the second is drawn
+        images=files,
+        rollout_log_probs=[0, 0, -1, -2, -3],
+        loss_mask=[0, 0, 1, 1, 1],
+        policy_version=4,
+        version_spans=[VersionSpan(num_tokens=3, policy_version=3), VersionSpan(num_tokens=2, policy_version=4)],
+    )
+    plain = TrainingSample(prompt_token_ids=[1, 2], completion_token_ids=[3, IMAGE], policy_version=4)
+    plain.rollout_log_probs[:], plain.loss_mask[:] = [-4, -5], [1, 0]
+    decoded = decode_samples([plain, turn], images=processor)
+    one, two = (processor.num_tokens(file, field="") for file in files)
+    assert (decoded.num_prompt_S.tolist(), decoded.num_completion_S.tolist()) == ([2, 4 + one], [2, 4 + two])
+    expected = [1, 2, 3, IMAGE, 7, START, *[IMAGE] * one, END, START, *[IMAGE] * two, END, 5, IMAGE, 6]
+    assert decoded.token_ids_T.tolist() == expected
+    assert decoded.images is not None and decoded.images.start_I.tolist() == [2, 4 + one]
+    assert decoded.columns["rollout_log_probs"].tolist() == [-4, -5, *[0] * two, 0, -1, -2, -3]
+    assert decoded.columns["loss_mask"].tolist() == [1, 0, *[0] * two, 0, 1, 1, 1]
+    assert decoded.columns["version_lag"].tolist() == [0, 0, *[1] * two, 1, 1, 0, 0]
+    # The caller gets one number for an image.
+    plan, scores = [[[1], [0]]], np.arange(6 + two, dtype=np.float32)
+    rows = _rows_of([0, 1], plan, [[scores[2:].tobytes(), scores[:2].tobytes()]], samples=decoded)
+    assert [row.tolist() for row in rows] == [[0, 1], [2, *range(2 + two, 6 + two)]]
+    check_columns(decoded, config=LossConfig(loss=SftLoss()), role=Role.POLICY)
+    turn.loss_mask[0] = 1
+    with pytest.raises(InvalidArgument) as refused:
+        check_columns(decode_samples([plain, turn], images=processor), config=LossConfig(loss=SftLoss()), role=Role.POLICY)
+    assert refused.value.metadata["field"] == "samples[1].loss_mask[0]"
 
 
 def test_trainer_refuses_images_that_differ_from_rollouts(tmp_path: Path) -> None:

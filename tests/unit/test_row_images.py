@@ -123,7 +123,9 @@ def test_turns_keep_their_images_and_refuse_others() -> None:
     def joined(*second: bytes) -> TrainingSample:
         return TrainingSample.of_turns([[1, 2], _drawn(FILE, prompt=[1, 2]), [7], _drawn(*second, prompt=[1, 2, 5, 7])])
 
-    assert (joined(FILE).images, joined(FILE).image_digest) == ((FILE,), b"d" * 32)
-    with pytest.raises(InvalidArgument) as refused:
-        joined()
-    assert refused.value.metadata["field"] == "turns[3]"
+    assert (joined(FILE).images, joined(FILE).image_digest) == ([FILE], b"d" * 32)
+    assert joined(FILE, FILE + b"1").images == [FILE, FILE + b"1"]
+    for other in ((), (FILE + b"1", FILE)):
+        with pytest.raises(InvalidArgument) as refused:
+            joined(*other)
+        assert refused.value.metadata["field"] == "turns[3]"

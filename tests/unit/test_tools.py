@@ -85,8 +85,7 @@ class Drawn(Policy):
         drawn = np.array([*self.tokenizer.encode_text(self.texts[len(self.turns.turns)]), EOS], np.int32)
         sample = Sample(0, 0, drawn, np.zeros(len(drawn), np.float32), FinishReason.STOP, 3)
         answer = asked.answered(sample, turns=self.turns, tokenizer=self.tokenizer)
-        del answer["shown"], answer["turn"], answer["stop"]
-        return Reply(**answer)
+        return Reply(**{name: answer[name] for name in Reply.__slots__})
 
 
 async def test_results_follow_the_calls_of_the_message_whatever_cannot_be_read_among_them(by_form: dict[str, ModelTokenizer]):
@@ -141,6 +140,22 @@ def test_special_tokens_are_no_text_also_with_tools(by_form: dict[str, ModelToke
     own = by_form["hermes"]
     for text, shown in (("so", "so"), (WRITTEN["hermes"], "so")):
         assert own.read_answer([EOS, *own.encode_text(text), EOS], ROW)["text"] == shown
+
+
+async def test_a_tool_that_returns_bytes_answers_with_an_image(tmp_path: Path):
+    texts = ['{"name": "draw", "arguments": {}}', "done"]
+    policy = Drawn(
+        folder_with(tmp_path, ROLES.replace("CALLS", "{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}")), texts
+    )
+    chat = Chat(policy, [], {"draw": draw})
+    with pytest.raises(InvalidArgument, match="image"):  # the model reads text alone
+        await chat.say("question")
+    assert chat.messages[-1]["content"] == [{"type": "image", "bytes": "AAEC"}]
+
+
+def draw() -> bytes:
+    """Draws."""
+    return bytes(range(3))
 
 
 def test_an_answer_without_calls_is_text(by_form: dict[str, ModelTokenizer]):

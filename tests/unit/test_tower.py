@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,14 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from tasuki.config.checks import check_model
 from tasuki.config.schema import NodeConfig
 from tasuki.models.families import read_model
-from tasuki.models.image_tokens import image_starts
 from tasuki.models.tower import Tower
 from tasuki.planner.trainer_bytes import checkpoint_bytes, frozen_bytes, gradient_bytes
 from tasuki.trainer.data.cost import SampleCost, sample_cost
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.shared_plan import Sharing, _groups_of_prompts, plan_shared
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
-from tests.models import IMAGE_TOKEN, make_model, with_tower
+from tests.models import make_model, with_tower
 from tests.planned import node_with
 from tests.unit.test_packed_attention import policy_of
 from tests.vision import image_samples, plain_image_log_probs, plain_pixels
@@ -126,14 +124,6 @@ def test_a_sample_is_charged_for_the_products_of_its_images_in_the_tower(text: A
         samples, num_ranks=2, max_tokens=200, cost=SampleCost(linear=0, quadratic=0, patch=1), sharing=Sharing.NEVER
     )[1]
     assert [3] in [part for rank in plan for part in rank]
-
-
-def test_image_tokens_that_fit_no_image_are_refused(tower: Tower) -> None:
-    grids, image = np.array([[1, 4, 4]]), [IMAGE_TOKEN] * 4
-    assert image_starts([5, *image, 6], grids, tower) == [1]
-    for token_ids in ([5, *image, IMAGE_TOKEN], [5, *image[:3]], [*image[:2], 5, *image[:2]]):
-        with pytest.raises(InvalidArgument, match="images"):
-            image_starts(token_ids, grids, tower)
 
 
 @pytest.mark.parametrize(

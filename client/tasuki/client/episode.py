@@ -4,6 +4,7 @@ import math
 import os
 import threading
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,6 +19,7 @@ from tasuki.client import encode
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.dataset import Row, prompt_problem
 from tasuki.client.generation import Part
+from tasuki.client.images import images_of
 from tasuki.client.rewards import Scores
 from tasuki.client.turns import ChatDigest, Turn, Turns, TurnSample
 from tasuki.client.types import FinishReason, Sample, SamplingParams, TrainingSample
@@ -63,12 +65,17 @@ class Episode:
 
     def as_json(self) -> dict[str, Any] | None:
         """None while it runs."""
-        place = {id(turn): number for number, turn in enumerate(self.turns.turns)}
+        place, of_row = {id(turn): number for number, turn in enumerate(self.turns.turns)}, images_of(self.row.get("prompt"))
         turns = [
             [
                 None if turn.parent is None else place[id(turn.parent)],
                 turn.prompt_token_ids.tolist(),
                 encode.sample_to_text(turn.sample),
+                turn.num_image_tokens,
+                [
+                    of_row.index(image) if image in of_row else b64encode(image).decode()
+                    for image in turn.sample.images[0 if turn.parent is None else len(turn.parent.sample.images) :]
+                ],
             ]
             for turn in self.turns.turns
         ]
@@ -81,11 +88,13 @@ class Episode:
         """Inverse of `as_json`. Raises KeyError, IndexError, TypeError, ValueError or protobuf's DecodeError."""
         if fields is None:
             return cls(index, row)
-        turns = Turns(is_truncated=bool(fields["is_truncated"]))
-        for parent, prompt, sample in fields["turns"]:
+        turns, of_row = Turns(is_truncated=bool(fields["is_truncated"])), images_of(row.get("prompt"))
+        for parent, prompt, sample, num_image_tokens, new in fields["turns"]:
             before = None if parent is None else turns.turns[parent]
-            drawn = encode.sample_from_text(sample, prompt_token_ids=())
-            turns.add(Turn(before, np.array(prompt, np.int32), drawn))
+            images = [*(() if before is None else before.sample.images)]
+            images += [of_row[one] if isinstance(one, int) else b64decode(one) for one in new]
+            drawn = encode.sample_from_text(sample, prompt_token_ids=(), images=images)
+            turns.add(Turn(before, np.array(prompt, np.int32), drawn, num_image_tokens))
         reward = math.nan if fields["reward"] is None else float(fields["reward"])
         told = {"turn_rewards": dict(fields["turn_rewards"]), "failure": str(fields["failure"])}
         return cls(index, row, turns, reward=reward, has_ended=True, **told)
@@ -146,6 +155,7 @@ class Episodes:
 class ChatTokenizer(Protocol):
     def encode_text(self, text: str) -> list[int]: ...
     def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
+    def num_image_tokens(self, images: Sequence[bytes]) -> int: ...
     def encode_next(
         self, messages: Sequence[Mapping[str, Any]], place: int, fields: Row, *, last_token_id: int | None
     ) -> list[int]: ...
@@ -165,6 +175,10 @@ class Asked:
     """None for a prompt of token ids."""
     stop: Sequence[str] = ()
     """Texts that end the answer, and are not shown."""
+    images: Sequence[bytes] = ()
+    """Of the whole prompt."""
+    num_image_tokens: int = 0
+    """Of them, beside their placeholders."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     call_number: int = 0
     session_key: str = ""
@@ -178,25 +192,29 @@ class Asked:
         if kind == "generate":
             token_ids = np.array(fields["token_ids"], np.int32)
             parent = turns.extended_by_tokens(token_ids)
-            before = none if parent is None else parent.token_ids()
-            return cls(parent, before, token_ids[len(before) :], row, stop=stop)
+            before, images = (none, ()) if parent is None else (parent.token_ids(), parent.sample.images)
+            more = tokenizer.num_image_tokens(images)
+            return cls(parent, before, token_ids[len(before) :], row, stop=stop, images=images, num_image_tokens=more)
         messages, tools = fields["messages"], fields["tools"]
         if problem := prompt_problem(messages) if isinstance(messages, list) else "is no list of messages":
             raise InvalidArgument("messages", problem)
         given = {"tools": tools, "chat_template_kwargs": fields.get("chat_template_kwargs")}
         row = {**row, **{name: value for name, value in given.items() if value}}
         chat = ChatDigest(fields.get("variant", ""))
-        extended = turns.extended_by_chat(chat.read(messages))
-        if extended is None:
-            return cls(None, none, np.array(tokenizer.encode_prompt(messages, row), np.int32), row, chat, stop)
-        parent, place = extended
-        last = int(drawn[-1]) if len(drawn := parent.sample.token_ids) else None
-        new = tokenizer.encode_next(messages, place, row, last_token_id=last)
-        return cls(parent, parent.token_ids(), np.array(new, np.int32), row, chat, stop)
+        parent, place = turns.extended_by_chat(chat.read(messages)) or (None, -1)
+        earlier = () if parent is None else parent.sample.images
+        images = images_of(messages[place + 1 :], before=earlier, field="messages")
+        num_image_tokens = tokenizer.num_image_tokens(images)
+        if parent is None:
+            before, new = none, tokenizer.encode_prompt(messages, row)
+        else:
+            last = int(drawn[-1]) if len(drawn := parent.sample.token_ids) else None
+            before, new = parent.token_ids(), tokenizer.encode_next(messages, place, row, last_token_id=last)
+        return cls(parent, before, np.array(new, np.int32), row, chat, stop, images, num_image_tokens)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids_before) + len(self.new_token_ids)
+        return len(self.token_ids_before) + len(self.new_token_ids) + self.num_image_tokens
 
     def answered(self, sample: Sample, *, turns: Turns, tokenizer: ChatTokenizer) -> dict[str, Any]:
         """Adds the turn, and returns what its episode is told."""
@@ -209,11 +227,11 @@ class Asked:
         parent, new = self.parent, self.new_token_ids
         if parent is not None and parent.sample.temperature != sample.temperature:  # a training sample has one
             parent, new = None, np.concatenate([self.token_ids_before, new])
-        turn = Turn(parent, new, sample)
+        turn = Turn(parent, new, replace(sample, images=self.images), self.num_image_tokens)
         if parent is not None and len(
             sample.routed_experts
         ):  # a long episode would keep those of its first tokens for every turn
-            turn = replace(turn, sample=replace(sample, routed_experts=np.copy(turn.own_routes())))
+            turn = replace(turn, sample=replace(turn.sample, routed_experts=np.copy(turn.own_routes())))
         turns.add(turn, chats=chats)
         context = [*self.token_ids_before.tolist(), *self.new_token_ids.tolist(), *token_ids]
         reason = sample.finish_reason.lower()
@@ -221,19 +239,20 @@ class Asked:
         del answer["written"]
         told = {"token_ids": token_ids, "log_probs": log_probs, "context": context, "finish_reason": reason, "shown": shown}
         told["stop"] = next((end for end in self.stop if end in answer["text"]), None)
-        return {**answer, **told, "turn": len(turns.turns) - 1}
+        return {**answer, **told, "turn": len(turns.turns) - 1, "num_prompt_tokens": self.num_tokens}
 
     async def draw(self, client: AsyncClient, *, is_carried: bool, decode: Decode) -> Sample:
         """is_carried: whether a changeover cuts it at once; what is drawn until then has FinishReason.CUT."""
         prompt = np.concatenate([self.token_ids_before, self.new_token_ids])
         if not is_carried:
             number, key = self.call_number, self.session_key
-            (sample,) = await client.generate([prompt], self.sampling, call_number=number, session_key=key)
+            given = {"call_number": number, "session_key": key, "images": [self.images]}
+            (sample,) = await client.generate([prompt], self.sampling, **given)
             return sample
         before, most = self.before or unfinished(prompt), self.sampling.max_new_tokens
         assert most is not None
         left = replace(self.sampling, max_new_tokens=most - len(before.token_ids))
-        part = Part(np.concatenate([prompt, before.token_ids]), left, 1, self.call_number, self.session_key)
+        part = Part(np.concatenate([prompt, before.token_ids]), left, 1, self.call_number, self.session_key, self.images)
         try:
             sample = await client.generate_if_served(part)
         except PeerUnavailable:

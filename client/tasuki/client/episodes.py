@@ -41,7 +41,7 @@ _MAX_REFUSED = 100
 _MAX_LOSSES, _MAX_RUNS = 3, 20
 """Times that an episode's worker may end while it runs by itself, and that it is begun: another of the worker's may be at fault."""
 _NO_TURN = {
-    "text": "", "tool_calls": [], "token_ids": [], "log_probs": [], "context": [], "finish_reason": "length",
+    "text": "", "tool_calls": [], "token_ids": [], "log_probs": [], "context": [], "finish_reason": "length", "num_prompt_tokens": 0,
     "message": {"role": "assistant", "content": ""}, "shown": {"role": "assistant", "content": ""},
 }  # fmt: skip
 _WORKER = "tasuki.client.episode_worker"

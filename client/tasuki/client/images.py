@@ -1,9 +1,9 @@
 """Images of chat messages: the files that a row's parts name, by path or as bytes."""
 
 from base64 import b64decode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 from urllib.parse import unquote, urlsplit
 
 from tasuki.wire.denied_path import named_if_denied
@@ -51,28 +51,49 @@ def image_parts(prompt: object) -> list[Mapping[str, Any]]:
     return [part for part in parts if isinstance(part, dict) and part.get("type") == "image"]
 
 
-def images_of(prompt: object) -> list[bytes]:
-    """The files of a prompt's images, in order; none for a text.
+def images_of(prompt: object, *, before: Sequence[bytes] = (), field: str = "prompt") -> list[bytes]:
+    """The files of a prompt's images, in order, after those `before` it; none for a text. field: the prompt's name.
 
     Raises InvalidArgument naming the image that cannot be read, and for more or larger ones than a prompt may have.
     """
     parts = image_parts(prompt)
-    if len(parts) > MAX_IMAGES:
-        raise InvalidArgument("prompt", f"has {len(parts)} images; at most {MAX_IMAGES} fit a prompt")
-    images = [read_image(part, index) for index, part in enumerate(parts)]
+    if (num_images := len(before) + len(parts)) > MAX_IMAGES:
+        raise InvalidArgument(field, f"has {num_images} images; at most {MAX_IMAGES} fit a prompt")
+    images = [*before, *(read_image(part, index, field=field) for index, part in enumerate(parts, start=len(before)))]
     if sum(map(len, images)) > MAX_BYTES:
         problem = f"has images of more than {MAX_BYTES} bytes; scale them down, or save them as JPEG or WebP"
-        raise InvalidArgument("prompt", problem)
+        raise InvalidArgument(field, problem)
     return images
 
 
-def read_image(part: Mapping[str, Any], index: int) -> bytes:
+class ImageFiles(Sequence[bytes]):
+    """The files of a prompt's images, read whenever they are used: those of all rows may not fit in memory."""
+
+    def __init__(self, prompt: object, *, field: str = "prompt") -> None:
+        self._prompt, self._field = prompt, field
+        self._num = len(image_parts(prompt))
+
+    def __len__(self) -> int:
+        return self._num
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        return images_of(self._prompt, field=self._field)[index]
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from images_of(self._prompt, field=self._field)  # protobuf hides what `iter` itself raises
+
+
+def read_image(part: Mapping[str, Any], index: int, *, field: str = "prompt") -> bytes:
     """The file that a part names. Raises InvalidArgument."""
     if (text := part.get("bytes")) is not None:
         try:
             return b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
         except ValueError as error:
-            raise InvalidArgument("prompt", f"image {index}: `bytes` is not base64: {error}") from error
+            raise InvalidArgument(field, f"image {index}: `bytes` is not base64: {error}") from error
     path = Path(part.get("path") or unquote(urlsplit(part["url"]).path))
     with named_if_denied(path, key="dataset"):
         try:
@@ -82,5 +103,5 @@ def read_image(part: Mapping[str, Any], index: int) -> bytes:
             raise
         except (OSError, ValueError) as error:
             raise InvalidArgument(
-                "prompt", f"image {index}: {path} is no file; paths begin in the folder of the dataset"
+                field, f"image {index}: {path} is no file; paths begin in the folder of the dataset"
             ) from error

@@ -9,6 +9,7 @@ import re
 import threading
 import types
 import typing
+from base64 import b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,9 +108,13 @@ class Chat:
         self._policy, self._tools = policy, tools
         self._schemas = [tool_schema(tool) for tool in tools.values()]
 
-    async def say(self, content: str, *, max_new_tokens: int | None = None) -> Reply:
-        """Adds a user's message. Runs the tools that the policy calls until it answers without one, or the episode has no turn left."""
-        self.messages.append({"role": "user", "content": content})
+    async def say(self, content: str, *, images: Sequence[bytes] = (), max_new_tokens: int | None = None) -> Reply:
+        """Adds a user's message. Runs the tools that the policy calls until it answers without one, or the episode has no turn left.
+
+        images: PNG, JPEG or WebP files, shown before `content`.
+        """
+        parts = [*map(_image_part, images), {"type": "text", "text": content}]
+        self.messages.append({"role": "user", "content": parts if images else content})
         while True:
             reply = await self._policy.chat_completion(self.messages, self._schemas, max_new_tokens=max_new_tokens)
             if reply.token_ids:
@@ -124,18 +129,24 @@ class Chat:
                     told = {"name": call["function"]["name"], "tool_call_id": call["id"]}
                     self.messages.append({"role": "tool", **told, "content": result})
 
-    async def _run(self, name: str, arguments: dict[str, Any]) -> str:
-        """The tool's result as text. What it raises is told to the policy, whose call may be at fault."""
+    async def _run(self, name: str, arguments: dict[str, Any]) -> str | list[dict[str, str]]:
+        """The tool's result as text, or as an image if it is bytes. What it raises is told to the policy, whose call may be at fault."""
         tool = self._tools.get(name)
         if tool is None:
             return f"error: there is no tool {name!r}; there are {', '.join(self._tools)}"
         try:
             inspect.signature(tool).bind(**arguments)
             result = await tool(**arguments) if inspect.iscoroutinefunction(tool) else await _in_thread(tool, arguments)
+            if isinstance(result, bytes):
+                return [_image_part(result)]
             text = result if isinstance(result, str) else json.dumps(result)
         except Exception as error:  # noqa: BLE001  the user's tool may raise anything
             text = f"error: {error}" if isinstance(error, ToolError) else f"error: {type(error).__name__}: {error}"
         return text[:_MAX_RESULT_CHARACTERS]
+
+
+def _image_part(file: bytes) -> dict[str, str]:
+    return {"type": "image", "bytes": b64encode(file).decode()}
 
 
 async def _in_thread(tool: Tool, arguments: Mapping[str, Any]) -> object:

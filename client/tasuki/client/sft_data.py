@@ -6,8 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
-from tasuki.client.chat import ASSISTANT, ChatTokens, Message
+from tasuki.client.chat import ASSISTANT, ChatTokens, Message, is_learned
 from tasuki.client.dataset import CHAT_AS_TEXT, Row, is_chat_as_text, other_columns, prompt_problem, read_objects
+from tasuki.client.images import ImageFiles, with_whole_paths
 from tasuki.client.types import TrainingSample
 from tasuki.wire.errors import InvalidArgument
 
@@ -29,6 +30,7 @@ class SftTokenizer(Protocol):
         ...
 
     def encode_chat(self, messages: Sequence[Message], fields: Row | None = None) -> ChatTokens: ...
+    def num_image_tokens(self, images: Sequence[bytes]) -> int: ...
 
 
 def read_sft_jsonl(
@@ -46,10 +48,11 @@ def read_sft_jsonl(
     samples: list[TrainingSample] = []
     for place, row in read_objects(path, columns=columns):
         try:
-            sample = sft_sample(row, tokenizer)
+            sample = sft_sample(row, tokenizer, folder=Path(path).parent)
+            num_image_tokens = tokenizer.num_image_tokens(sample.images)
         except InvalidArgument as error:
             raise InvalidArgument("dataset", f"{place}: {error.message}", place=place) from error
-        num_tokens = len(sample.prompt_token_ids) + len(sample.completion_token_ids)
+        num_tokens = len(sample.prompt_token_ids) + len(sample.completion_token_ids) + num_image_tokens
         if num_tokens > max_tokens:
             problem = f"{place}: has {num_tokens} tokens; at most {max_tokens} fit; shorten or remove it"
             raise InvalidArgument("dataset", problem, place=place, num_tokens=num_tokens)
@@ -57,14 +60,17 @@ def read_sft_jsonl(
     return samples
 
 
-def sft_sample(row: Row, tokenizer: SftTokenizer) -> TrainingSample:
-    """Builds the sample of one row, with a loss mask of 1 for trained tokens. Raises InvalidArgument naming the field."""
+def sft_sample(row: Row, tokenizer: SftTokenizer, *, folder: Path = Path()) -> TrainingSample:
+    """Builds the sample of one row, with a loss mask of 1 for trained tokens. Raises InvalidArgument naming the field.
+
+    folder: in which relative paths of images begin.
+    """
     if masks := [name for name in _MASKS if row.get(name) is not None]:
         raise InvalidArgument(masks[0], "is not read from a row; give texts, and answers that are not learned `weight` 0")
     if "messages" in row:
         if "prompt" in row or "completion" in row:
             raise InvalidArgument("messages", "comes with `prompt` or `completion`; give one or the other")
-        return _chat_sample(row["messages"], row, tokenizer)
+        return _chat_sample(row["messages"], row, tokenizer, folder)
     prompt, completion = row.get("prompt"), row.get("completion")
     if prompt is None or completion is None:
         raise InvalidArgument(
@@ -82,18 +88,20 @@ def sft_sample(row: Row, tokenizer: SftTokenizer) -> TrainingSample:
                 "prompt", f"message {weighted[0]} has a weight, but only the completion is trained; remove it"
             )
         given = [{**message, "weight": 0} if message["role"] == ASSISTANT else message for message in prompt]
-        return _chat_sample([*given, {"role": ASSISTANT, "content": completion}], row, tokenizer)
+        return _chat_sample([*given, {"role": ASSISTANT, "content": completion}], row, tokenizer, folder)
     return _sample(tokenizer.encode_example(str(prompt), completion, row))
 
 
-def _chat_sample(messages: object, row: Row, tokenizer: SftTokenizer) -> TrainingSample:
+def _chat_sample(messages: object, row: Row, tokenizer: SftTokenizer, folder: Path) -> TrainingSample:
     """The prompt ends with the template's generation prompt for the first answer. Everything after the last answer is dropped."""
     if not isinstance(messages, list):
         raise InvalidArgument("messages", f"must be a list of chat messages, is {type(messages).__name__}")
-    return _sample(tokenizer.encode_chat(messages, row))
+    tokens = tokenizer.encode_chat(messages, row)
+    last = max((index for index, message in enumerate(messages) if is_learned(message)), default=-1)
+    return _sample(tokens, images=ImageFiles(with_whole_paths(messages[: last + 1], folder=folder), field="messages"))
 
 
-def _sample(tokens: ChatTokens) -> TrainingSample:
+def _sample(tokens: ChatTokens, *, images: Sequence[bytes] = ()) -> TrainingSample:
     learned = np.flatnonzero(tokens.assistant_mask)
     if not len(learned):
         raise InvalidArgument("messages", "has no tokens by the assistant, so there is nothing to train on")
@@ -104,4 +112,5 @@ def _sample(tokens: ChatTokens) -> TrainingSample:
         prompt_token_ids=np.array(tokens.token_ids[:start], dtype=np.int32),
         completion_token_ids=np.array(tokens.token_ids[start:end], dtype=np.int32),
         loss_mask=np.array(tokens.assistant_mask[start:end], dtype=np.float32),
+        images=images,
     )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from tasuki.client.types import FinishReason, Routes, Sample, TrainingSample, VersionSpan
 from tasuki.client.version_spans import merged, spans_of
+from tasuki.wire.errors import InvalidArgument
 
 Message = Mapping[str, Any]
 
@@ -23,11 +24,16 @@ class Turn:
     prompt_token_ids: NDArray[np.int32]
     """The part of the prompt after the parent's last token; all of it without a parent."""
     sample: Sample
+    num_image_tokens: int = 0
+    """Of all images up to this turn, beside their placeholders."""
 
     def own_routes(self) -> Routes:
         """The sample's experts, without those of the tokens that the parent has reported."""
         routes = self.sample.routed_experts
-        return routes if self.parent is None else routes[-len(self.prompt_token_ids) - len(self.sample.token_ids) :]
+        if self.parent is None:
+            return routes
+        num_image_tokens = self.num_image_tokens - self.parent.num_image_tokens
+        return routes[-len(self.prompt_token_ids) - num_image_tokens - len(self.sample.token_ids) :]
 
     def path(self) -> "list[Turn]":
         """The turns from the first one to this one."""
@@ -53,6 +59,8 @@ class Turns:
     """By the digest of the chat up to the turn's answer; the latest of equal ones."""
     _of_tokens: dict[bytes, Turn] = field(default_factory=dict)
     """By the digest of the tokens up to its last one."""
+    _ambiguous: set[bytes] = field(default_factory=set)
+    """Digests of tokens that turns with different images share."""
     _ends: dict[int, tuple[int, Any]] = field(default_factory=dict)
     """Number of tokens, and their hash, by the turn's id."""
 
@@ -65,15 +73,25 @@ class Turns:
             length += len(part)
         self.turns.append(turn)
         self._ends[id(turn)] = length, tokens
-        self._of_tokens[tokens.digest()] = turn
+        key, images = tokens.digest(), turn.sample.images
+        if key in self._of_tokens and list(self._of_tokens[key].sample.images) != list(images):
+            self._ambiguous.add(key)
+        self._of_tokens[key] = turn
         self._of_chat |= dict.fromkeys(chats, turn)
 
     def extended_by_tokens(self, token_ids: NDArray[np.int32]) -> Turn | None:
-        """The latest of the longest turns whose tokens begin `token_ids`, none if no turn does."""
-        found, tokens, start = None, hashlib.sha256(), 0
+        """The latest of the longest turns whose tokens begin `token_ids`, none if no turn does.
+
+        Raises InvalidArgument if such turns have different images.
+        """
+        found, is_ambiguous, tokens, start = None, False, hashlib.sha256(), 0
         for end in sorted({length for length, _ in list(self._ends.values()) if length < len(token_ids)}):
             tokens.update(token_ids[start:end].tobytes())
-            found, start = self._of_tokens.get(tokens.digest(), found), end
+            start = end
+            if (key := tokens.digest()) in self._of_tokens:
+                found, is_ambiguous = self._of_tokens[key], key in self._ambiguous
+        if is_ambiguous:
+            raise InvalidArgument("token_ids", "continue turns that differ in their images alone; give the chat's messages")
         return found
 
     def extended_by_chat(self, digests: Sequence[bytes]) -> tuple[Turn, int] | None:
@@ -186,4 +204,6 @@ def _joined(path: Sequence[Turn], trained: set[int], *, is_truncated: bool) -> S
         loss_mask=np.concatenate(masks),
         version_spans=spans if len(spans) > 1 else (),
         routed_experts=np.concatenate(routes) if all(map(len, routes)) else (),
+        images=last.images,
+        image_digest=last.image_digest,
     )

@@ -164,7 +164,7 @@ class TrainingSample:
     routed_experts: NDArray[np.uint8] | tuple[()] = ()
     """As the sample's. Required with trainer.router_replay by every policy loss that needs rollout_log_probs."""
     images: Sequence[bytes] = ()
-    """PNG, JPEG or WebP files of the prompt's placeholders, of which it has one for each image."""
+    """PNG, JPEG or WebP files of the placeholders in prompt and completion, where `loss_mask` is 0 for them. One for each image."""
     image_digest: bytes = b""
     """As the sample's; the trainer refuses images that it sees otherwise."""
 
@@ -212,6 +212,7 @@ class TrainingSample:
         """
         tokens, log_probs, mask = list[int](), list[float](), list[float]()
         first: Sample | None = None
+        images, image_digest = list[bytes](), b""
         num_prompt_tokens, routes = 0, list[Routes]()
         for index, turn in enumerate(turns):
             if turn is None:  # callers may have no types
@@ -224,7 +225,8 @@ class TrainingSample:
                 continue
             if first is None:
                 first, num_prompt_tokens = turn, len(tokens)
-            _check_turn(turn, index=index, first=first, before=tokens)
+            _check_turn(turn, index=index, first=first, images=images, before=tokens)
+            images, image_digest = list(turn.images), turn.image_digest
             routes.append(turn.routed_experts)
             tokens += turn.token_ids.tolist()
             log_probs += turn.rollout_log_probs.tolist()
@@ -246,8 +248,8 @@ class TrainingSample:
             policy_version=first.policy_version,
             temperature=first.temperature,
             routed_experts=joined_routes(routes),
-            images=first.images,
-            image_digest=first.image_digest,
+            images=images,
+            image_digest=image_digest,
         )
 
 
@@ -263,7 +265,7 @@ def joined_routes(parts: Sequence[Routes]) -> Routes:
     return np.concatenate([part[start:] for part, start in zip(parts, ends, strict=False)]) if parts else ()
 
 
-def _check_turn(turn: Sample, *, index: int, first: Sample, before: Sequence[int]) -> None:
+def _check_turn(turn: Sample, *, index: int, first: Sample, images: Sequence[bytes], before: Sequence[int]) -> None:
     if not before:
         raise InvalidArgument(f"turns[{index}]", "is a Sample; begin with the token ids of its prompt")
     for name in ("policy_version", "temperature"):
@@ -273,8 +275,8 @@ def _check_turn(turn: Sample, *, index: int, first: Sample, before: Sequence[int
                 f"was sampled with {name} {found:g}, the turns before it with {expected:g}; make a training sample of each part"
             )
             raise InvalidArgument(f"turns[{index}]", problem)
-    if list(turn.images) != list(first.images):
-        raise InvalidArgument(f"turns[{index}]", "has other images than the turns before it; give all with the first prompt")
+    if list(turn.images)[: len(images)] != list(images):
+        raise InvalidArgument(f"turns[{index}]", "has other images than the turns before it; give theirs, then its own")
     if turn.version_spans:
         raise InvalidArgument(f"turns[{index}]", "has tokens of several versions; make a training sample of it alone")
     prompt = list(turn.prompt_token_ids)

@@ -80,5 +80,5 @@ def stopped(sample: Sample, stop: Sequence[str], decode: Decode, *, num_before: 
         finish_reason=FinishReason.STOP,
         policy_version=spans[-1].policy_version,
         version_spans=spans if len(spans) > 1 else (),
-        routed_experts=sample.routed_experts[: len(sample.prompt_token_ids) + most - 1],
+        routed_experts=sample.routed_experts[: len(sample.routed_experts) - len(sample.token_ids) + most],
     )

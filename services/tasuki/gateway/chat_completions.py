@@ -119,7 +119,7 @@ def read_messages(given: object) -> list[dict[str, Any]]:
         role = _ROLES.get(str(message.get("role"))) if isinstance(message, dict) else None
         if role is None:
             raise InvalidArgument("messages", f"message {index} is no object with a role of {', '.join(_ROLES)}")
-        read: dict[str, Any] = {"role": role, "content": _text(message.get("content"), index)}
+        read: dict[str, Any] = {"role": role, "content": _content(message.get("content"), index)}
         place = -1.0
         if role == "tool":
             call_id = message.get("tool_call_id")
@@ -133,15 +133,30 @@ def read_messages(given: object) -> list[dict[str, Any]]:
     return [message for _, message in sorted(ordered, key=lambda one: one[0])]
 
 
-def _text(content: object, index: int) -> str:
+def _content(content: object, index: int) -> str | list[dict[str, str]]:
+    """A text; a list of parts if it has images."""
     if content is None or content == []:
         return ""
     if isinstance(content, str):
         return content
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in _listed(content)]
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise InvalidArgument("messages", f"message {index} has content that is no text, and no list of text parts")
-    return "\n".join(map(str, texts))
+    parts: list[dict[str, str]] = []
+    for part in _listed(content):
+        match part:
+            case {"type": "text", "text": str(text)}:
+                parts.append({"type": "text", "text": text})
+            case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith("data:") and ";base64," in url[:64]:
+                parts.append({"type": "image", "bytes": url.partition(",")[2]})
+            case {"type": "image_url"}:
+                problem = (
+                    "has an image without a `url` that begins as data:image/png;base64, - nothing is fetched: send the file"
+                )
+                raise InvalidArgument("messages", f"message {index} {problem}")
+            case _:
+                parts.clear()
+                break
+    if not parts:
+        raise InvalidArgument("messages", f"message {index} has content that is no text, and no list of texts and images")
+    return parts if any("bytes" in part for part in parts) else "\n".join(part["text"] for part in parts)
 
 
 def _listed(value: object) -> list[Any]:
@@ -172,7 +187,7 @@ def _calls(given: object, index: int, calls: dict[object, tuple[float, str]]) ->
 def completion(answers: Sequence[Answer], *, model: str, has_log_probs: bool) -> dict[str, Any]:
     """The answers as one `chat.completion`."""
     choices = [_choice(index, answer, has_log_probs=has_log_probs) for index, answer in enumerate(answers)]
-    prompt_tokens = len(answers[0]["context"]) - len(answers[0]["token_ids"])
+    prompt_tokens = answers[0]["num_prompt_tokens"]
     drawn = sum(len(answer["token_ids"]) for answer in answers)
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": drawn, "total_tokens": prompt_tokens + drawn}
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": "chat.completion", "created": int(time.time()), "model": model}

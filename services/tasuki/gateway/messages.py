@@ -59,19 +59,36 @@ def _messages(message: object, index: int) -> Iterator[dict[str, Any]]:
     texts, calls, has_results = [], [], False
     for block in content:
         match block:
-            case {"type": "text"}:
-                texts.append({"type": "text", "text": block.get("text")})
+            case {"type": "text" | "image"}:
+                texts.append(_part(block))
             case {"type": "tool_use"}:
                 calls.append({"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}})
             case {"type": "tool_result"}:
                 has_results = True
-                yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")}
+                yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _parts(block.get("content"))}
             case {"type": "thinking" | "redacted_thinking"}:
                 pass
             case _:
-                raise InvalidArgument("messages", f"message {index} has a block that is no text, tool_use or tool_result")
+                problem = "has a block that is no text, image, tool_use or tool_result"
+                raise InvalidArgument("messages", f"message {index} {problem}")
     if texts or calls or not has_results:
         yield {"role": message.get("role"), "content": texts or None, "tool_calls": calls}
+
+
+def _parts(content: Any) -> Any:
+    return list(map(_part, content)) if isinstance(content, list) else content
+
+
+def _part(block: Any) -> Any:
+    """A block of text or an image as a part of OpenAI's; an image that is no file in base64 has no URL."""
+    match block:
+        case {"type": "text"}:
+            return {"type": "text", "text": block.get("text")}
+        case {"type": "image", "source": {"type": "base64", "data": str(content)}}:
+            return {"type": "image_url", "image_url": {"url": f"data:;base64,{content}"}}
+        case {"type": "image"}:
+            return {"type": "image_url"}
+    return block
 
 
 def as_message(completion: Mapping[str, Any]) -> dict[str, Any]:

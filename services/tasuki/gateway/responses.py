@@ -48,14 +48,14 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
         kind = item.get("type", "message") if isinstance(item, dict) else None
         match kind:
             case "message":
-                messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
+                messages.append({"role": item.get("role"), "content": _parts(item.get("content"))})
             case "function_call":
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": None})
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 messages[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
             case "function_call_output":
-                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))})
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _parts(item.get("output"))})
             case "reasoning":
                 pass
             case _:
@@ -63,10 +63,15 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _text(content: Any) -> Any:
-    if not isinstance(content, list):
-        return content
-    return [{**part, "type": "text"} if isinstance(part, dict) and part.get("type") in _TEXTS else part for part in content]
+def _parts(content: Any) -> Any:
+    return list(map(_part, content)) if isinstance(content, list) else content
+
+
+def _part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "input_image":
+        return {"type": "image_url", "image_url": {"url": part.get("image_url")}}
+    return {**part, "type": "text"} if kind in _TEXTS else part
 
 
 def as_response(completion: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Completions of callers who never ask for a phase: they wait while the trainer has the GPUs, and go on after a changeover."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 
@@ -57,7 +58,9 @@ class Rollout:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._client.close()
 
-    async def complete(self, prompt: NDArray[np.int32], sampling: SamplingParams, *, session_key: str) -> Sample:
+    async def complete(
+        self, prompt: NDArray[np.int32], sampling: SamplingParams, *, session_key: str, images: Sequence[bytes] = ()
+    ) -> Sample:
         """Completes a prompt over any number of changeovers. Raises InvalidArgument as rollout does, and PeerUnavailable."""
         assert sampling.max_new_tokens is not None
         limit = sampling.max_new_tokens
@@ -78,7 +81,8 @@ class Rollout:
                 tokens = np.concatenate([prompt, whole.token_ids])
                 left = replace(sampling, max_new_tokens=limit - len(whole.token_ids))
             try:
-                sample = await self._client.generate_if_served(Part(tokens, left, 1, session_key=session_key))
+                part = Part(tokens, left, 1, session_key=session_key, images=images)
+                sample = await self._client.generate_if_served(part)
             except PeerUnavailable:
                 sample = None
             if sample is None:

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import secrets
 import time
+from base64 import b64encode
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -21,7 +22,9 @@ MAX_SESSIONS, MAX_TOKENS = 4096, 1 << 25
 _IDLE_S = 7200.0
 """Time after which a session without requests is forgotten when another begins."""
 _MANY_CHARACTERS = 16_384
-"""Of a prompt that is encoded in a thread, so that other sessions go on."""
+"""Of a prompt that is encoded in a thread, so that other sessions go on; those of images count."""
+_BYTES_OF_TOKEN = 64
+"""Of an image's file: what a kept one counts against MAX_TOKENS."""
 _MAX_ID_CHARACTERS = 128
 
 
@@ -37,7 +40,7 @@ class Session:
         rollout, tokenizer, turns = self._sessions.rollout, self._sessions.tokenizer, self.episode.turns
         read = partial(Asked.of, kind, fields, {}, turns=turns, tokenizer=tokenizer)
         texts = [(message["content"], message.get("tool_calls", "")) for message in fields.get("messages", ())]
-        num_characters = len(fields.get("variant", "")) + sum(len(text) + len(str(calls)) for text, calls in texts)
+        num_characters = len(fields.get("variant", "")) + sum(len(str(text)) + len(str(calls)) for text, calls in texts)
         asked = await asyncio.to_thread(read) if num_characters > _MANY_CHARACTERS else read()
         room = rollout.context_length - asked.num_tokens - 1
         if room < 1:
@@ -50,9 +53,11 @@ class Session:
             **fields["sampling"], stop=fields["stop"], max_new_tokens=room if wanted is None else min(wanted, room)
         )
         prompt = np.concatenate([asked.token_ids_before, asked.new_token_ids])
-        sample = await rollout.complete(prompt, sampling, session_key=self.id)
+        sample = await rollout.complete(prompt, sampling, session_key=self.id, images=asked.images)
         answer = asked.answered(sample, turns=turns, tokenizer=tokenizer)
-        self._sessions.count(self, len(turns.turns[-1].prompt_token_ids) + len(sample.token_ids))
+        turn = turns.turns[-1]
+        new = turn.sample.images[0 if turn.parent is None else len(turn.parent.sample.images) :]
+        self._sessions.count(self, len(turn.prompt_token_ids) + len(sample.token_ids) + sum(map(len, new)) // _BYTES_OF_TOKEN)
         return answer
 
     def samples(self) -> dict[str, Any]:
@@ -146,5 +151,8 @@ def _as_json(sample: Sample) -> dict[str, Any]:
     spans = [{"num_tokens": one.num_tokens, "policy_version": one.policy_version} for one in sample.version_spans]
     if len(sample.routed_experts):
         fields["routed_experts"] = np.asarray(sample.routed_experts).tolist()
+    if sample.images:
+        fields["images"] = [b64encode(image).decode() for image in sample.images]
+        fields["image_digest"] = sample.image_digest.hex()
     told = {"policy_version": sample.policy_version, "temperature": sample.temperature, "version_spans": spans}
     return {**fields, **told, "has_exact_log_probs": sample.has_exact_log_probs}

@@ -1,29 +1,9 @@
-"""Tokens of a prompt that stand for its images: their places, and positions for the rotary embedding."""
+"""Positions of a prompt with images for the rotary embedding."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from tasuki.models.tower import Tower
-from tasuki.wire.errors import InvalidArgument
-
-
-def image_starts(token_ids: Sequence[int] | NDArray[Any], grids: NDArray[np.int64], tower: Tower) -> list[int]:
-    """Places of each image's first token in a prompt.
-
-    token_ids: with as many image tokens as the images of `grids` have. Raises InvalidArgument if there are others.
-    """
-    places = np.flatnonzero(np.asarray(token_ids) == tower.image_token_id)
-    lengths = [tower.num_tokens(grid) for grid in grids]
-    if len(places) != sum(lengths):
-        raise InvalidArgument("images", f"have {sum(lengths)} tokens, but the prompt has {len(places)} in their places")
-    firsts = np.cumsum([0, *lengths])[:-1]
-    for first, length in zip(firsts.tolist(), lengths, strict=True):
-        if places[first + length - 1] - places[first] != length - 1:
-            raise InvalidArgument("images", f"the {length} tokens of an image are not contiguous in the prompt")
-    return places[firsts].tolist()
 
 
 def image_positions(num_tokens: int, *, starts: Sequence[int], grids: NDArray[np.int64], merge_size: int) -> NDArray[np.int64]:

@@ -39,6 +39,8 @@ _MAX_RATIO = 200
 _LEVELS = {"do_rescale": False, "do_normalize": False}
 _MAX_KEPT_BYTES = 1 << 30
 """Patches of recent images: of a group's samples, a prompt's turns, and the calls of a step."""
+_MAX_KNOWN = 65_536
+"""Images whose number of tokens is remembered."""
 _PNG_DEPTH = 24
 """Offset of the bits of a sample."""
 
@@ -49,6 +51,8 @@ class Prepared:
 
     token_ids: list[int]
     """With as many placeholders for each image as it has merged patches."""
+    lengths: list[int]
+    """How many tokens each one given has become: 1, or those of its image."""
     starts: list[int]
     """Place of each image's first token."""
     levels_PD: NDArray[np.uint8]
@@ -86,6 +90,11 @@ class ImageProcessor:
         config = read_json_object(folder / "config.json", field=_KEY)
         self._folder, self._tower = folder, tower
         self._start_id, self._end_id = (size(config, f"vision_{edge}_token_id") for edge in ("start", "end"))
+        # An answer that draws one ends with it: in the middle of a prompt it could be taken for that of a picture.
+        self.placeholder_ids = [tower.image_token_id]
+        if isinstance(video_id := config.get("video_token_id"), int):
+            self.placeholder_ids.append(video_id)
+        self._num_tokens = dict[bytes, int]()
         self._kept = OrderedDict[bytes, tuple[NDArray[np.uint8], NDArray[np.int64]]]()
         self._lock = Lock()
 
@@ -110,8 +119,14 @@ class ImageProcessor:
 
     def num_tokens(self, image: bytes, *, field: str) -> int:
         """Placeholders of an image. Raises InvalidArgument naming `field` for a file that cannot be used."""
-        width, height = _decoded(image, field=field).size
-        return math.prod(self._resized(height, width)) // self._step**2
+        key = hashlib.sha256(image).digest()
+        if (known := self._num_tokens.get(key)) is None:
+            width, height = _decoded(image, field=field).size
+            known = math.prod(self._resized(height, width)) // self._step**2
+            if len(self._num_tokens) >= _MAX_KNOWN:
+                self._num_tokens.clear()
+            self._num_tokens[key] = known
+        return known
 
     @property
     def merge_size(self) -> int:
@@ -124,37 +139,43 @@ class ImageProcessor:
         return self._tower.patch_shape[-1] * self._tower.merge_size
 
     def places(self, token_ids: Sequence[int], num_images: int, *, field: str) -> list[int]:
-        """Where a prompt's placeholders are. Raises InvalidArgument unless each image has one, between the tokens that mark an image."""
-        token_id = self._tower.image_token_id
-        places = [place for place, token in enumerate(token_ids) if token == token_id]
-        if len(places) != num_images:
-            problem = f"has {len(places)} image placeholders (token {token_id}) for {num_images} images"
-            raise InvalidArgument(field, f"{problem}; give one for each image, and write none into a text")
-        for place in places:
-            if [*token_ids[max(0, place - 1) : place], *token_ids[place + 1 : place + 2]] != [self._start_id, self._end_id]:
-                problem = f"has a placeholder at {place} that is not between the tokens {self._start_id} and {self._end_id}"
-                raise InvalidArgument(field, f"{problem}; render images with the model's chat template", token=place)
-        return places
+        """Where the placeholders of images are: between the tokens that mark an image. Others are text that the policy drew.
+
+        Raises InvalidArgument unless each image has one, and for a video's.
+        """
+        ids_T = np.fromiter(token_ids, np.int64, len(token_ids))
+        is_marked_T = (ids_T[:-2] == self._start_id) & (ids_T[2:] == self._end_id) & np.isin(ids_T[1:-1], self.placeholder_ids)
+        marked = (np.flatnonzero(is_marked_T) + 1).tolist()
+        if videos := [place for place in marked if token_ids[place] != self._tower.image_token_id]:
+            raise InvalidArgument(field, f"has the placeholder of a video at {videos[0]}; give images", token=videos[0])
+        if len(marked) != num_images:
+            problem = f"has {len(marked)} image placeholders (token {self._tower.image_token_id}) for {num_images} images"
+            around = f"between the tokens {self._start_id} and {self._end_id}"
+            raise InvalidArgument(field, f"{problem}; give one for each image, {around}, and write none into a text")
+        return marked
+
+    def check_rendered(self, token_ids: Sequence[int], num_images: int, *, field: str) -> None:
+        """Raises InvalidArgument as `places`, and for any other placeholder, which a text has."""
+        if (num_found := sum(token in self.placeholder_ids for token in token_ids)) != num_images:
+            problem = f"has {num_found} placeholders of images and videos for {num_images} images"
+            raise InvalidArgument(field, f"{problem}; write none into a text, and render images with the model's chat template")
+        self.places(token_ids, num_images, field=field)
 
     def expand(
         self, token_ids: Sequence[int], images: Sequence[bytes], *, field: str = "prompt", ids: str = "token_ids"
     ) -> Prepared:
-        """Repeats each placeholder for the patches of its image.
+        """Repeats each image's placeholder for its patches.
 
         field, ids: the prompt's and its token ids', in errors. Raises InvalidArgument naming an image that cannot be used, or as `places`.
         """
         places = self.places(token_ids, len(images), field=f"{field}.{ids}")
         prepared = [self.patches(image, field=f"{field}.images[{index}]") for index, image in enumerate(images)]
-        expanded, starts, end = list[int](), list[int](), 0
-        for place, (levels_PD, _) in zip(places, prepared, strict=True):
-            expanded += token_ids[end:place]
-            starts.append(len(expanded))
-            expanded += [self._tower.image_token_id] * (len(levels_PD) // self.merge_size**2)
-            end = place + 1
-        expanded += token_ids[end:]
+        lengths = np.ones(len(token_ids), np.int64)
+        lengths[places] = [len(levels_PD) // self.merge_size**2 for levels_PD, _ in prepared]
+        starts, expanded = (np.cumsum(lengths) - lengths)[places].tolist(), np.repeat(token_ids, lengths).tolist()
         levels, grids = [levels_PD for levels_PD, _ in prepared], [grid_13 for _, grid_13 in prepared]
         levels_PD = np.concatenate(levels) if len(levels) > 1 else levels[0]
-        return Prepared(expanded, starts, levels_PD, self.values_CL, np.concatenate(grids))
+        return Prepared(expanded, lengths.tolist(), starts, levels_PD, self.values_CL, np.concatenate(grids))
 
     def patches(self, image: bytes, *, field: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
         """Levels of patches and grid [1, 3] of one image; of a recent one, without computing them again."""

@@ -205,11 +205,13 @@ def has_exact_log_probs(sampling: Mapping[str, object]) -> bool:
     return not is_greedy(sampling) and all(sampling.get(name, default) == default for name, default in _WITHOUT_EFFECT.items())
 
 
-def sampling_of(given: Mapping[str, object], model: ModelFacts, *, num_prompt_tokens: int) -> dict[str, object]:
+def sampling_of(given: Mapping[str, Any], model: ModelFacts, *, num_prompt_tokens: int) -> dict[str, object]:
     """SGLang's sampling parameters for a sample of one prompt, without seeds."""
     sampling = dict(given)
     room = model.context_length - num_prompt_tokens
     sampling.setdefault("max_new_tokens", min(_DEFAULT_MAX_NEW_TOKENS, room))
+    if model.images is not None:
+        sampling["stop_token_ids"] = [*given.get("stop_token_ids", ()), *model.images.placeholder_ids]
     if is_greedy(sampling):
         # With only top_k = 1, whether SGLang's log-probs include the temperature depends on the rest of the batch.
         sampling["temperature"] = 0.0

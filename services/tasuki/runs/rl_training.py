@@ -14,7 +14,6 @@ from tasuki.client.carry import Carry
 from tasuki.client.dataset import Dataset, Row, read_jsonl, row_place
 from tasuki.client.episodes import EpisodePool
 from tasuki.client.estimation import EstimatorState, check_turn_rewards
-from tasuki.client.images import images_of
 from tasuki.client.progress import Progress
 from tasuki.client.rewards import NamedReward, RewardPool
 from tasuki.client.rl_loop import RlLoop
@@ -129,13 +128,7 @@ def read_rl(config: NodeConfig, *, now: datetime | None = None) -> RlTraining:
                 "train.episode.max_tokens", f"is {train.episode.max_tokens}; a sample may have {limit} tokens"
             )
         limit = train.episode.max_tokens
-    check = partial(
-        _longest_sample,
-        tokenizer=tokenizer,
-        limit=limit,
-        max_prompt_tokens=train.max_prompt_tokens,
-        is_episode=train.episode is not None,
-    )
+    check = partial(_longest_sample, tokenizer=tokenizer, limit=limit, max_prompt_tokens=train.max_prompt_tokens)
     key, max_new_tokens = "train.max_new_tokens", train.max_new_tokens
     with field_as_key("dataset", "train.dataset"):
         longest = check(rows, key=key, max_new_tokens=max_new_tokens, path=train.dataset)
@@ -157,7 +150,6 @@ def _longest_sample(
     max_new_tokens: int,
     path: Path | str,
     max_prompt_tokens: int | None,
-    is_episode: bool,
 ) -> int:
     """Returns the tokens of the longest prompt plus max_new_tokens; 0 without rows.
 
@@ -171,8 +163,6 @@ def _longest_sample(
     for index, row in enumerate(rows):
         try:
             num_tokens = tokenizer.num_prompt_tokens(row["prompt"], row)
-            if is_episode and images_of(row["prompt"]):
-                raise InvalidArgument("prompt", "has an image; episodes read text alone")
         except InvalidArgument as error:
             raise InvalidArgument("dataset", f"{row_place(path, index)}: {error.message}") from error
         if not num_tokens:

@@ -75,9 +75,13 @@ class SftTraining:
     samples: Sequence[TrainingSample]
     eval_samples: Sequence[TrainingSample]
     seed: int
-    now: datetime
+    tokenizer: ModelTokenizer
     doubts: Sequence[str] = ()
     """What is likely wrong with the run."""
+
+    @property
+    def now(self) -> datetime:
+        return self.tokenizer.now
 
     @property
     def settings(self) -> RunSettings:
@@ -94,7 +98,9 @@ class SftTraining:
     @property
     def longest_sample(self) -> int:
         samples = [*self.samples, *self.eval_samples]
-        return max(len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples)
+        more = [self.tokenizer.num_image_tokens(sample.images) for sample in samples]
+        given = [len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples]
+        return max(map(sum, zip(given, more, strict=True)))
 
     def dataset(self) -> Dataset[TrainingSample]:
         return Dataset(self.samples, seed=self.seed)
@@ -129,7 +135,7 @@ def read_sft(config: NodeConfig, sft: SftConfig, *, now: datetime | None = None)
             f"{num_endless:,} of {len(ends):,} rows of {sft.dataset} teach no stop token ({known}), so answers will not end"
         )
         doubts = [f"{problem}; take the chat template and eos_token_id that belong together"]
-    return SftTraining(sft, samples, eval_samples, config.seed, tokenizer.now, doubts)
+    return SftTraining(sft, samples, eval_samples, config.seed, tokenizer, doubts)
 
 
 def _max_tokens(config: NodeConfig, sft: SftConfig) -> int:

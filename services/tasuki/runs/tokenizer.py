@@ -51,31 +51,34 @@ class ModelTokenizer:
         """Encodes a string as it is, or chat messages by the chat template, ending with the generation prompt. An image is one token."""
         if isinstance(prompt, str):
             _refuse_template_fields(fields)
-            return self._with_placeholders(self._tokenizer.encode_start(prompt), num_images=0)
+            return self._with_placeholders(self._tokenizer.encode_start(prompt), 0, "prompt")
         problem = prompt_problem(prompt)
         if problem or not isinstance(prompt, list):
             raise InvalidArgument("prompt", problem)
         if weighted := [index for index, message in enumerate(prompt) if message.get("weight")]:
             problem = f"message {weighted[0]} has a weight, but nothing of a prompt is trained; remove it"
             raise InvalidArgument("prompt", problem)
-        prompt, num_images = _without_files(prompt)
-        if num_images and self._images is None:
-            raise InvalidArgument("prompt", "has an image, but the model reads text alone; remove it")
+        prompt, num_images = self._without_files(prompt, "prompt")
         template, variables = self._template("prompt", fields)
         variables["add_generation_prompt"] = True
         with field_as_key("messages", "prompt"):
             messages = template.settle(prompt, variables)
             template.check(messages, variables, field="prompt")
-            return self._with_placeholders(self._tokenizer.encode(template.render(messages, variables)).ids, num_images)
+            return self._with_placeholders(
+                self._tokenizer.encode(template.render(messages, variables)).ids, num_images, "prompt"
+            )
 
     def num_prompt_tokens(self, prompt: object, fields: Row | None = None) -> int:
         """The tokens of a prompt with those of its images, which are read and decoded. Raises InvalidArgument naming one of no use."""
-        token_ids, images = self.encode_prompt(prompt, fields), images_of(prompt)
+        return len(self.encode_prompt(prompt, fields)) + self.num_image_tokens(images_of(prompt))
+
+    def num_image_tokens(self, images: Sequence[bytes]) -> int:
+        """The tokens of a prompt's images beside their placeholders. Raises InvalidArgument naming one of no use."""
         if not images:
-            return len(token_ids)
-        assert self._images is not None
-        counts = [self._images.num_tokens(image, field=f"image {index}") for index, image in enumerate(images)]
-        return len(token_ids) - len(images) + sum(counts)
+            return 0
+        if self._images is None:
+            raise InvalidArgument("image 0", "is for a model that reads text alone; remove it")
+        return sum(self._images.num_tokens(image, field=f"image {index}") - 1 for index, image in enumerate(images))
 
     def encode_text(self, text: str) -> list[int]:
         """Encodes a text without the tokens that begin a sequence."""
@@ -105,26 +108,35 @@ class ModelTokenizer:
         template, variables = self._template("messages", fields)
         if problem := prompt_problem(messages):
             raise InvalidArgument("messages", problem)
-        _refuse_images("messages", messages)
+        messages, num_images = self._without_files(messages, "messages")
         for name in sorted(_given(fields, _CHAT_FIELDS).keys() - template.variables):
             raise InvalidArgument(name, "is not read by the model's chat template; remove it")
         messages = template.settle(messages, variables)
         template.check(messages, variables, field="messages")
         for index, message in enumerate(messages):
-            for text in texts_of(message["content"]) if is_learned(message) else ():
+            if not is_learned(message):
+                continue
+            texts: Any = texts_of(content := message["content"])
+            if isinstance(content, list) and len(texts) < len(content):
+                problem = f"message {index} has an image, which no answer draws; give it `weight` 0, or remove the image"
+                raise InvalidArgument("messages", problem)
+            for text in texts:
                 self._refuse_stops(self.encode_text(text), "messages", place=f"message {index} ")
-        if template.has_marks:
-            return self._marked(template, messages, variables)
 
         def render(some: Sequence[Message], *, is_prompt: bool = False) -> list[int]:
             return self._tokenizer.encode(template.render(some, {**variables, "add_generation_prompt": is_prompt})).ids
 
-        return chat_tokens(
-            messages,
-            render=render,
-            render_prompt=lambda some: render(some, is_prompt=True),
-            stop_token_ids=self.stop_token_ids,
-        )
+        if template.has_marks:
+            tokens = self._marked(template, messages, variables)
+        else:
+            tokens = chat_tokens(
+                messages,
+                render=render,
+                render_prompt=lambda some: render(some, is_prompt=True),
+                stop_token_ids=self.stop_token_ids,
+            )
+        self._with_placeholders(tokens.token_ids, num_images, "messages")
+        return tokens
 
     def encode_next(self, messages: Sequence[Message], place: int, fields: Row, *, last_token_id: int | None) -> list[int]:
         """Encodes what the chat template writes after the answer `messages[place]`, up to the next one's start.
@@ -132,7 +144,8 @@ class ModelTokenizer:
         The answer's own tokens are never rendered, so that the prompt extends them exactly. last_token_id: of the answer; if it is a
         stop token, the template's is left out. Raises InvalidArgument for a template that does not write an answer as it is.
         """
-        _refuse_images("messages", messages)
+        _, num_images = self._without_files(messages[place + 1 :], "messages")
+        messages, _ = self._without_files(messages, "messages")
         template, variables = self._template("messages", fields)
         answer = {"role": ASSISTANT, "content": _ANSWER}
         variables["add_generation_prompt"] = True
@@ -142,7 +155,7 @@ class ModelTokenizer:
             problem = "the model's chat template does not write an answer as it is, so the next turn cannot extend it; use policy.generate"
             raise InvalidArgument("messages", problem)
         template.check(known, variables, field="messages", drawn=messages[: place + 1])
-        token_ids = self._tokenizer.encode(text.partition(_ANSWER)[2]).ids
+        token_ids = self._with_placeholders(self._tokenizer.encode(text.partition(_ANSWER)[2]).ids, num_images, "messages")
         ends = last_token_id in self.stop_token_ids and token_ids[:1] and token_ids[0] in self.stop_token_ids
         return token_ids[1:] if ends else token_ids
 
@@ -200,10 +213,27 @@ class ModelTokenizer:
         except (PathNotFound, UnsupportedModel):
             return None  # no node trains it; its tokenizer is of use by itself
 
-    def _with_placeholders(self, token_ids: list[int], num_images: int) -> list[int]:
+    def _without_files(self, messages: Sequence[Message], field: str) -> tuple[list[Message], int]:
+        """The messages with images as the template reads them, and how many these are. Raises InvalidArgument if the model reads none."""
+        num_images = 0
+
+        def part_of(part: Any) -> Any:
+            nonlocal num_images
+            num_images += part.get("type") == IMAGE
+            return {"type": IMAGE} if part.get("type") == IMAGE else part
+
+        shown = [
+            {**message, "content": list(map(part_of, content))} if isinstance(content := message["content"], list) else message
+            for message in messages
+        ]
+        if num_images and self._images is None:
+            raise InvalidArgument(field, "has an image, but the model reads text alone; remove it")
+        return shown, num_images
+
+    def _with_placeholders(self, token_ids: list[int], num_images: int, field: str) -> list[int]:
         """The ids as they are. Raises InvalidArgument if the template has not written one placeholder for each image, or a text has one."""
         if self._images is not None:
-            self._images.places(token_ids, num_images, field="prompt")
+            self._images.check_rendered(token_ids, num_images, field=field)
         return token_ids
 
     def _marked(self, template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> ChatTokens:
@@ -264,29 +294,6 @@ class ModelTokenizer:
 
 def _given(fields: Row | None, names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := (fields or {}).get(name)) not in (None, "", [], {})}
-
-
-def _refuse_images(field: str, messages: Sequence[Message]) -> None:
-    for index, message in enumerate(messages):
-        parts: Any = message.get("content")
-        if isinstance(parts, list) and any(isinstance(part, dict) and part.get("type") == IMAGE for part in parts):
-            raise InvalidArgument(field, f"message {index} has an image, which is read in prompts of [train] alone; remove it")
-
-
-def _without_files(messages: Sequence[Message]) -> tuple[list[Message], int]:
-    """The messages with images as the template reads them, and how many these are."""
-    num_images = 0
-
-    def part_of(part: Any) -> Any:
-        nonlocal num_images
-        num_images += part.get("type") == IMAGE
-        return {"type": IMAGE} if part.get("type") == IMAGE else part
-
-    shown = [
-        {**message, "content": list(map(part_of, content))} if isinstance(content := message["content"], list) else message
-        for message in messages
-    ]
-    return shown, num_images
 
 
 def _refuse_template_fields(fields: Row | None, more: Sequence[str] = ()) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE, Modality, MultimodalDataItem, MultimodalProcessorOutput
 
 from tasuki.algorithms.levels import pixels_of
 from tasuki.models.image_tokens import image_positions
@@ -18,6 +18,7 @@ from tasuki.rollout.generate import EngineRequest
 
 _Embed = Callable[[Any, list[MultimodalDataItem]], torch.Tensor]
 _HASH_BYTES = 16
+_PAD_BITS = 61
 _VALUES = "level_values"
 
 
@@ -59,7 +60,10 @@ def image_inputs(prompt: Prepared, *, merge_size: int, max_new_tokens: int) -> M
             model_specific_data={"image_grid_thw": torch.tensor(grid[None]), _VALUES: values_CL},
         )
         # By which SGLang finds embeddings that it computed for another request.
-        item.set_hash(int.from_bytes(sha256(grid.tobytes() + levels_PD.tobytes()).digest()[:_HASH_BYTES]))
+        digest = int.from_bytes(sha256(grid.tobytes() + levels_PD.tobytes()).digest()[:_HASH_BYTES])
+        item.set_hash(digest)
+        # Its cache of prefixes knows an image by the ids in its place, of which SGLang draws 30 bits: few enough for two to meet.
+        item.pad_value = MM_PAD_SHIFT_VALUE + digest % (1 << _PAD_BITS)
         items.append(item)
     return MultimodalProcessorOutput(
         mm_items=items,
@@ -70,19 +74,14 @@ def image_inputs(prompt: Prepared, *, merge_size: int, max_new_tokens: int) -> M
 
 
 def give_images(tokenized: Sequence[Any], requests: Sequence[EngineRequest], *, merge_size: int) -> None:
-    """Gives SGLang's requests the images of their prompts.
-
-    Its cache knows image tokens by 30 bits of a hash. The digest of a prompt's images keeps it from finding those of others.
-    """
-    made: dict[int, tuple[bytes, MultimodalProcessorOutput]] = {}
+    """Gives SGLang's requests the images of their prompts."""
+    made: dict[int, MultimodalProcessorOutput] = {}
     for one, request in zip(tokenized, requests, strict=True):
         prompt = request.images
         if prompt is None:
             continue
-        if id(prompt) not in made:
+        if (inputs := made.get(id(prompt))) is None:
             most = cast(int, request.sampling["max_new_tokens"])
-            made[id(prompt)] = prompt.digest, image_inputs(prompt, merge_size=merge_size, max_new_tokens=most)
-        digest, inputs = made[id(prompt)]
-        one.extra_key = digest.hex()
+            inputs = made[id(prompt)] = image_inputs(prompt, merge_size=merge_size, max_new_tokens=most)
         # It frees the pixels of each item when its request ends.
         one.mm_inputs = replace(inputs, mm_items=[copy(item) for item in inputs.mm_items])

@@ -95,6 +95,10 @@ def check_columns(samples: Samples, *, config: LossConfig, role: Role) -> None:
         if len(wrong):
             problem = "is neither 0 nor 1" if name == "loss_mask" else "is not finite"
             raise InvalidArgument(_completion_place(samples, int(wrong[0]), field=name), f"{column_N[wrong[0]]:g} {problem}")
+    shown = np.flatnonzero(samples.is_image_N() & (samples.columns["loss_mask"] != 0))
+    if len(shown):
+        place = _completion_place(samples, int(shown[0]), field="loss_mask")
+        raise InvalidArgument(place, "counts an image, which nobody drew; give 0 there")
     for name in (name for name in _LOG_PROBS if name in samples.columns):
         wrong = np.flatnonzero(samples.columns[name] > _LOG_PROB_TOLERANCE)
         if len(wrong):

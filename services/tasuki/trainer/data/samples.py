@@ -19,7 +19,7 @@ NO_PREFIX = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleImages:
-    """Images of prompts. Shape suffixes: I images of all samples, U distinct ones, P their patches, D numbers of a patch, C channels,
+    """Images of samples. Shape suffixes: I images of all samples, U distinct ones, P their patches, D numbers of a patch, C channels,
     L levels."""
 
     num_images_S: NDArray[np.int64]
@@ -96,6 +96,28 @@ class Samples:
     def is_completion_T(self) -> NDArray[np.bool_]:
         kinds = np.tile(np.array([False, True]), len(self))
         return np.repeat(kinds, np.stack((self.num_prompt_S, self.num_completion_S), axis=1).reshape(-1))
+
+    def is_image_N(self, *, first: int = 0) -> NDArray[np.bool_]:
+        """Which tokens of completions are an image's, from its token `first` on."""
+        is_image_T = np.zeros(len(self.token_ids_T), np.bool_)
+        if self.images is not None:
+            start_I = np.repeat(starts(self.num_tokens_S), self.images.num_images_S) + self.images.start_I
+            is_image_T[ranges(start_I + first, self.images.num_tokens_U[self.images.image_I] - first)] = True
+        return is_image_T[self.is_completion_T]
+
+    def expanded(self, length_T: NDArray[np.int64], images: SampleImages) -> "Samples":
+        """The samples with each token, and its numbers, as often as `length_T` says."""
+        ends, first_S = np.concatenate([[0], np.cumsum(length_T)]), starts(self.num_tokens_S)
+        num_prompt_S = ends[first_S + self.num_prompt_S] - ends[first_S]
+        length_N = length_T[self.is_completion_T]
+        return replace(
+            self,
+            num_prompt_S=num_prompt_S,
+            num_completion_S=ends[first_S + self.num_tokens_S] - ends[first_S] - num_prompt_S,
+            token_ids_T=np.repeat(self.token_ids_T, length_T),
+            columns={name: np.repeat(column_N, length_N) for name, column_N in self.columns.items()},
+            images=images,
+        )
 
     def select(self, indices: Sequence[int]) -> "Samples":
         """The samples at `indices`, in that order."""

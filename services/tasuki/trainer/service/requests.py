@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from tasuki.config.trainer_schema import MAX_LEARNING_RATE
 from tasuki.models.images import ImageProcessor
 from tasuki.models.routes import Routes, RouteShape
-from tasuki.trainer.data.samples import COLUMNS, SampleImages, Samples
+from tasuki.trainer.data.samples import COLUMNS, SampleImages, Samples, starts
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
 from tasuki.v1.trainer_pb2 import (
@@ -64,15 +65,12 @@ def decode_samples(
     Raises InvalidArgument naming the first sample and field whose length differs from its completion's, or without possible experts.
     """
     num_completion_S = _integers([len(message.completion_token_ids) for message in messages])
-    prompts, sample_images = _read_images(messages, images)
-    token_ids = chain.from_iterable(
-        (*prompt, *message.completion_token_ids) for prompt, message in zip(prompts, messages, strict=True)
-    )
+    token_ids = chain.from_iterable((*message.prompt_token_ids, *message.completion_token_ids) for message in messages)
     columns = {name: _column(messages, name, num_completion_S=num_completion_S) for name in names}
     mask_N = columns.pop("loss_mask", None)
     temperatures = [message.temperature if message.HasField("temperature") else 1.0 for message in messages]
-    return Samples(
-        num_prompt_S=_integers([len(prompt) for prompt in prompts]),
+    samples = Samples(
+        num_prompt_S=_integers([len(message.prompt_token_ids) for message in messages]),
         num_completion_S=num_completion_S,
         policy_version_S=np.array([message.policy_version for message in messages], dtype=np.uint64),
         token_ids_T=np.fromiter(token_ids, dtype=np.int32),
@@ -82,20 +80,17 @@ def decode_samples(
             **{name: column_N for name, column_N in columns.items() if column_N is not None},
             **_version_lags(messages),
         },
-        routes_TR=None if routes is None else _routes(messages, routes),
-        images=sample_images,
     )
+    samples = _with_images(samples, messages, images)
+    return samples if routes is None else replace(samples, routes_TR=_routes(messages, routes, samples.num_tokens_S))
 
 
-def _read_images(
-    messages: Sequence[TrainingSample], processor: ImageProcessor | None
-) -> tuple[Sequence[Sequence[int]], SampleImages | None]:
-    """The prompts with a token for each square of an image's patches, and the images; None if no sample has any. Raises InvalidArgument."""
-    prompts: list[Sequence[int]] = [message.prompt_token_ids for message in messages]
+def _with_images(samples: Samples, messages: Sequence[TrainingSample], processor: ImageProcessor | None) -> Samples:
+    """The samples with a token for each square of an image's patches, and the images. Raises InvalidArgument."""
     if processor is None:
         if with_images := [index for index, message in enumerate(messages) if message.images]:
             raise InvalidArgument(f"samples[{with_images[0]}].images", "the model reads text alone; send no images")
-        return prompts, None
+        return samples
     files, places, digests = Files(), dict[bytes, int](), dict[tuple[int, ...], bytes]()
     images = [files.of(message, field=f"samples[{index}]") for index, message in enumerate(messages)]
     fields = dict[bytes, str]()
@@ -104,15 +99,18 @@ def _read_images(
             fields.setdefault(file, f"samples[{index}].images[{place}]")
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda file: processor.patches(file, field=fields[file]), fields))
-    counts, indices, starts = list[int](), list[int](), list[int]()
+    counts, indices, starts_I = list[int](), list[int](), list[int]()
     levels, grids = list[NDArray[np.uint8]](), list[NDArray[np.int64]]()
+    length_T, first_S = np.ones(len(samples.token_ids_T), np.int64), starts(samples.num_tokens_S)
     for index, (message, given) in enumerate(zip(messages, images, strict=True)):
         field, own = f"samples[{index}]", list[int]()
         counts.append(len(given))
+        own_T = slice(first_S[index], first_S[index] + samples.num_tokens_S[index])
+        token_ids = samples.token_ids_T[own_T].tolist()
         if not given:
-            processor.places(message.prompt_token_ids, 0, field=f"{field}.prompt_token_ids")
+            processor.places(token_ids, 0, field=f"{field}.prompt_token_ids")
             continue
-        prepared = processor.expand(message.prompt_token_ids, given, field=field, ids="prompt_token_ids")
+        prepared = processor.expand(token_ids, given, field=field, ids="prompt_token_ids")
         for file in given:
             place = places.setdefault(sha256(file).digest(), len(places))
             if place == len(grids):
@@ -127,27 +125,28 @@ def _read_images(
                 "differs: rollout has seen other patches of these images; give both services the same model folder and versions"
             )
             raise InvalidArgument(f"{field}.image_digest", problem)
-        prompts[index] = prepared.token_ids
+        length_T[own_T] = prepared.lengths
         indices += own
-        starts += prepared.starts
+        starts_I += prepared.starts
     if not levels:
-        return prompts, None
+        return samples
     if (num_bytes := sum(each.nbytes for each in levels)) > _MAX_PIXEL_BYTES:
         problem = f"have {num_bytes} bytes of patches in one call; at most {_MAX_PIXEL_BYTES} fit: make several, or raise num_mini_batches"
         raise InvalidArgument("samples[].images", problem)
-    return prompts, SampleImages(
+    distinct = SampleImages(
         num_images_S=_integers(counts),
         image_I=_integers(indices),
-        start_I=_integers(starts),
+        start_I=_integers(starts_I),
         grids_U3=np.concatenate(grids),
         levels_PD=np.concatenate(levels),
         values_CL=processor.values_CL,
         merge_size=processor.merge_size,
     )
+    return samples.expanded(length_T, distinct)
 
 
-def _routes(messages: Sequence[TrainingSample], routes: RouteShape) -> Routes | None:
-    """[T, R]; None if no sample has any. Raises InvalidArgument."""
+def _routes(messages: Sequence[TrainingSample], routes: RouteShape, num_tokens_S: NDArray[np.int64]) -> Routes | None:
+    """[T, R]; None if no sample has any. num_tokens_S: with those of images. Raises InvalidArgument."""
     if not any(message.routed_experts for message in messages):
         return None
     if (num_bytes := sum(len(message.routed_experts) for message in messages)) > _MAX_ROUTE_BYTES:
@@ -156,10 +155,9 @@ def _routes(messages: Sequence[TrainingSample], routes: RouteShape) -> Routes | 
             "several calls, or set trainer.router_replay to false"
         )
         raise InvalidArgument("samples[].routed_experts", problem)
-    num_tokens_S = [len(message.prompt_token_ids) + len(message.completion_token_ids) for message in messages]
-    routes_TR = np.zeros((sum(num_tokens_S), routes.num_layers * routes.experts_per_token), routes.dtype)
+    routes_TR = np.zeros((num_tokens_S.sum(), routes.num_layers * routes.experts_per_token), routes.dtype)
     first = 0
-    for index, (message, num_tokens) in enumerate(zip(messages, num_tokens_S, strict=True)):
+    for index, (message, num_tokens) in enumerate(zip(messages, num_tokens_S.tolist(), strict=True)):
         content, num_routed = message.routed_experts, max(0, num_tokens - 1)
         field = f"samples[{index}].routed_experts"
         if len(content) != num_routed * routes.token_bytes:

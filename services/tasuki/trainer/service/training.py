@@ -260,7 +260,7 @@ def _with_denominator(loss: loss_pb2.LossConfig, denominator: float) -> loss_pb2
 def _rows_of(
     positions: Sequence[int], plan: MicroBatchPlan, contents: Sequence[Sequence[bytes]], *, samples: Samples
 ) -> list[NDArray[np.float32]]:
-    """Scores of the samples at these positions. contents: of each rank's micro-batches."""
+    """Scores of the samples at these positions, one for all tokens of an image. contents: of each rank's micro-batches."""
     if not positions:
         return []
     asked = set(positions)
@@ -270,4 +270,7 @@ def _rows_of(
             wanted = [place for place, index in enumerate(indices) if index in asked]
             rows = decode_scores(content, num_tokens_S=samples.num_completion_S[indices], wanted=wanted)
             scored.update(zip((indices[place] for place in wanted), rows, strict=True))
-    return [scored[position] for position in positions]
+    if samples.images is None:
+        return [scored[position] for position in positions]
+    named = np.split(~samples.is_image_N(first=1), np.cumsum(samples.num_completion_S)[:-1])
+    return [scored[position][named[position]] for position in positions]
