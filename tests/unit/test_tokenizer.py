@@ -56,7 +56,7 @@ _ADDED = st.lists(
     ),
     max_size=3,
 )
-_FLAGS = st.fixed_dictionaries({name: st.booleans() for name in ("lstrip", "rstrip", "special")})
+_FLAGS = st.fixed_dictionaries({name: st.booleans() for name in ("lstrip", "rstrip", "normalized", "special")})
 _TEXT = st.lists(
     st.sampled_from(
         [
