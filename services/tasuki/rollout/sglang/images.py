@@ -35,7 +35,7 @@ def _from_levels(embed: _Embed) -> _Embed:
 
     @wraps(embed)
     def embed_levels(model: Any, items: list[MultimodalDataItem]) -> torch.Tensor:
-        num_frames = model.config.vision_config.temporal_patch_size
+        num_frames = model.visual.patch_embed.temporal_patch_size
         with_pixels = [copy(item) for item in items]
         for item in with_pixels:
             values_CL = item.model_specific_data[_VALUES].to(model.visual.device, model.visual.dtype)
