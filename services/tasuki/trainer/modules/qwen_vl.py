@@ -31,6 +31,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel, Qwe
 
 from tasuki.algorithms.levels import pixels_of
 from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.modules.tower_attention import IMPLEMENTATION
 
 
 class _MRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
@@ -97,6 +98,7 @@ def _add_tower(causal_lm: Any, config: Any, of_config: Any, of_tower: Any) -> No
         tower = of_config(**vision)
         tower._attn_implementation = "sdpa"
         causal_lm.visual = of_tower(tower).requires_grad_(False)
+        causal_lm.visual.config._attn_implementation = IMPLEMENTATION
 
 
 AutoModelForCausalLM.register(Qwen2_5_VLTextConfig, Qwen2_5_VLForCausalLM)
