@@ -28,7 +28,7 @@ class Prompt(_message.Message):
     IMAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """At least one. An image has one placeholder, the model's image_token_id."""
+        """At least one. An image has one placeholder: the model's image_token_id between those that mark an image. Any other is text."""
 
     @_builtins.property
     def images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:

@@ -543,7 +543,7 @@ class TrainingSample(_message.Message):
 
     @_builtins.property
     def images(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Files of the prompt's images, as in Prompt. One that an earlier sample of the call has may be its SHA-256, 32 bytes, instead."""
+        """Files of the images, whose placeholders are those of Prompt, also in the completion where loss_mask is 0. One that an earlier sample of the call has may be its SHA-256, 32 bytes, instead."""
 
     def __init__(
         self,
