@@ -29,6 +29,7 @@ for package in sys.argv[1:]:
         is_for_ranks = module.name in {
             "tasuki.rpc.ranks", "tasuki.algorithms.batch", "tasuki.algorithms.objective", "tasuki.algorithms.lm_head",
             "tasuki.algorithms.lm_head_tiles", "tasuki.algorithms.lm_head_triton",
+            "tasuki.algorithms.levels",
         }
         if not is_started and not is_for_ranks and not is_extra:
             importlib.import_module(module.name)

@@ -96,6 +96,8 @@ def _refuse_two_bases(config: Config) -> None:
 
 
 def _check_sections(config: Config) -> None:
+    if not config.get("vision_config"):  # a text's positions are equal
+        return
     parts = [(config.get(key) or {}).get("partial_rotary_factor") for key in ("rope_parameters", "rope_scaling")]
     part = next((part for part in parts if part is not None), config.get("partial_rotary_factor", _ROTATED_PART))
     check_interleaved(config, rotated=int(size(config, "head_dim", default=256) * part))
