@@ -68,7 +68,7 @@ def picture(seed: int) -> bytes:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images")
-    save_model(folder / "model")
+    save_model(folder / "model", seed=0)
     (folder / "model" / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "agents.py").write_text(FUNCTIONS)
     for number in range(3):

@@ -82,7 +82,7 @@ class Node(ScriptedNode):
                 num_samples=len(samples),
                 num_tokens=int(counted),
                 num_micro_batches=1,
-                metric_parts={**parts, "longest": trainer.MetricPart(total=longest, is_maximum=True)},
+                metric_parts={**parts, "longest": trainer.MetricPart(total=longest, weight=counted, is_maximum=True)},
                 log_probs=[
                     trainer.TokenLogProbs(log_probs=[-float(samples[place].completion_token_ids[0])])
                     for place in header.log_probs_of

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tasuki.client.encode import loss_to_proto
-from tasuki.v1.types_pb2 import ROLE_REFERENCE
 from tasuki.weights.imported_weights import import_weights
 from tests.integration import trainer_samples as plain
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, samples_of_now, start_trainer
@@ -110,18 +109,6 @@ async def test_a_step_equals_that_of_peft_in_one_process(client: TrainerClient, 
         torch.testing.assert_close(after[name], param, rtol=1e-5, atol=1e-6)
 
 
-async def test_reference_is_the_base_model_while_the_policy_learns(client: TrainerClient, model: Path) -> None:
-    samples = await samples_of_now(client)
-    await client.forward_backward(samples)
-    await client.optim_step(learning_rate=0.05)
-    start = plain.plain_log_probs(model, samples, dtype=torch.float32)
-    reference = await client.log_probs(samples, ROLE_REFERENCE)
-    policy = await client.log_probs(samples)
-    assert torch.allclose(flat(reference), flat(start), atol=1e-5)
-    assert not torch.allclose(flat(policy), flat(start), atol=1e-2)
-    assert await client.log_probs(samples, ROLE_REFERENCE) == reference
-
-
 async def test_published_and_exported_weights_have_the_adapters_added_and_rounded_once(
     client: TrainerClient, model: Path, tmp_path: Path
 ) -> None:
@@ -138,7 +125,3 @@ async def test_published_and_exported_weights_have_the_adapters_added_and_rounde
         assert torch.equal(tensor, base[name]) is not is_adapted, name
         # One bit of bfloat16 where the order of additions matters.
         torch.testing.assert_close(tensor.float(), merged[name], rtol=2**-7, atol=1e-6)
-
-
-def flat(rows: list[list[float]]) -> torch.Tensor:
-    return torch.tensor([value for row in rows for value in row])

@@ -123,6 +123,12 @@ def test_calls_are_read_beside_a_thought_that_the_template_writes_itself(tmp_pat
     assert (read["text"], read["tool_calls"]) == (thought.rstrip(), [call])
 
 
+def test_calls_are_read_before_a_text_that_the_template_writes_after_them(tmp_path: Path):
+    template = ROLES.replace("{{ m.content or '' }}CALLS", "CALLS{{ m.content or '' }}").replace("CALLS", CALLS["hermes"])
+    tokenizer = folder_with(tmp_path, template)
+    assert tokenizer.read_answer([*tokenizer.encode_text(WRITTEN["hermes"]), EOS], ROW)["text"] == "so"
+
+
 async def test_calls_and_their_results_have_the_ids_that_a_template_demands(tmp_path: Path):
     refuse = "{{ raise_exception('id') }}{% endif %}"
     demands = "{% for c in m.tool_calls %}{% if c.id | length != 9 %}" + refuse + "{{ c.function | tojson }}{% endfor %}"

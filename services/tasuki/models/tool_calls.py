@@ -60,14 +60,13 @@ def form_of(render: Callable[[Sequence[Message], bool], str]) -> ToolCallForm:
     def written(content: str) -> str:
         return render([_QUESTION, {"role": "assistant", "content": content, "tool_calls": [_CALL]}], False)
 
-    _, has_text, answer = written(_TEXT).partition(_TEXT)
-    if not has_text:  # the template drops it
-        prompt, whole = render([_QUESTION], True), written("")
-        shared = next((place for place, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
-        answer = whole[shared:]
-    for place, char in enumerate(answer):
-        if char in "{[" and (form := _form(answer, place)) is not None:
-            return form
+    prompt, whole = render([_QUESTION], True), written("")
+    shared = next((place for place, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+    # After the text, where nothing of a thought is in between; or alone, if the template drops the text, or writes it after the call.
+    for answer in (written(_TEXT).partition(_TEXT)[2], whole[shared:]):
+        for place, char in enumerate(answer):
+            if char in "{[" and (form := _form(answer, place)) is not None:
+                return form
     problem = "the model's chat template writes tool calls in another form than JSON, which tasuki cannot read; read them in the function"
     raise InvalidArgument("tools", problem)
 
