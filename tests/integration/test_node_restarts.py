@@ -65,7 +65,7 @@ def test_service_that_could_not_start_again_waits_and_uses_up_no_restart(start: 
 
 def test_service_that_may_start_beside_another_does_so_once_and_waits_for_it_when_restarted(start: Start) -> None:
     node = start(max_restarts=2, first="late", beside="good")
-    node.wait_until_up()
+    node.wait_until_recorded()
     before = {name: pids_of(node, name) for name in ("first", "beside")}
     for pids in before.values():
         os.kill(pids[0], signal.SIGKILL)
