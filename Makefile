@@ -136,7 +136,7 @@ grpcurl: $(if $(shell command -v go),.tools/grpcurl-$(GRPCURL_VERSION))  ## buil
 jobset: $(if $(shell command -v go),.tools/jobset-$(JOBSET_VERSION).yaml)  ## fetch JobSet's schema, which deploy/kubernetes is checked against, where go is there
 
 site: $(SITE)  ## the pages of docs/ as a site in runs/site, for a browser without network; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 .site-venv/bin/mkdocs build --quiet --config-file tools/site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 .site-venv/bin/mkdocs build --config-file tools/site/mkdocs.yml
 
 clean:  ## remove what make installed and built
 	$(MAKE) -s -C csrc clean

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ HEAD = """# Python API
 
 `from tasuki.client import ...`: every public name with its signature, shapes, units and errors. [python.md](../guides/python.md) says how
 to use them, [errors.md](errors.md) what each error means. `TokenIds` is a sequence or array of integers, `[T]` an array with one entry
-for each completion token. Sizes are in bytes, times in seconds. Fields of a loss are keys of [`[train.loss]`](config.md#trainloss) or
-[`[train.value_loss]`](config.md#trainvalue_loss), which explain them. `tools/api_page.py` makes this page out of the docstrings.
+for each completion token. Sizes are in bytes, times in seconds. `tools/api_page.py` makes this page out of the docstrings.
 
 The verbs in one program:
 
@@ -52,6 +51,8 @@ with Client(state_dir="node") as client:
         break
 ```
 """
+LOSSES = """A field is a key of [`[train.loss]`](config.md#trainloss) or `value_loss` of [`[train]`](config.md#train), which explain it."""
+OF_RESULTS = "Fields beside a name explain themselves."
 # Listed last on the page: results of the verbs.
 RESULTS = (
     "ForwardBackwardResult", "OptimStepResult", "SaveResult", "NodeState", "TrainerState", "RolloutState", "StageEvent", "StageStatus",
@@ -86,18 +87,25 @@ def _place(name: str) -> tuple[int, int, str]:
 
 
 def _sections() -> Iterator[str]:
+    losses, enums, results = list[str](), list[str](), list[str]()
     for name, value in public_names():
-        yield f"\n## `{name}`\n\n"
         if inspect.isfunction(value):
-            yield _function(name, value)
+            yield f"\n## `{name}`\n\n{_function(name, value)}"
         elif issubclass(value, enum.Enum):
-            yield from _enum(value)
-        elif dataclasses.is_dataclass(value):
-            yield from _dataclass(value)
+            enums.append(_enum(value))
         elif issubclass(value, Message):
-            yield from _message(value)
+            results.extend(_message(name, value))
+        elif value.__module__.startswith("tasuki.algorithms.losses."):
+            losses.append(_row(f"`{name}`", ", ".join(f"{one} {kind}" for one, kind, _ in _fields(value)), _text(value)))
+        elif name in RESULTS:
+            results.append(_row(f"**`{name}`**", ", ".join(f"{one} {kind}" for one, kind, _ in _fields(value)), _text(value)))
+        elif dataclasses.is_dataclass(value):
+            yield f"\n## `{name}`\n\n{''.join(_dataclass(value))}"
         else:
-            yield from _class(value)
+            yield f"\n## `{name}`\n\n{''.join(_class(value))}"
+    yield f"\n## Losses\n\n{LOSSES}\n\n| loss | fields | meaning |\n|---|---|---|\n{''.join(losses)}"
+    yield f"\n## Enums\n\n| enum | meaning | members |\n|---|---|---|\n{''.join(enums)}"
+    yield f"\n## Results\n\n{OF_RESULTS}\n\n| result, field | type | meaning |\n|---|---|---|\n{''.join(results)}"
 
 
 def _function(name: str, function: Any) -> str:
@@ -114,7 +122,8 @@ def _function(name: str, function: Any) -> str:
             default = default if isinstance(value, str) else _plain(default)
             parts.append(f"{one.name}: {written[one.name]}" + ("" if one.default is one.empty else f" = {default}"))
     head, tail = ("class", "") if function.__name__ == "__init__" else (keyword, f" -> {written['return']}")
-    about = "" if function.__doc__ == object.__init__.__doc__ else f"  \n  {' '.join(_text(function).split())}"
+    text = "" if function.__doc__ == object.__init__.__doc__ else " ".join(_text(function).split())
+    about = f"  \n  {text}" if text else ""
     return f"- `{head} {name}({', '.join(parts)}){tail}`{about}\n"
 
 
@@ -133,54 +142,47 @@ def _methods(cls: type) -> list[tuple[str, Any]]:
     return [(name, method) for name, method in vars(cls).items() if not name.startswith("_") and inspect.isfunction(method)]
 
 
-def _enum(cls: type[enum.Enum]) -> Iterator[str]:
+def _enum(cls: type[enum.Enum]) -> str:
     about = _member_docstrings(cls)
-    rows = ((f"`{member.value}`", "", about.get(member.name, "")) for member in cls)
-    yield f"{_text(cls)}\n\n{_table('value', '', rows)}"
+    told = [f"`{member.value}`" + (f": {about[member.name]}" if member.name in about else "") for member in cls]
+    return _row(f"`{cls.__name__}`", _text(cls), ("<br>" if about else ", ").join(told))
 
 
 def _dataclass(cls: Any) -> Iterator[str]:
-    about, written = (
-        _member_docstrings(cls),
-        {name: text for base in reversed(cls.__mro__[:-1]) for name, text in _annotations(base).items()},
-    )
-    if cls.__module__.startswith("tasuki.algorithms.losses."):
-        about = {}  # config.md has the meaning of their keys
-    rows = (
-        (f"`{one.name}`", f"`{written[one.name]}{_default(one)}`", about.get(one.name, "")) for one in dataclasses.fields(cls)
-    )
-    yield f"{_text(cls)}\n\n{_table('field', 'type, default', rows)}".rstrip() + "\n"
-    for name, method in vars(cls).items():
-        if isinstance(method, classmethod):
-            yield f"\n{_function(f'{cls.__name__}.{name}', method.__func__)}"
+    plain = [f"{name} {kind}" for name, kind, meaning in _fields(cls) if not meaning]
+    rows = [_row(*field) for field in _fields(cls) if field[2]]
+    yield f"{_text(cls)}\n"
+    if rows:
+        yield f"\n| field | type, default | meaning |\n|---|---|---|\n{''.join(rows)}"
+    if plain:
+        yield f"\n{'Further' if rows else 'The'} fields: {', '.join(plain)}.\n"
+    made = [(name, one.__func__) for name, one in vars(cls).items() if isinstance(one, classmethod)]
+    yield ("\n" if made else "") + "".join(_function(f"{cls.__name__}.{name}", method) for name, method in made)
 
 
-def _message(cls: type[Message]) -> Iterator[str]:
-    """Fields of a message of the wire, with the comments of its .proto file."""
+def _fields(cls: Any) -> Iterator[tuple[str, str, str]]:
+    """Each field of a dataclass, its type with the default, and its meaning, if it has one."""
+    about, written = _member_docstrings(cls), dict[str, str]()
+    for base in reversed(cls.__mro__[:-1]):
+        written |= _annotations(base)
+    for one in dataclasses.fields(cls):
+        yield f"`{one.name}`", f"`{written[one.name]}{_default(one)}`", about.get(one.name, "")
+
+
+def _message(shown: str, cls: type[Message]) -> Iterator[str]:
+    """Rows of a message of the wire, with the comments of its .proto file: first the fields whose name says all."""
     source = Path(inspect.getfile(sys.modules[cls.__module__])).with_suffix(".pyi").read_text()
     (tree,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
-    text = ast.get_docstring(tree) or ""
     about = {target.id: text for target, text in _documented(tree)}
     about |= {one.name: ast.get_docstring(one) or "" for one in tree.body if isinstance(one, ast.FunctionDef)}
-    yield f"{' '.join(text.split())}\n\n" if text else ""
-    rows = ((f"`{field.name}`", f"`{_kind(field)}`", about.get(field.name, "")) for field in cls.DESCRIPTOR.fields)
-    yield _table("field", "type", rows)
+    fields = [(field.name, f"`{_kind(field)}`") for field in cls.DESCRIPTOR.fields]
+    plain = (f"`{name}` {kind}" for name, kind in fields if not about.get(name))
+    yield _row(f"**`{shown}`**", ", ".join(plain), ast.get_docstring(tree) or "")
+    yield from (_row(f"`.{name}`", kind, about[name]) for name, kind in fields if about.get(name))
 
 
-def _table(name: str, kind: str, rows: Iterable[tuple[str, str, str]]) -> str:
-    """A table of the rows that have a meaning, then a sentence of those whose name says it."""
-    told: list[str] = []
-    plain: list[str] = []
-    for shown, type_, meaning in rows:
-        if meaning:
-            cells = (" ".join(cell.split()).replace("|", "\\|") for cell in (shown, type_, meaning) if cell)
-            told.append(f"| {' | '.join(cells)} |\n")
-        else:
-            plain.append(f"{shown} {type_}".rstrip())
-    heads = [name, kind, "meaning"] if kind else [name, "meaning"]
-    table = f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|\n{''.join(told)}" if told else ""
-    also = f"{'Further' if told else 'The'} {name}s: {', '.join(plain)}.\n" if plain else ""
-    return table + ("\n" if told and plain else "") + also
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 
 def _kind(field: Any) -> str:

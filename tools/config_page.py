@@ -27,8 +27,12 @@ HEAD = """# Configuration
 One TOML file configures a node and its run. Unknown keys and values out of range are errors that name the key. On the command line
 `--set trainer.num_ranks=4` overrides a key, and may be repeated. Relative paths in the file are relative to the file's folder; on the
 command line, to the working folder. `tasuki config CONFIG` prints every key with its value and origin: default, file or `--set`. Commands
-warn of settings without effect. `tools/config_page.py` generates this page from `tasuki.config.schema`.
+warn of settings without effect. A dot leads into a table: `value_loss.clip` below `[train]` is `clip` of `[train.value_loss]`.
+`tools/config_page.py` generates this page from `tasuki.config.schema`.
 """
+
+_SHORT = 2
+"""Keys of a table that is listed in the section of the table above it."""
 
 VARIABLES_HEAD = """A node's place in its fleet comes from its scheduler's variables
 ([several-nodes.md](../guides/several-nodes.md)), and the containers have their own ([deploy.md](../guides/deploy.md)). Besides these:
@@ -42,28 +46,34 @@ def page() -> str:
 
 
 def _tables(table: type[BaseModel], name: str) -> Iterator[str]:
-    """Yields the section of a table, then those of its sub-tables."""
+    """Yields the section of a table, with its short sub-tables, then those of its other sub-tables."""
     below: list[tuple[Any, str]] = []
     yield f"\n## {f'`[{name}]`' if name else 'Top of the file'}\n\n| key | value | default | meaning |\n|---|---|---|---|\n"
-    for key, field in table.model_fields.items():
-        kind = _without_none(field.annotation)
+    for key, kind, row in _rows(table):
+        below.extend([] if row else [(kind, key)])
+        yield row
+    for kind, key in below:
         full_name = f"{name}.{key}" if name else key
-        if _is_table(kind) or dataclasses.is_dataclass(kind):
-            below.append((kind, full_name))
-        else:
-            if get_origin(kind) is dict and _is_table(get_args(kind)[1]):
-                below.append((get_args(kind)[1], f"{full_name}.NAME"))
-            meaning = " ".join((field.description or "").split())
-            yield f"| `{key}` | {_value(kind, field)} | {_default(field)} | {meaning} |\n"
-    for kind, full_name in below:
         if kind is LossConfig:
             yield from _loss_tables(full_name)
-        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            yield f"\n## `[{full_name}]`\n\n| key | value | default | meaning |\n|---|---|---|---|\n"
-            for key, value, default, meaning in _dataclass_rows(kind):
-                yield f"| `{key}` | {value} | {default} | {meaning} |\n"
         else:
             yield from _tables(kind, full_name)
+
+
+def _rows(table: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yields each key, its type and its row, which is empty for a sub-table with a section of its own."""
+    for key, field in table.model_fields.items():
+        kind = _without_none(field.annotation)
+        if _is_table(kind) and len(kind.model_fields) <= _SHORT:
+            yield from _rows(kind, f"{prefix}{key}.")
+        elif dataclasses.is_dataclass(kind) and len(dataclasses.fields(kind)) <= _SHORT:
+            for inner, *cells in _dataclass_rows(kind):
+                yield inner, kind, f"| `{prefix}{key}.{inner}` | {' | '.join(cells)} |\n"
+        elif _is_table(kind) or dataclasses.is_dataclass(kind):
+            yield key, kind, ""
+        else:
+            meaning = " ".join((field.description or "").split())
+            yield key, kind, f"| `{prefix}{key}` | {_value(kind, field)} | {_default(field)} | {meaning} |\n"
 
 
 def _is_table(kind: Any) -> bool:
@@ -71,7 +81,7 @@ def _is_table(kind: Any) -> bool:
 
 
 def _loss_tables(name: str) -> Iterator[str]:
-    """Yields the sections of a loss and of its correction; their keys come from dataclasses."""
+    """Yields the section of a loss and of its correction; their keys come from dataclasses."""
     learning = {loss: cls for loss, cls in LOSSES.items() if LossConfig(loss=cls()).has_advantages}
     yield f"\n## `[{name}]`\n\n| key | of | value | default | meaning |\n|---|---|---|---|---|\n"
     names = " or ".join(f'`"{loss}"`' for loss in learning)
@@ -86,10 +96,9 @@ def _loss_tables(name: str) -> Iterator[str]:
         of, _, defaults, _ = (", ".join(filter(None, column)) for column in zip(*owners, strict=True))
         meanings = ", ".join(dict.fromkeys(filter(None, (meaning for *_, meaning in owners))))
         yield f"| `{key}` | {of} | {owners[0][1]} | {defaults} | {meanings} |\n"
-    head = "Only corrections that the table names apply; an empty table means none. Without the table the defaults apply."
-    yield f"\n## `[{name}.correction]`\n\n{head}\n\n| key | value | default | meaning |\n|---|---|---|---|\n"
     for key, value, default, meaning in _dataclass_rows(Correction):
-        yield f"| `{key}` | {value} | {default} | {meaning} |\n"
+        yield f"| `correction.{key}` | every loss | {value} | {default} | {meaning} |\n"
+    yield "\nOnly corrections that a table `[train.loss.correction]` names apply; an empty one means none. Without it the defaults apply.\n"
 
 
 def _dataclass_rows(cls: type) -> Iterator[tuple[str, str, str, str]]:
@@ -138,7 +147,7 @@ def _value(kind: Any, field: FieldInfo) -> str:
     if get_origin(kind) is tuple:
         return f"[{', '.join(_value(part, field) for part in get_args(kind))}]"
     if get_origin(kind) is dict:
-        return "tables by name" if _is_table(get_args(kind)[1]) else "values by name"
+        return "values by name"
     if kind == Device:
         return "int or string"
     if get_origin(kind) in (Union, UnionType):
