@@ -66,7 +66,7 @@ def _rows(table: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any, 
         kind = _without_none(field.annotation)
         if _is_table(kind) and len(kind.model_fields) <= _SHORT:
             yield from _rows(kind, f"{prefix}{key}.")
-        elif dataclasses.is_dataclass(kind) and len(dataclasses.fields(kind)) <= _SHORT:
+        elif isinstance(kind, type) and dataclasses.is_dataclass(kind) and len(dataclasses.fields(kind)) <= _SHORT:
             for inner, *cells in _dataclass_rows(kind):
                 yield inner, kind, f"| `{prefix}{key}.{inner}` | {' | '.join(cells)} |\n"
         elif _is_table(kind) or dataclasses.is_dataclass(kind):

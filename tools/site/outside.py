@@ -8,6 +8,7 @@ from typing import Any
 from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]  # of .site-venv alone
 
 _ROOT = Path(__file__).parents[2]
+_CODE = re.compile(r"`[^`\n]+`")
 _LINK = re.compile(r"(\[[^]]*\])\(([^)\s]+)\)|(src(?:set)?)=\"([^\"]+)\"")
 
 
@@ -23,7 +24,7 @@ def on_files(files: Any, *, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, *, page: Any, files: Any, **_: Any) -> str:
-    """Points links at the site's own files. Links to folders become text."""
+    """Points links at the site's own files. Links to folders become text. A bar in the code of a table needs no backslash here."""
 
     def mended(match: re.Match[str]) -> str:
         text, link, attribute, source = match.groups()
@@ -35,7 +36,7 @@ def on_page_markdown(markdown: str, *, page: Any, files: Any, **_: Any) -> str:
         path = os.path.relpath(target, Path(page.file.src_uri).parent) + "".join((link or source).partition("#")[1:])
         return f"{text}({path})" if link else f'{attribute}="{path}"'
 
-    return _LINK.sub(mended, markdown)
+    return _CODE.sub(lambda code: code[0].replace("\\|", "|"), _LINK.sub(mended, markdown))
 
 
 def _links(text: str) -> list[str]:
