@@ -338,12 +338,15 @@ def test_episodes_outlive_a_changeover_and_go_on_from_their_tokens(client: Clien
             assert sample.policy_version == version
     for episode, drawn in zip(waiting.episodes, before, strict=True):
         (sample,) = episode.training_samples()
-        tokens, log_probs = list(sample.completion_token_ids), list(sample.rollout_log_probs)
+        is_drawn = np.asarray(sample.loss_mask, bool)
+        tokens, log_probs = (
+            np.asarray(each)[is_drawn].tolist() for each in (sample.completion_token_ids, sample.rollout_log_probs)
+        )
         length = sum(len(one.token_ids) for one in drawn)
         assert length and tokens[:length] == [token for one in drawn for token in one.token_ids]
         assert log_probs[:length] == [value for one in drawn for value in one.rollout_log_probs]
-        spans = [(span.num_tokens, span.policy_version) for span in sample.version_spans]
-        assert spans == [(length, version - 1), (102 - length, version)]
+        (old, first), (new, second) = [(span.num_tokens, span.policy_version) for span in sample.version_spans]
+        assert (first, second, old + new, is_drawn[:old].sum()) == (version - 1, version, 102, length)
     assert all(not sample.version_spans for episode in again.episodes for sample in episode.training_samples())
     client.forward_backward([replace(one, advantages=1.0) for each in waiting.episodes for one in each.training_samples()])
     client.discard_gradients()
