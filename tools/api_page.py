@@ -16,6 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 import tasuki.client
+from tasuki.algorithms.loss_types import Correction
 from tasuki.client.async_client import AsyncClient
 
 HEAD = """# Python API
@@ -51,7 +52,9 @@ with Client(state_dir="node") as client:
         break
 ```
 """
-LOSSES = """A field is a key of [`[train.loss]`](config.md#trainloss) or `value_loss` of [`[train]`](config.md#train), which explain it."""
+LOSSES = (
+    "A field is a key of [`[train.loss]`](config.md#trainloss), its `correction`, or [`[train.value_loss]`](config.md#train)."
+)
 OF_RESULTS = "Fields beside a name explain themselves."
 # Listed last on the page: results of the verbs.
 RESULTS = (
@@ -95,15 +98,15 @@ def _sections() -> Iterator[str]:
             enums.append(_enum(value))
         elif issubclass(value, Message):
             results.extend(_message(name, value))
-        elif value.__module__.startswith("tasuki.algorithms.losses."):
+        elif value is Correction or value.__module__.startswith("tasuki.algorithms.losses."):
             losses.append(_row(f"`{name}`", ", ".join(f"{one} {kind}" for one, kind, _ in _fields(value)), _text(value)))
         elif name in RESULTS:
             results.append(_row(f"**`{name}`**", ", ".join(f"{one} {kind}" for one, kind, _ in _fields(value)), _text(value)))
         elif dataclasses.is_dataclass(value):
             yield f"\n## `{name}`\n\n{''.join(_dataclass(value))}"
-        else:
+        elif value is not tasuki.client.Client:
             yield f"\n## `{name}`\n\n{''.join(_class(value))}"
-    yield f"\n## Losses\n\n{LOSSES}\n\n| loss | fields | meaning |\n|---|---|---|\n{''.join(losses)}"
+    yield f"\n## Losses\n\n{LOSSES}\n\n| class | fields | meaning |\n|---|---|---|\n{''.join(losses)}"
     yield f"\n## Enums\n\n| enum | meaning | members |\n|---|---|---|\n{''.join(enums)}"
     yield f"\n## Results\n\n{OF_RESULTS}\n\n| result, field | type | meaning |\n|---|---|---|\n{''.join(results)}"
 
@@ -122,16 +125,15 @@ def _function(name: str, function: Any) -> str:
             default = default if isinstance(value, str) else _plain(default)
             parts.append(f"{one.name}: {written[one.name]}" + ("" if one.default is one.empty else f" = {default}"))
     head, tail = ("class", "") if function.__name__ == "__init__" else (keyword, f" -> {written['return']}")
-    text = "" if function.__doc__ == object.__init__.__doc__ else " ".join(_text(function).split())
+    text = "" if function.__doc__ == object.__init__.__doc__ else _text(function)
     about = f"  \n  {text}" if text else ""
     return f"- `{head} {name}({', '.join(parts)}){tail}`{about}\n"
 
 
 def _class(cls: type) -> Iterator[str]:
     yield f"{_text(cls)}\n\n"
-    if cls is tasuki.client.Client:
-        yield "Signature and verbs are those of `AsyncClient`, without `await`; streams are plain generators.\n"
-        return
+    if cls is AsyncClient:
+        yield "`Client` has the same signature and verbs without `await`; streams are plain generators. Close it, or use `with`.\n\n"
     yield _function(cls.__name__, cls.__init__)
     for name, method in _methods(cls):
         yield _function(name, method)
@@ -253,9 +255,8 @@ def _documented(tree: ast.ClassDef) -> Iterator[tuple[ast.Name, str]]:
 
 
 def _text(value: Any) -> str:
-    """Returns a docstring as its first line and the rest; "" without one."""
-    first, *rest = (" ".join(part.split()) for part in inspect.cleandoc(value.__doc__ or "").split("\n\n"))
-    return first + ("\n\n" + " ".join(rest) if rest else "")
+    """Returns a docstring in one paragraph; "" without one."""
+    return " ".join((value.__doc__ or "").split())
 
 
 def _plain(text: str) -> str:
