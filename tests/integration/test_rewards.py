@@ -81,7 +81,7 @@ def unclear(completion, completions): return 0
 
 def short(completion):
     if completion == "hangs": time.sleep(60)
-    return 1e38 if completion == "vast" else float(len(completion) < 6)
+    return -1e15 if completion == "vast" else float(len(completion) < 6)
 
 constant = 3
 """
@@ -124,7 +124,7 @@ def test_rewards_come_in_order_with_the_fields_of_their_row(pool: RewardPool):
         ("inf", "returned inf"),
         ("text", "returned str, not a number"),
         ("none", "returned NoneType, not a number"),
-        ("huge", "returned 1e+300, which is not finite"),
+        ("huge", "returned 1e+300, which is beyond 1e+15"),
         ("long", "returned inf, which is not finite"),
         ("complex", "returned complex64, not a number"),
         ("numpy text", "returned str_, not a number"),
@@ -226,6 +226,12 @@ def test_several_rewards_are_summed_by_weight_and_kept_by_name(folder: Path):
         "length": [5.0, 6.0, 5.0, 4.0],
     }
     assert scores.num_failed == 0
+    vast = [NamedReward("short", "my_rewards:short", weight=1.5)]
+    with (
+        RewardPool(vast, folders=[folder]) as pool,
+        pytest.raises(RewardFailed, match=r"sum -1\.5e\+15 is beyond 1e\+15; lower"),
+    ):
+        pool.score(ROWS, ["wrong!", "vast"])
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,17 @@
 """Advantages by turn: returns, groups in which episodes take different numbers of turns, and what stays as it was."""
 
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import pytest
 
 from tasuki.algorithms.estimator import Estimator
 from tasuki.client.episode import Episode, credit_turns
 from tasuki.client.estimation import EstimatorState, Group, estimate_advantages
+from tasuki.client.policy import Policy, Reply
 from tasuki.client.turns import Turn, Turns
 from tasuki.client.types import FinishReason, Sample, TrainingSample
 from tasuki.config.train_schema import AdvantageConfig
@@ -41,6 +47,22 @@ def test_a_turns_tokens_have_its_discounted_return_beside_those_of_the_same_turn
     assert [one.turn_returns.tolist() for one in group] == [[2.0, 2.0], [4.0], [0.0, 0.0]]
     first, second, third = (np.asarray(sample.advantages).tolist() for sample in estimated(group))
     assert (first, second, third) == ([0.0, 0.0, 0.0, 1.0, 1.0], [2.0, 2.0], [-2.0, -2.0, 0.0, -1.0, -1.0])
+
+
+def test_rewards_of_turns_are_what_rewards_may_be() -> None:
+    async def ask(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {"turn": 0, **dict.fromkeys(Reply.__slots__)}
+
+    policy = Policy(ask)
+    with pytest.raises(ValueError, match="after a turn of the policy"):
+        policy.reward(1.0)
+    asyncio.run(policy.generate([1]))
+    policy.reward(np.float32(0.5))
+    policy.reward(True)
+    assert json.dumps(policy.turn_rewards) == '{"0": 1.5}'
+    for value in (float("inf"), 1e16, None, "1", 10**400):
+        with pytest.raises(ValueError, match="give a number of at most 1e"):
+            policy.reward(value)
 
 
 def test_a_group_without_rewards_of_turns_is_estimated_by_trajectory() -> None:

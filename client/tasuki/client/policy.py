@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import json
-import math
 import operator
 import re
 import threading
@@ -13,6 +12,8 @@ from base64 import b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from tasuki.client.reward_worker import LARGEST_REWARD, checked_reward
 
 Message = dict[str, Any]
 Tool = Callable[..., object]
@@ -57,11 +58,14 @@ class Policy:
     def reward(self, value: float) -> None:
         """Adds to the reward of the turn whose answer came last. What the function returns is added to the last turn's.
 
-        Raises ValueError before the first turn, and for a value that is no finite number.
+        Raises ValueError before the first turn, and for a value that no reward may have.
         """
-        if isinstance(value, str) or not math.isfinite(value) or self._latest_turn is None:
-            raise ValueError(f"policy.reward({value!r}): give a finite number after a turn of the policy")
-        self.turn_rewards[self._latest_turn] = self.turn_rewards.get(self._latest_turn, 0.0) + value
+        number, problem = checked_reward(value)
+        if problem or self._latest_turn is None:
+            raise ValueError(
+                f"policy.reward({value!r}): give a number of at most {LARGEST_REWARD:g} after a turn of the policy"
+            )
+        self.turn_rewards[self._latest_turn] = self.turn_rewards.get(self._latest_turn, 0.0) + number
 
     async def _turn(self, kind: str, fields: Mapping[str, Any]) -> Reply:
         answer = await self.ask(kind, fields)

@@ -21,6 +21,8 @@ Source = tuple[str, str, tuple[str, ...]]
 """Module, function, and folders searched before the installed packages."""
 Answer = tuple[float, str]
 """Reward and an empty string, or NaN and the error's text. Exceptions are not passed: their class may not exist in the client."""
+LARGEST_REWARD = 1e15
+"""Advantages and their squares, summed over a batch, stay finite in float32."""
 _TOLD_CHARACTERS = 1000
 _TOKEN_IDS = ("prompt_token_ids", "completion_token_ids")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -143,9 +145,10 @@ def checked_reward(reward: object) -> Answer:
         value = float(reward)
     except OverflowError:  # of a whole number
         value = math.inf
-    # Rewards are kept in float32.
-    if not abs(value) <= float(np.finfo(np.float32).max):
+    if not math.isfinite(value):
         return math.nan, f"returned {value}, which is not finite"
+    if abs(value) > LARGEST_REWARD:
+        return math.nan, f"returned {value}, which is beyond {LARGEST_REWARD:g}"
     return value, ""
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tasuki.client.aside import Aside
 from tasuki.client.dataset import row_place
 from tasuki.client.encode import TokenIds
-from tasuki.client.reward_worker import Answer, Signature, Source, is_worker
+from tasuki.client.reward_worker import LARGEST_REWARD, Answer, Signature, Source, is_worker
 from tasuki.client.types import FinishReason, Sample
 from tasuki.client.worker_process import WorkerEnded, WorkerProcess
 from tasuki.wire.errors import InvalidArgument, RewardFailed
@@ -166,7 +166,7 @@ class RewardPool:
     ) -> Scores:
         """Scores each completion. rows: [P]; completions: [P * group_size], ordered by row.
 
-        Raises RewardFailed naming sample, prompt and cause if a reward raises, times out, kills its worker or is not finite.
+        Raises RewardFailed naming sample, prompt and cause if a reward raises, times out, kills its worker or is no number up to 1e15.
         Depending on `on_error`, a failed reward counts as 0 or is skipped instead.
         """
         if len(completions) != len(rows) * group_size:
@@ -275,10 +275,10 @@ class RewardPool:
         weights_R = np.array([reward.weight for reward in self._rewards])
         # Rewards of weight 0 are left out: their NaN must not skip a sample.
         summed_N = (values_NR.astype(np.float64) * weights_R)[:, weights_R != 0].sum(axis=1)
-        overflows_N = np.abs(summed_N) > np.finfo(np.float32).max
+        overflows_N = np.abs(summed_N) > LARGEST_REWARD
         if overflows_N.any():
             sample = int(overflows_N.argmax())
-            cause = f"the weighted sum {summed_N[sample]:g} is too large for float32"
+            cause = f"the weighted sum {summed_N[sample]:g} is beyond {LARGEST_REWARD:g}"
             raise RewardFailed(f"rewards of sample {sample}: {cause}; lower the weights", sample=sample, cause=cause)
         return Scores(
             summed_N.astype(np.float32),

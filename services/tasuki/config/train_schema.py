@@ -69,7 +69,7 @@ class RewardConfig(Schema):
     timeout_s: PositiveFloat = 10.0
     """Time limit of each call: for a completion, a group or the batch."""
     on_error: Literal["fail", "zero", "skip"] = "fail"
-    """Action if a reward raises, times out or is not finite: end the run, count 0, or skip the sample in baseline and loss."""
+    """Action if a reward raises, times out or is no number up to 1e15: end the run, count 0, or skip the sample in baseline and loss."""
 
     @model_validator(mode="after")
     def _weights_have_functions(self) -> "RewardConfig":
