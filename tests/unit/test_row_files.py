@@ -49,6 +49,12 @@ def test_a_json_file_may_have_a_line_per_object(tmp_path: Path) -> None:
         ("a.csv", "prompt\n", "a.csv has no rows"),
         ("a.csv", 'prompt\n"[{""role"": ""user"", ""content"": ""hi""}]"\n', "a.csv:2: `prompt` is a chat written as text"),
         ("a.csv", "prompt\n\"[{'content': 'hi', 'role': 'user'}]\"\n", "a.csv:2: `prompt` is a chat written as text"),
+        (
+            "a.csv",
+            "prompt\n\"{'name': 'x', 'content': 'hi', 'role': 'user'}\"\n",
+            "a.csv:2: `prompt` is a chat written as text",
+        ),
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "x", "a": "\xed\xa0\x80"}', "a.jsonl:2: not JSON"),
         ("a.jsonl", "version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "a.jsonl is a Git LFS pointer"),
         ("a.csv", "question\n1\n", "a.csv:2: lacks `prompt`, has only question; `columns` can name"),
         ("a.csv", b"prompt\na\n\xfc\n", "a.csv:3: not UTF-8; save it as that"),

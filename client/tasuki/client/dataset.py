@@ -207,7 +207,8 @@ def _finite(text: str) -> float:
 
 def _object(line: bytes, *, place: str) -> Row:
     try:
-        row = json.loads(line, object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
+        # From bytes, json would accept halves of surrogate pairs.
+        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique, parse_float=_finite, parse_constant=_finite)
         if b"\\ud" in line.lower():  # half of a surrogate pair is not text: neither tokenizer nor file accepts it
             json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -235,12 +236,16 @@ def _checked(row: Row, *, place: str, folder: Path) -> Row:
     return {**row, "prompt": with_whole_paths(row["prompt"], folder=folder)}
 
 
+_CHAT_AS_TEXT = re.compile(
+    r"""\s*(\[\s*\{\s*(['"])(role|content|from|value)\2\s*:"""
+    r"""|\[?\s*\{(?=[^{}]*(['"])(role|from)\4\s*:)(?=[^{}]*(['"])(content|value)\6\s*:))"""
+)
 CHAT_AS_TEXT = "is a chat written as text, which no template would render; give a list of messages, in JSONL or parquet"
 
 
 def is_chat_as_text(text: str) -> bool:
-    """Whether a text is a list of messages as JSON or Python prints it."""
-    return re.match(r"""\s*\[\s*\{\s*(['"])(role|content|from|value)\1\s*:""", text) is not None
+    """Whether a text is a message, or a list of them, as JSON or Python prints it."""
+    return _CHAT_AS_TEXT.match(text) is not None
 
 
 def prompt_problem(prompt: object) -> str:
