@@ -23,7 +23,15 @@ _DEATHS_AT_A_CALL = 2
 _RUNS_S = 0.004
 """A call's time until its client dies."""
 _PRELOADED = "TASUKI_TESTS_PRELOADED"
-REWARD = "def odd(prompt, completion, **fields):\n    return float(len(set(completion)) % 2)\n"
+REWARD = """
+def odd(prompt, completion, **fields):
+    return float(len(set(completion)) % 2)
+
+async def two_turns(policy, prompt):
+    first = await policy.generate(await policy.encode(prompt))
+    second = await policy.generate([*first.context, *await policy.encode("c")])
+    return float(len({*first.token_ids, *second.token_ids}) % 2)
+"""
 RL: Mapping[str, object] = {
     "train.dataset": "train.jsonl", "train.eval_dataset": "held_out.jsonl", "train.reward.function": "odd_reward:odd",
     "train.prompts_per_step": 3, "train.group_size": 4, "train.max_new_tokens": 6, "train.save_every": 2, "train.eval_every": 2,

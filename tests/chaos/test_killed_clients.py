@@ -25,11 +25,13 @@ _GRPO = {**RL, "train.num_steps": 7}
 _EPOCHS = {**_GRPO, "train.num_epochs": 2, "train.num_mini_batches": 3, "train.loss.kl_coef": 0.05}
 _DAPO = {**_GRPO, "train.algorithm": "dapo", "train.max_batches": 2, "train.num_mini_batches": 2}
 _PPO = {**_EPOCHS, "train.algorithm": "ppo", "train.critic_warmup_steps": 2}
+_EPISODES = {**_GRPO, "train.episode.function": "odd_reward:two_turns"}
+del _EPISODES["train.reward.function"]
 _SFT = {**SFT, "sft.num_steps": 12}
 _CARRIED = {**_GRPO, "train.oversample": 2.0, "train.max_staleness": 3, "train.max_new_tokens": 200}
 SERIES: Mapping[str, tuple[str, Sequence[Mapping[str, object]]]] = {
     "critic": ("[trainer.critic]\nlearning_rate = 1e-3\n", [_PPO] * 4),
-    "whole": ("", [_GRPO, _SFT, _EPOCHS, _DAPO] * 2),
+    "whole": ("", [_GRPO, _SFT, _EPOCHS, _DAPO, _EPISODES] * 2),
     "lora": ("[trainer.lora]\nrank = 4\n", [_GRPO, _SFT, _EPOCHS, _DAPO] * 2),
     "carry": (
         "",
