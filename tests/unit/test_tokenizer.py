@@ -333,6 +333,26 @@ def test_what_is_likely_wrong_is_told(tmp_path: Path) -> None:
     assert "says that <|end|> is not special" in in_texts
 
 
+def test_a_template_of_processors_counts_where_there_is_no_other(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"]), config={}, tokenizer_config={"chat_template": None})
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}!"}))
+    found = read_tokenizer(folder)
+    assert found.decode(ModelTokenizer(folder).encode_prompt([{"role": "user", "content": "3"}])) == "3!"
+    assert found.doubts() == []
+    (folder / TEMPLATE).write_text("{{ messages[0]['content'] }}?")
+    found = read_tokenizer(folder)
+    assert found.decode(ModelTokenizer(folder).encode_prompt([{"role": "user", "content": "3"}])) == "3?"
+    (doubt,) = found.doubts()
+    assert "chat_template.json has another chat template than" in doubt
+
+
+def test_a_decoder_that_fails_is_named(tmp_path: Path) -> None:
+    own = Tokenizer.from_str(TRAINED["bytes"])
+    own.decoder = decoders.Strip("Ġ", 0, 3)
+    with pytest.raises(InvalidArgument, match=r"the decoder of .* fails on token ids"):
+        read_tokenizer(write_folder(tmp_path, own)).decode([own.token_to_id("Ġ")])
+
+
 def test_a_chat_template_whose_answers_end_without_a_stop_token_is_told(tmp_path: Path) -> None:
     own = Tokenizer.from_str(TRAINED["bytes"])
     found = ModelTokenizer(write_folder(tmp_path, own, config={}))  # ChatML of a model that ends with <eos>

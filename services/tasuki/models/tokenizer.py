@@ -51,6 +51,7 @@ class FolderTokenizer:
         self.special_tokens = _special_tokens(folder, self._config)
         """Texts by name, as templates read them: `bos_token`, `eos_token`, ..."""
         self._declare()
+        self._other_template = ""
         self.vocab_size = _vocab_size(folder)
         """Rows of the embedding; None if config.json does not say."""
         self.templates = self._read_templates()
@@ -82,7 +83,8 @@ class FolderTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, has_special: bool = False) -> str:
         """Decodes, without special tokens such as end of sequence unless told."""
-        return self.backend.decode(token_ids, skip_special_tokens=not has_special)
+        with _refused(_KEY, f"the decoder of {self.folder / TOKENIZER_FILE} fails on token ids {list(token_ids)[:8]}..."):
+            return self.backend.decode(token_ids, skip_special_tokens=not has_special)
 
     def without_special(self, text: str) -> str:
         for token in self.backend.get_added_tokens_decoder().values():
@@ -91,7 +93,7 @@ class FolderTokenizer:
 
     def doubts(self) -> list[str]:
         """What is likely wrong, though it can be used."""
-        found: list[str] = []
+        found = [self._other_template] if self._other_template else []
         file, num_tokens = self.folder / TOKENIZER_FILE, self.backend.get_vocab_size()
         fewest = min(_MIN_SHARE * (self.vocab_size or 0), (self.vocab_size or 0) - _PADDING)
         if self.vocab_size is not None and not fewest <= num_tokens <= self.vocab_size + _PADDING:
@@ -178,6 +180,10 @@ class FolderTokenizer:
             if _is_there(file):
                 with _refused(_KEY, f"{file} is not UTF-8; save it as that"):
                     texts[name] = (_read(file).decode().removeprefix("\ufeff"), file)
+        file = self.folder / "chat_template.json"  # of processors, in older folders
+        text = _table(file).get("chat_template")
+        if isinstance(text, str) and texts.setdefault("default", (text, file))[0] != text:
+            self._other_template = f"{file} has another chat template than {texts['default'][1]}, which counts here: remove one"
         return {name: ChatTemplate(text, source=str(file)) for name, (text, file) in texts.items()}
 
     def _check(self) -> None:
