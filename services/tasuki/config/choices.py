@@ -31,7 +31,7 @@ class Choices(Schema):
     kv_tokens: PositiveInt | None = None
     """Tokens in a replica's KV cache; None lets the engine size it by the free memory at its start."""
     starts_together: bool = False
-    """Whether the trainer need not wait at the node's start until the engine sleeps."""
+    """Whether trainer and engine start at once, because every GPU has room for both."""
 
     def of_trainer(self, rank: int) -> frozenset[str]:
         """Memory that stays on one trainer rank."""
