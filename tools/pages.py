@@ -31,9 +31,14 @@ def _metrics_page(text: str) -> str:
     return _ROWS_OF_METRICS.sub("".join(rows), text)
 
 
+def _linked(page: str) -> str:
+    """Makes links of the pages that docstrings name."""
+    return re.sub(r"\bdocs/(\w+)/([\w-]+\.md)", r"[\2](../\1/\2)", page)
+
+
 _GENERATED: dict[str, Callable[[str], str]] = {
-    "docs/reference/api.md": lambda _: api_page.page(),
-    "docs/reference/config.md": lambda _: config_page.page(),
+    "docs/reference/api.md": lambda _: _linked(api_page.page()),
+    "docs/reference/config.md": lambda _: _linked(config_page.page()),
     "docs/reference/errors.md": error_pages.page,
     "docs/reference/metrics.md": _metrics_page,
     "docs/reference/trainer.md": knobs_table.trainer_page,
