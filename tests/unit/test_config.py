@@ -253,6 +253,8 @@ def test_key_of_another_library_is_answered_with_ours(tmp_path: Path) -> None:
         ("trainer.zzz=1", "trainer.zzz: unknown key; see docs"),
         ("train.ppo_mini_batch_size=256", "tasuki's name is train.num_mini_batches, with their number instead of a size"),
         ("trainer.lr=1", "trainer.lr: unknown key; tasuki's name is trainer.learning_rate"),
+        ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator: unknown key; tasuki's name is train.algorithm"),
+        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n: unknown key; tasuki's name is train.group_size"),
         ("sft.batch_size=4", "sft.batch_size: unknown key; tasuki's name is train.prompts_per_step, or sft.samples_per_step"),
     ],
 )

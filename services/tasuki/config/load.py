@@ -65,6 +65,9 @@ def config_of(table: dict[str, Any], *, overrides: Sequence[str] = ()) -> NodeCo
         if isinstance(conflict, SettingsConflict):
             raise InvalidArgument(conflict.field, str(conflict)) from error
         key = ".".join(str(part) for part in first["loc"]) or "config"
+        if first["type"] == "extra_forbidden" and isinstance(first["input"], Mapping):  # a table, such as verl's `algorithm`
+            below = (f"{key}.{one}" for one, _ in leaves(first["input"]))
+            key = next((one for one in below if one.rpartition(".")[2].lower() in known_names("other_libraries")), key)
         problem = conflict.problem if isinstance(conflict, SettingError) else _explain(first)
         if isinstance(conflict, SettingError):
             key = f"{key}.{conflict.field}"
