@@ -28,11 +28,12 @@ def test_a_run_is_evaluated_again_by_its_model_its_checkpoint_and_the_exported_c
     run(RUN, "--output", output, *(argument for setting in SETTINGS for argument in ("--set", setting)))
     scores = {step["step"]: step["eval_score"] for step in map(json.loads, (output / "metrics.jsonl").read_text().splitlines())}
     assert scores[2] != scores[3]
-    run("-m", "tasuki.cli", "export", output / "checkpoints" / "version-000002")
+    exported = tmp_path / "exported" / "model"
+    run("-m", "tasuki.cli", "export", output / "checkpoints" / "version-000002", "--output", exported)
     for arguments, name, step in (
         ([], "model", 3),
         (["--checkpoint", "2"], "version-000002", 2),
-        (["--model", str(output / "model-version-000002")], "model-version-000002", None),
+        (["--model", str(exported)], "exported-model", None),
     ):
         shown = run("-m", "tasuki.cli", "eval", output, *arguments)
         result = json.loads((output / "eval" / f"{name}.json").read_text())
@@ -40,4 +41,6 @@ def test_a_run_is_evaluated_again_by_its_model_its_checkpoint_and_the_exported_c
         if step is not None:
             assert (result["figures"]["score"], result["recorded_step"]) == (scores[step], step)
             assert result["recorded"] == result["figures"]
+        else:
+            assert f"the run's {scores[3]:.4f}, step 3" in shown
     assert not (output / "eval" / "node" / "run").exists()

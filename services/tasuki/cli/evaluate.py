@@ -29,6 +29,7 @@ from tasuki.wire.errors import InvalidArgument, NodeRunning, PathNotFound
 def run(arguments: argparse.Namespace) -> int:
     """Evaluates on a node of its own, which it starts and stops, and writes `eval/NAME.json` to the run's folder.
 
+    NAME is that of the weights' folder, after its parent's if it is not in the run's folder.
     Same rows, sampling, rewards and seeds as the run's last evaluation, or as that of the checkpoint's version if there was one. model: by
     default the run's `model/`. Raises NodeRunning while the run's own node is up, PathNotFound, InvalidArgument.
     """
@@ -51,7 +52,16 @@ def run(arguments: argparse.Namespace) -> int:
         )
     recorded = found.evaluated(policy_version=version)
     step = _evaluated(found, path, is_checkpoint=is_checkpoint, number=(recorded or found.evaluated() or Step(0)).step)
-    _tell(found.output_dir / "eval" / f"{path.name}.json", path, figures=evaluation_of(step), recorded=recorded, step=step)
+    is_own = path.is_relative_to(found.output_dir)
+    file = found.output_dir / "eval" / f"{path.name if is_own else f'{path.parent.name}-{path.name}'}.json"
+    _tell(
+        file,
+        path,
+        figures=evaluation_of(step),
+        recorded=recorded,
+        step=step,
+        whose="the run's" if arguments.model else "recorded",
+    )
     return 0
 
 
@@ -98,14 +108,14 @@ def _own_node(config: NodeConfig, path: Path, *, is_checkpoint: bool, state_dir:
     return config.model_copy(update=changes)
 
 
-def _tell(file: Path, path: Path, *, figures: dict[str, float], recorded: Step | None, step: Step) -> None:
-    """Prints the figures beside the recorded ones, and writes both."""
+def _tell(file: Path, path: Path, *, figures: dict[str, float], recorded: Step | None, step: Step, whose: str) -> None:
+    """Prints the figures beside the recorded ones, and writes both. whose: says whether these are of the same weights."""
     if not figures:
         raise InvalidArgument("train.reward", "failed for every completion: there is no score")
     known = {} if recorded is None else evaluation_of(recorded)
     for name, value in figures.items():
         beside = (
-            f"recorded {known[name]:.4f}, step {recorded.step}" if recorded is not None and name in known else "not recorded"
+            f"{whose} {known[name]:.4f}, step {recorded.step}" if recorded is not None and name in known else "not recorded"
         )
         sys.stdout.write(f"{name:<10} {value:.4f}  {beside}\n")
     result = {
