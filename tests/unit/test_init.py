@@ -107,6 +107,15 @@ def test_a_card_without_room_for_all_parameters_trains_adapters_at_their_rate(mo
     assert main(["plan", str(tmp_path / "own" / "node.toml"), "--gpu-gb", "48"]) == 0
 
 
+@pytest.mark.parametrize(("task", "field", "value"), [("math", "answer", "#### 3"), ("sft", "completion", "So 3")])
+def test_questions_with_answers_become_rows_of_the_run(task: str, field: str, value: str, model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"question": "1 + 2 =", "answer": "#### 3", "solution": "So 3"}) + "\n")
+    assert main(["init", str(tmp_path / "own"), *flags(model, task=task), "--data", str(data)]) == 0
+    assert json.loads((tmp_path / "own" / "train.jsonl").read_text()) == {"prompt": "1 + 2 =", field: value}
+    assert 'dataset = "train.jsonl"' in (tmp_path / "own" / "node.toml").read_text()
+
+
 def test_own_rows_that_cannot_be_trained_are_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"question": "1 + 2 ="}) + "\n")

@@ -106,7 +106,7 @@ def _add_run_commands(commands: "_Commands") -> None:
     init = _command(commands, "init", "write a configuration, a reward and a sample of data; asks what no flag says")
     init.add_argument("folder", type=Path, metavar="DIR", help="a folder, in which no file is replaced")
     init.add_argument("--model", help="a Hugging Face model folder, or an id of the hub")
-    init.add_argument("--data", type=Path, metavar="FILE", help="the dataset (default: a small sample)")
+    init.add_argument("--data", metavar="DATA", help="a file, or an id of the hub, of the dataset (default: a small sample)")
     init.add_argument("--task", choices=["math", "match", "sft"], help="a number to reach, a text to match, or supervised")
     init.add_argument("--device", choices=["cuda", "cpu"])
     init.add_argument("--gpu-memory-gb", metavar="GB", help="memory of the GPU (default: this machine's)")

@@ -5,7 +5,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 from tasuki.cli.arguments import DEFAULT_HOST_GB
 from tasuki.cli.plan_report import verdict
 from tasuki.cli.train import check_data
+from tasuki.client.dataset import read_objects
 from tasuki.config.gpus import smallest_gpu_bytes
-from tasuki.config.load import config_of, leaves, load_config, put, value_at
+from tasuki.config.load import config_of, is_hub_dataset, leaves, load_config, put, value_at
 from tasuki.memory.host import host_memory
 from tasuki.models.tokenizer import read_tokenizer
 from tasuki.node.hub import with_local_files
@@ -47,22 +48,31 @@ def run(arguments: argparse.Namespace) -> int:
     gpu_gb = None if device == "cpu" else _gpu_gb(arguments)
     data = arguments.data
     if data is None and arguments.model is None:
-        data = Path(given) if (given := _answer("Data: a JSONL file (none: a sample): ", flag="data")) else None
-    if data is not None and not data.is_file():
-        raise PathNotFound(f"data: {data} is not a file; give a JSONL file, or none to begin with a sample", path=data)
+        data = _answer("Data: a file, or an id of the hub (none: a sample): ", flag="data") or None
+    if data is not None and not Path(data).is_file() and not is_hub_dataset(data):
+        raise PathNotFound(f"data: {data} is not a file; give one, an id of the hub, or none for a sample", path=Path(data))
     planned, table = _fitting(_tables(model, task=task, device=device, data=data), gpu_gb=gpu_gb)
+    is_sft, is_chat = task == "sft", bool(read_tokenizer(planned.node.config.model.path).templates)
+    settings = planned.node.config.train or planned.node.config.sft
+    assert settings is not None
+    rows = (
+        _sample(is_sft=is_sft, is_chat=is_chat)
+        if data is None
+        else _of_questions(settings.dataset, is_sft=is_sft, is_chat=is_chat)
+    )
+    if rows is not None:
+        table["sft" if is_sft else "train"]["dataset"] = "train.jsonl"
     files = {"node.toml": _HEAD + _toml(table, _advice(planned, table))}
-    if task != "sft":
+    if not is_sft:
         math = resources.files("tasuki.cli").joinpath("math_rewards.py")
         files["rewards.py"] = _MATCH if task == "match" else math.read_text()
-    if data is None:
-        files["train.jsonl"] = _sample(task, is_chat=bool(read_tokenizer(planned.node.config.model.path).templates))
+    if rows is not None:
+        files["train.jsonl"] = rows
     is_new = not folder.exists()
     _write(folder, files)
     config = folder / "node.toml"
     try:
-        if Path(model).is_dir():
-            check_data(load_config(config), config_dir=folder)
+        check_data(with_local_files(load_config(config), has_weights=False), config_dir=folder)
     except BaseException:
         for name in files:
             (folder / name).unlink()
@@ -72,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     lines = verdict(planned, advise(planned))
     name = shlex.quote(str(config))
     steps = [f"tasuki doctor {name}", f"tasuki train {name}", f"tasuki dashboard {shlex.quote(str(folder / 'run'))}"]
-    told = [f"wrote {', '.join(files)} to {folder}", *lines, "Next:", *(f"  {step}" for step in steps)]
+    of_data = [f"train.jsonl has the questions of {data}{', as chats' if is_chat else ''}"] if data and rows else []
+    told = [f"wrote {', '.join(files)} to {folder}", *of_data, *lines, "Next:", *(f"  {step}" for step in steps)]
     sys.stdout.write("\n".join(told) + "\n")
     return 0 if planned.fits else 1
 
@@ -115,11 +126,11 @@ def _gpu_gb(arguments: argparse.Namespace) -> float:
     return size
 
 
-def _tables(model: str, *, task: str, device: str, data: Path | None) -> dict[str, Any]:
+def _tables(model: str, *, task: str, device: str, data: str | None) -> dict[str, Any]:
     """A small run of the task, with lengths that the model can have. Paths are as node.toml has them."""
     if is_folder := Path(model).is_dir():
         check_model_folder(Path(model))
-    dataset = "train.jsonl" if data is None else str(data.resolve())
+    dataset = "train.jsonl" if data is None else str(Path(data).resolve()) if Path(data).is_file() else data
     is_cpu, table = device == "cpu", {"state_dir": "node", "device": device}
     table |= {"model": {"path": str(Path(model).resolve()) if is_folder else model}}
     table |= {"trainer": {"learning_rate": 1e-5 if task == "sft" else 1e-6}, "rollout": {}}
@@ -182,16 +193,29 @@ def _toml(table: Mapping[str, Any], advice: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _sample(task: str, *, is_chat: bool) -> str:
+def _sample(*, is_sft: bool, is_chat: bool) -> str:
     """Rows of sums: to be replaced by the user's own."""
-    rows: list[dict[str, Any]] = []
-    for number in range(_NUM_SAMPLES):
-        one, other = 11 + 7 * number % 89, 13 + 5 * number % 87
-        question, answer = f"{one} + {other} =", str(one + other)
-        chat = [{"role": "user", "content": f"{question} ? Answer with the number only."}]
-        prompt: Any = chat if is_chat else question
-        rows.append({"prompt": prompt, "completion" if task == "sft" else "answer": answer})
-    return "".join(json.dumps(row) + "\n" for row in rows)
+    asked = " ? Answer with the number only." if is_chat else ""
+    sums = [(11 + 7 * number % 89, 13 + 5 * number % 87) for number in range(_NUM_SAMPLES)]
+    return _rows([(f"{one} + {other} ={asked}", str(one + other)) for one, other in sums], is_sft=is_sft, is_chat=is_chat)
+
+
+def _of_questions(dataset: Path, *, is_sft: bool, is_chat: bool) -> str | None:
+    """Rows as a run takes them, of questions and answers, such as GSM8K's; None for another dataset."""
+    rows = [row for _, row in read_objects(dataset)]
+    asked = next((name for name in ("question", "problem") if name in rows[0]), None)
+    answered = next((name for name in ("solution", "answer")[:: 1 if is_sft else -1] if name in rows[0]), None)
+    if asked is None or answered is None or "prompt" in rows[0] or "messages" in rows[0]:
+        return None
+    return _rows([(row.get(asked), row.get(answered)) for row in rows], is_sft=is_sft, is_chat=is_chat)
+
+
+def _rows(pairs: Sequence[tuple[object, object]], *, is_sft: bool, is_chat: bool) -> str:
+    """JSON lines of questions with their answers, as chats for a model with a template."""
+    answered = "completion" if is_sft else "answer"
+    prompts = ([{"role": "user", "content": question}] if is_chat else question for question, _ in pairs)
+    rows = [{"prompt": prompt, answered: answer} for prompt, (_, answer) in zip(prompts, pairs, strict=True)]
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:

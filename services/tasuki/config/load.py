@@ -256,6 +256,10 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
             at[last] = _anchored(at[last], folder, key=".".join((*parents, last)))
 
 
+def is_hub_dataset(value: str) -> bool:
+    return _HUB_DATASET.fullmatch(value) is not None and Path(value).suffix.lower() not in _DATA_SUFFIXES
+
+
 def _anchored(value: Any, folder: Path, *, key: str) -> Any:
     """Makes a path, or each path in a list, absolute. Leaves other values for the schema to refuse."""
     if isinstance(value, list):
@@ -265,8 +269,8 @@ def _anchored(value: Any, folder: Path, *, key: str) -> Any:
     if "\0" in value:
         raise InvalidArgument(key, f"{value!r} is not a path: it contains a null character")
     # An id of the Hugging Face hub stays a relative path until it is fetched.
-    wanted = _HUB_DATASET if key.endswith("dataset") else _HUB_MODEL if key in ("model.path", "trainer.critic.path") else None
-    is_of_hub = wanted is not None and wanted.fullmatch(value) and Path(value).suffix.lower() not in _DATA_SUFFIXES
+    is_model = key in ("model.path", "trainer.critic.path")
+    is_of_hub = is_hub_dataset(value) if key.endswith("dataset") else is_model and _HUB_MODEL.fullmatch(value)
     if is_of_hub and not (folder / value).exists():
         return value
     try:
