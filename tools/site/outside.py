@@ -8,13 +8,13 @@ from typing import Any
 from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]  # of .site-venv alone
 
 _ROOT = Path(__file__).parents[2]
-_STYLE = "@media (min-width: 60em) {.md-typeset td:first-child code {white-space: nowrap}}\n"
+_STYLE = "@media (min-width: 60em) {.md-typeset td:first-child code {white-space: nowrap}} .md-grid {max-width: 76rem}\n"
 _CODE = re.compile(r"`[^`\n]+`")
 _LINK = re.compile(r"(\[[^]]*\])\(([^)\s]+)\)|(src(?:set)?)=\"([^\"]+)\"")
 
 
 def on_files(files: Any, *, config: Any) -> None:
-    """Adds the files that pages link to, and those that these link to, and the style of keys in tables."""
+    """Adds the files that pages link to, and those that these link to, and room for tables."""
     files.append(File.generated(config, "site.css", content=_STYLE))
     waiting = [file.src_uri for file in files.documentation_pages()]
     while waiting:
