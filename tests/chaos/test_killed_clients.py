@@ -28,7 +28,7 @@ _PPO = {**_EPOCHS, "train.algorithm": "ppo", "train.critic_warmup_steps": 2}
 _EPISODES = {**_GRPO, "train.episode.function": "odd_reward:two_turns"}
 del _EPISODES["train.reward.function"]
 _SFT = {**SFT, "sft.num_steps": 12}
-_CARRIED = {**_GRPO, "train.oversample": 2.0, "train.max_staleness": 3, "train.max_new_tokens": 200}
+_CARRIED = {**_GRPO, "train.oversample": 2.0, "train.max_staleness": 1, "train.max_new_tokens": 200}
 SERIES: Mapping[str, tuple[str, Sequence[Mapping[str, object]]]] = {
     "critic": ("[trainer.critic]\nlearning_rate = 1e-3\n", [_PPO] * 4),
     "whole": ("", [_GRPO, _SFT, _EPOCHS, _DAPO, _EPISODES] * 2),
@@ -37,7 +37,7 @@ SERIES: Mapping[str, tuple[str, Sequence[Mapping[str, object]]]] = {
         "",
         [
             _CARRIED,
-            {**_CARRIED, "train.oversample": 1.4, "train.save_every": 1},
+            {**_CARRIED, "train.oversample": 1.4, "train.max_staleness": 2, "train.save_every": 1},
             {**_CARRIED, "train.num_mini_batches": 2, "train.max_staleness": 5},
         ],
     ),

@@ -63,10 +63,33 @@ def test_completions_that_would_not_end_are_told(node_file: Path):
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     data.write_text(json.dumps({"prompt": "1", "messages": chat}) + "\n")
     rl = [f"train.dataset={data}", "train.output_dir=run", "train.reward.function=a", "train.max_new_tokens=9"]
-    assert "there is no stop token" in finding_of(node_file, "ends of [train]", rl).found
+    assert "there is no stop token" in finding_of(node_file, "completions of [train]", rl).found
     data.write_text(json.dumps({"messages": chat}) + "\n")
     sft = [f"sft.dataset={data}", "sft.output_dir=run", "sft.num_steps=1"]
-    assert "1 of 1 rows" in finding_of(node_file, "ends of [sft]", sft).found
+    assert "1 of 1 rows" in finding_of(node_file, "completions of [sft]", sft).found
+
+
+def test_tool_calls_that_episodes_could_not_read_are_found(node_file: Path):
+    calls = "{% for call in m.tool_calls or [] %}<{{ call.function.name }}>{% endfor %}"
+    template = "{{ tools }}{% for m in messages %}{{ m.content }}" + calls + "{% endfor %}"
+    (node_file.parent / "model" / "chat_template.jinja").write_text(template)
+    data = node_file.parent / "train.jsonl"
+    rows = [{"prompt": "1"}, {"prompt": [{"role": "user", "content": "1"}], "tools": [{"name": "f"}]}]
+    run = [f"train.dataset={data}", "train.output_dir=run", "train.max_new_tokens=9"]
+    data.write_text(json.dumps(rows[0]) + "\n")
+    told = [
+        one.found
+        for one in check_datasets(load_config(node_file, overrides=[*run, "train.episode.function=a:b"]), has_model=True)
+    ]
+    assert "turns with tools will be refused" in told[-1]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refused = finding_of(node_file, "data of [train]", [*run, "train.episode.function=a:b"])
+    assert (
+        refused.verdict is Verdict.FAIL
+        and "train.jsonl:2: tools: " in refused.found
+        and "another form than JSON" in refused.found
+    )
+    assert is_ok(finding_of(node_file, "data of [train]", [*run, "train.reward.function=a"]))
 
 
 def test_a_reward_that_a_run_would_refuse_is_found(node_file: Path):

@@ -1,6 +1,7 @@
 """Tools of an episode: their schemas, calls as templates write them, and prompts that extend an answer exactly."""
 
 import json
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_a_call_that_cannot_be_read_is_told_to_the_policy(by_form: dict[str, Mod
         text = WRITTEN[form].replace('{"a": 1}', wrong)
         read = by_form[form].read_answer(by_form[form].encode_text(text), ROW)
         assert "JSON" in read["tool_calls"][0]["error"]
-    text = WRITTEN[form].replace('"name": "add"', '"name": 3')
+    text = WRITTEN[form].replace('{"a": 1}', "[1]") if form == "llama" else WRITTEN[form].replace('"name": "add"', '"name": 3')
     read = by_form[form].read_answer(by_form[form].encode_text(text), ROW)
     assert "a tool call is" in read["tool_calls"][0]["error"]
 
@@ -78,9 +79,8 @@ class Drawn(Policy):
 
     async def chat_completion(self, messages: Sequence[Message], tools: object = (), **_: object) -> Reply:
         before = self.turns.turns[-1:]
-        asked = Asked.of(
-            "chat", {"messages": list(messages), "tools": ROW["tools"]}, {}, turns=self.turns, tokenizer=self.tokenizer
-        )
+        fields = {"messages": list(messages), "tools": tools}
+        asked = Asked.of("chat", fields, {}, turns=self.turns, tokenizer=self.tokenizer)
         assert asked.parent is (before[0] if before else None)
         drawn = np.array([*self.tokenizer.encode_text(self.texts[len(self.turns.turns)]), EOS], np.int32)
         sample = Sample(0, 0, drawn, np.zeros(len(drawn), np.float32), FinishReason.STOP, 3)
@@ -170,9 +170,37 @@ def test_an_answer_without_calls_is_text(by_form: dict[str, ModelTokenizer]):
         assert (read["text"], read["tool_calls"]) == ("4 {x}", [])
 
 
-def test_calls_in_another_form_than_json_are_refused(by_form: dict[str, ModelTokenizer]):
-    with pytest.raises(InvalidArgument, match="another form than JSON"):
-        by_form["xml"].read_answer([5, EOS], ROW)
+@pytest.mark.parametrize(
+    "text", ['{"answer": 4}', '{"name": "Ada", "parameters": {}}', '{"x": {"name": "add"}}', "[1, 2]", "{a}", "{"]
+)
+def test_json_that_names_no_tool_is_an_answer(by_form: dict[str, ModelTokenizer], text: str):
+    read = by_form["llama"].read_answer([*by_form["llama"].encode_text(text), EOS], ROW)
+    assert (read["text"], read["tool_calls"]) == (text, [])
+
+
+NO_FORM = {
+    "another form than JSON": CALLS["xml"],
+    "another form than JSON ": CALLS["hermes"].replace("| tojson", "| tojson | replace('.5', '')"),
+    "cannot write a tool call: .* prints an object": CALLS["llama"].replace("| tojson", ""),
+}
+
+
+@pytest.mark.parametrize("problem", NO_FORM)
+def test_templates_whose_calls_cannot_be_read_back_are_told_and_turns_with_tools_refused(tmp_path: Path, problem: str):
+    tokenizer = folder_with(tmp_path, ROLES.replace("CALLS", NO_FORM[problem]))
+    (doubt,) = tokenizer.tool_doubts()
+    assert re.search(f"turns with tools will be refused: .*{problem.strip()}", doubt)
+    asked = {"messages": [{"role": "user", "content": "a"}], **ROW}
+    with pytest.raises(InvalidArgument, match=f"^tools: .*{problem.strip()}"):
+        Asked.of("chat", asked, {}, turns=Turns(), tokenizer=tokenizer)
+    Asked.of("chat", {**asked, "tools": []}, {}, turns=Turns(), tokenizer=tokenizer)
+
+
+def test_templates_whose_calls_are_read_or_that_have_no_tools_are_not_doubted(
+    by_form: dict[str, ModelTokenizer], tmp_path: Path
+):
+    without = folder_with(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert [own.tool_doubts() for own in (without, *map(by_form.get, WRITTEN)) if own is not None] == [[]] * 4
 
 
 @pytest.mark.parametrize("form", CALLS)

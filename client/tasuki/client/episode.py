@@ -159,6 +159,7 @@ class ChatTokenizer(Protocol):
     def encode_next(
         self, messages: Sequence[Mapping[str, Any]], place: int, fields: Row, *, last_token_id: int | None
     ) -> list[int]: ...
+    def tool_call_form(self, fields: Row) -> object: ...
     def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, Any]: ...
     def decode_whole(self, token_ids: NDArray[np.int32]) -> str: ...
 
@@ -200,6 +201,8 @@ class Asked:
             raise InvalidArgument("messages", problem)
         given = {"tools": tools, "chat_template_kwargs": fields.get("chat_template_kwargs")}
         row = {**row, **{name: value for name, value in given.items() if value}}
+        if row.get("tools"):
+            tokenizer.tool_call_form(row)  # refused before anything is drawn
         chat = ChatDigest(fields.get("variant", ""))
         parent, place = turns.extended_by_chat(chat.read(messages)) or (None, -1)
         earlier = () if parent is None else parent.sample.images

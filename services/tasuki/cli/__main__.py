@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from tasuki.cli.arguments import FLEET_FLAGS, make_parser
-from tasuki.cli.config import warn_of_settings
+from tasuki.cli.config import warn_of_doubts, warn_of_settings
 from tasuki.config.load import load_beside_node, load_config
 from tasuki.config.paths import config_path, training_output_path
 from tasuki.config.schema import NodeConfig, TrackConfig
@@ -146,11 +146,13 @@ def _watch(arguments: argparse.Namespace) -> int:
 def _gateway(arguments: argparse.Namespace) -> int:
     try:
         from tasuki.gateway.server import run
+        from tasuki.runs.tokenizer import ModelTokenizer
     except ModuleNotFoundError as error:
         text = f"`tasuki gateway` needs starlette and uvicorn: {install_extras('gateway')}"
         raise NotInstalled(text, packages="starlette,uvicorn", extras="gateway") from error
 
     config = _running_config(arguments)
+    warn_of_doubts(config, ModelTokenizer(config.model.path).tool_doubts())
     return run(config, listen=arguments.listen, key_file=arguments.key_file, acquires=arguments.acquire)
 
 

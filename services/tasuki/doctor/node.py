@@ -99,7 +99,7 @@ def node_findings(
         yield check_port(key, *split_host_port(target))
 
 
-_ENDS = "compare eos_token_id of generation_config.json with the chat template"
+_COMPARE = "compare the chat template with eos_token_id of generation_config.json, and with the tools of episodes"
 
 
 def check_datasets(config: NodeConfig, *, has_model: bool) -> Iterable[Finding]:
@@ -132,7 +132,7 @@ def _check_data(
     found: list[RlTraining | SftTraining] = []
     yield checked(name, str(run.dataset), lambda: found.append(read()), key=f"{table}.dataset")
     for training in found:
-        yield from (warn(f"ends of [{table}]", doubt, _ENDS) for doubt in training.doubts)
+        yield from (warn(f"completions of [{table}]", doubt, _COMPARE) for doubt in training.doubts)
 
 
 def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:

@@ -1,7 +1,8 @@
 """Reads tool calls in the form in which a model's own chat template writes them."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +11,11 @@ from tasuki.wire.errors import InvalidArgument
 
 _NAME, _KEY, _VALUE = "tool_name", "argument_name", "argument_value"
 _TEXT = "written beside the call"
-_CALL = {"type": "function", "id": "000000000", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
+_CALL = {"type": "function", "id": "000000000"}
+_ODD = {"text": '"q"\n{[é]}', "number": -1.5, "list": [{"key": None}]}
 _QUESTION: Message = {"role": "user", "content": "question"}
 _END_OF_THOUGHT = "</think>"
+_NAMED = re.compile(r'\s*(?:\[\s*)?\{[^{]*?"name"\s*:\s*"([^"\\]*)"')
 Call = dict[str, Any]
 """`{"type": "function", "function": {"name", "arguments"}}`, with `id` if written, or `{"error": text}` for what cannot be read."""
 
@@ -24,11 +27,15 @@ class ToolCallForm:
     prefix: str
     arguments_key: str
 
-    def read(self, text: str) -> tuple[str, list[Call]]:
-        """Returns the text before the first call, and the calls. What a thought writes are none."""
+    def read(self, text: str, names: Collection[str]) -> tuple[str, list[Call]]:
+        """Returns the text before the first call, and the calls. What a thought writes are none.
+
+        names: of the tools. Without a prefix, JSON that names none of them is an answer.
+        """
         begin = text.rfind(_END_OF_THOUGHT) + len(_END_OF_THOUGHT) if _END_OF_THOUGHT in text else 0
         start = text.find(self.prefix, begin) if self.prefix else len(text) - len(text[begin:].lstrip())
-        if start < 0 or (not self.prefix and not text.startswith(("{", "["), start)):
+        named = None if self.prefix else _NAMED.match(text, start)
+        if start < 0 or (not self.prefix and (named is None or named[1] not in names)):
             return text, []
         parts = text[start:].split(self.prefix)[1:] if self.prefix else [text[start:]]
         return text[:start].rstrip(), [call for part in parts for call in self._calls(part.lstrip())]
@@ -52,21 +59,27 @@ class ToolCallForm:
 
 
 def form_of(render: Callable[[Sequence[Message], bool], str]) -> ToolCallForm:
-    """Finds the form from a call that the template writes itself.
+    """Finds the form from calls that the template writes itself, and that are read back.
 
-    render: of messages, with the generation prompt or without. Raises InvalidArgument for calls that are not JSON.
+    render: of messages, with the generation prompt or without. Raises InvalidArgument for calls that cannot be read.
     """
 
-    def written(content: str) -> str:
-        return render([_QUESTION, {"role": "assistant", "content": content, "tool_calls": [_CALL]}], False)
+    def written(content: str, arguments: Mapping[str, Any]) -> str:
+        call = {**_CALL, "function": {"name": _NAME, "arguments": arguments}}
+        return render([_QUESTION, {"role": "assistant", "content": content, "tool_calls": [call]}], False)
 
-    prompt, whole = render([_QUESTION], True), written("")
-    shared = next((place for place, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
-    # After the text, where nothing of a thought is in between; or alone, if the template drops the text, or writes it after the call.
-    for answer in (written(_TEXT).partition(_TEXT)[2], whole[shared:]):
-        for place, char in enumerate(answer):
-            if char in "{[" and (form := _form(answer, place)) is not None:
-                return form
+    try:
+        prompt, whole = render([_QUESTION], True), written("", {_KEY: _VALUE})
+        shared = next((place for place, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+        # After the text, where nothing of a thought is in between; or alone, if the template drops the text, or writes it after the call.
+        for answer in (written(_TEXT, {_KEY: _VALUE}).partition(_TEXT)[2], whole[shared:]):
+            for place, char in enumerate(answer):
+                if char in "{[" and (form := _form(answer, place)) is not None:
+                    _, calls = form.read(written("", _ODD)[shared:], [_NAME])
+                    if [call.get("function") for call in calls] == [{"name": _NAME, "arguments": _ODD}]:
+                        return form
+    except InvalidArgument as error:
+        raise InvalidArgument("tools", f"the model's chat template cannot write a tool call: {error.message}") from error
     problem = "the model's chat template writes tool calls in another form than JSON, which tasuki cannot read; read them in the function"
     raise InvalidArgument("tools", problem)
 

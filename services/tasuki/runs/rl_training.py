@@ -128,7 +128,13 @@ def read_rl(config: NodeConfig, *, now: datetime | None = None) -> RlTraining:
                 "train.episode.max_tokens", f"is {train.episode.max_tokens}; a sample may have {limit} tokens"
             )
         limit = train.episode.max_tokens
-    check = partial(_longest_sample, tokenizer=tokenizer, limit=limit, max_prompt_tokens=train.max_prompt_tokens)
+    check = partial(
+        _longest_sample,
+        tokenizer=tokenizer,
+        is_episode=train.episode is not None,
+        limit=limit,
+        max_prompt_tokens=train.max_prompt_tokens,
+    )
     key, max_new_tokens = "train.max_new_tokens", train.max_new_tokens
     with field_as_key("dataset", "train.dataset"):
         longest = check(rows, key=key, max_new_tokens=max_new_tokens, path=train.dataset)
@@ -138,6 +144,8 @@ def read_rl(config: NodeConfig, *, now: datetime | None = None) -> RlTraining:
         check(eval_rows, key=key, max_new_tokens=max_new_tokens, path=str(train.eval_dataset))
     is_chat = any(isinstance(row["prompt"], list) for row in rows)
     doubts = tokenizer.doubts(is_chat=is_chat, stop_token_ids=train.stop_token_ids, stop=train.stop)
+    if train.episode is not None:
+        doubts += tokenizer.tool_doubts()
     return RlTraining(train, tokenizer, rows, eval_rows, longest if train.episode is None else limit, config.seed, doubts)
 
 
@@ -145,6 +153,7 @@ def _longest_sample(
     rows: Sequence[Row],
     *,
     tokenizer: ModelTokenizer,
+    is_episode: bool,
     limit: int,
     key: str,
     max_new_tokens: int,
@@ -163,6 +172,8 @@ def _longest_sample(
     for index, row in enumerate(rows):
         try:
             num_tokens = tokenizer.num_prompt_tokens(row["prompt"], row)
+            if is_episode and row.get("tools"):
+                tokenizer.tool_call_form(row)
         except InvalidArgument as error:
             raise InvalidArgument("dataset", f"{row_place(path, index)}: {error.message}") from error
         if not num_tokens:

@@ -25,6 +25,8 @@ _ANSWER = "\ufdd2"
 _QUESTION = "\ufdd4"
 """The same for a question."""
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "strftime_now")
+_TOOL = {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}}
+_WITH_TOOL: Row = {"tools": [{"type": "function", "function": _TOOL}]}
 _CHAT_FIELDS = (
     "documents", "system", "functions", "function_call", "tool_choice", "parallel_tool_calls", "response_format",
     "image", "images", "video", "videos", "audio", "audios",
@@ -167,19 +169,35 @@ class ModelTokenizer:
         own = token_ids[:-1] if token_ids[-1:] and token_ids[-1] in self.stop_token_ids else token_ids
         written = text = self._tokenizer.decode(own)
         calls = list[Call]()
-        if fields.get("tools"):
-            template, variables = self._template("messages", fields)
-            form = self._forms.get(id(template))
-            if form is None:
-                form = form_of(lambda some, is_prompt: template.render(some, {**variables, "add_generation_prompt": is_prompt}))
-                self._forms[id(template)] = form
+        tools: Any = fields.get("tools")
+        if tools:
             written = self._tokenizer.decode(own, has_special=True)
-            before, calls = form.read(written)
+            names = [str(told.get("name")) for tool in tools if isinstance(told := tool.get("function", tool), dict)]
+            before, calls = self.tool_call_form(fields).read(written, names)
             text = self._tokenizer.without_special(before) if calls else text
         message: dict[str, object] = {"role": ASSISTANT, "content": text}
         if valid := [call for call in calls if "function" in call]:
             message["tool_calls"] = valid
         return {"text": text, "written": written, "tool_calls": calls, "message": message}
+
+    def tool_call_form(self, fields: Row) -> ToolCallForm:
+        """How the chat template of a row with tools writes calls. Raises InvalidArgument if they cannot be read."""
+        template, variables = self._template("messages", fields)
+        form = self._forms.get(id(template))
+        if form is None:
+            form = form_of(lambda some, is_prompt: template.render(some, {**variables, "add_generation_prompt": is_prompt}))
+            self._forms[id(template)] = form
+        return form
+
+    def tool_doubts(self) -> list[str]:
+        """Why turns with tools will be refused, if the chat template reads tools, but its calls cannot be read."""
+        with suppress(InvalidArgument):  # of a template without tools
+            self._template("messages", _WITH_TOOL)
+            try:
+                self.tool_call_form(_WITH_TOOL)
+            except InvalidArgument as error:
+                return [f"turns with tools will be refused: {error.message}"]
+        return []
 
     def doubts(self, *, is_chat: bool, stop_token_ids: Sequence[int], stop: Sequence[str]) -> list[str]:
         """What is likely wrong with the ends of completions, of chats or texts. stop_token_ids, stop: ends that the run adds."""
