@@ -25,7 +25,7 @@ from tasuki.trainer.service.requests import decode_samples
 from tests.integration import trainer_samples as plain
 from tests.integration.learning import fsdp, learn, start_learner, trained
 from tests.integration.one_rank import mesh, model
-from tests.models import VOCAB_SIZE, make_model, save_checkpoint
+from tests.models import TOWER, VOCAB_SIZE, make_model, save_checkpoint
 from tests.vision import put_images, take_images
 
 __all__ = ["mesh", "model"]
@@ -34,7 +34,13 @@ NUM_LAYERS = 2
 
 
 @pytest.mark.parametrize(
-    "options", [{"use_dora": True}, {"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 2}}, {"images": True}]
+    "options",
+    [
+        {"use_dora": True},
+        {"use_dora": True, "use_rslora": True, "rank_pattern": {"q_proj": 2}},
+        {"images": True},
+        {"images": True, "tower": True, "exclude_modules": ["blocks.1.mlp.linear_fc1"]},
+    ],
 )
 def test_a_step_of_adapters_equals_pefts(mesh: DeviceMesh, model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     auto, options = cast(Any, AutoModelForCausalLM), dict(options)
@@ -63,7 +69,8 @@ def test_a_step_of_adapters_equals_pefts(mesh: DeviceMesh, model: Path, tmp_path
         wanted = {
             in_file(name.removeprefix("base_model.model."), param)[0]: param for name, param in expected.parameters.items()
         }
-        assert len(found) == 3 * (3 if lora.get("use_dora") else 2) * NUM_LAYERS
+        num_adapted = 3 * NUM_LAYERS + (4 * TOWER["depth"] - 1 + 3 * 2 if lora.get("tower") else 0)
+        assert len(found) == num_adapted * (3 if lora.get("use_dora") else 2)
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, wanted[name.replace("language_model.", "")], rtol=1e-5, atol=1e-6, msg=name)
     backend.close()
@@ -192,15 +199,21 @@ def test_adapters_begin_as_pefts_gaussian(mesh: DeviceMesh, model: Path) -> None
     assert all(torch.equal(param.full_tensor(), expected[name]) for name, param in adapters.items())
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen2_5_vl", "qwen3_vl", "mixtral"])
-def test_merged_weights_have_the_names_that_are_published(mesh: DeviceMesh, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "has_tower"),
+    [
+        *((kind, False) for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen2_5_vl", "qwen3_vl", "mixtral")),
+        *((kind, True) for kind in ("qwen3_5", "qwen2_5_vl")),
+    ],
+)
+def test_merged_weights_have_the_names_that_are_published(mesh: DeviceMesh, tmp_path: Path, kind: str, has_tower: bool) -> None:
     folder = save_checkpoint(make_model(kind, seed=0), tmp_path / "model")
     # A tower with layers of the same names has no adapters.
     targets = ["q_proj", "down_proj" if kind == "qwen2_5_vl" else "o_proj"]
-    learner = start_learner(folder, mesh=mesh, lora={"rank": 4, "target_modules": targets})
+    learner = start_learner(folder, mesh=mesh, lora={"rank": 4, "target_modules": targets, "tower": has_tower})
     causal_lm = fsdp(learner)._policy.causal_lm
     merged = MergedWeights(causal_lm)
-    assert not any(name.startswith("visual.") for name in merged.names)
+    assert any("visual." in name for name in merged.names) is has_tower
     assert merged.names and merged.names == merged.by_name.keys()
     assert merged.names <= {shard.name for shard in local_shards(causal_lm)}
     fsdp(learner).close()

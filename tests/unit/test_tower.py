@@ -11,9 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tasuki.config.checks import check_model
 from tasuki.config.schema import NodeConfig
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import read_model
 from tasuki.models.tower import Tower
 from tasuki.planner.trainer_bytes import checkpoint_bytes, frozen_bytes, gradient_bytes
+from tasuki.trainer.backends.fsdp.lora.adapters import adapted_parameters, add_adapters
 from tasuki.trainer.data.cost import SampleCost, sample_cost
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.shared_plan import Sharing, _groups_of_prompts, plan_shared
@@ -75,6 +77,22 @@ def test_a_trained_tower_has_gradients_and_moments_in_the_plan(text: Any, is_tra
     assert gradient_bytes(node) == 4 * numel
     assert frozen_bytes(node) == 4 * (shape.num_parameters - numel)
     assert checkpoint_bytes(node) == pytest.approx(3 * 4 * numel, rel=0.01)
+
+
+@pytest.mark.parametrize("has_tower", [False, True])
+def test_adapters_of_a_tower_are_planned_as_they_are_added(text: Any, has_tower: bool) -> None:
+    shape = read_model({**text.config.to_dict(), "architectures": [type(text).__name__]}).shape
+    lora = LoraConfig(rank=4, target_modules=("q_proj", "down_proj"), tower=has_tower, exclude_modules=("blocks.0.attn.proj",))
+    network = deepcopy(text)
+    add_adapters(network, lora)
+    adapted = adapted_parameters(network)
+    assert sorted(name.removesuffix(".weight") for name in adapted) == sorted(lora.layers(shape))
+    towers = {name for name in adapted if name.startswith("visual.")}
+    kinds = {name for name, module in network.visual.named_modules() if isinstance(module, torch.nn.Linear) and ".lora_" not in name}
+    assert {f"visual.{name.removesuffix('.base_layer')}.weight" for name in kinds} - towers == (
+        {"visual.blocks.0.attn.proj.weight"} if has_tower else {f"visual.{name}.weight" for name in kinds}
+    )
+    assert has_tower is any(param.requires_grad for param in network.visual.parameters())
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])

@@ -221,15 +221,12 @@ def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShap
 
 def _check_towers(config: "NodeConfig", models: "Sequence[ModelShape]") -> None:
     """Refuses what vision models and their texts cannot have."""
-    if config.trainer.train_tower:
-        if models[0].tower is None:
-            raise InvalidArgument(
-                "trainer.train_tower", f"needs a vision tower, which {models[0].architecture} lacks; leave it out"
-            )
-        if config.trainer.lora is not None:
-            raise InvalidArgument(
-                "trainer.train_tower", "is not possible with [trainer.lora], whose adapters are the text's; remove one"
-            )
+    trainer = config.trainer
+    if trainer.tower_learns and models[0].tower is None:
+        field = "trainer.train_tower" if trainer.train_tower else "trainer.lora.tower"
+        raise InvalidArgument(field, f"needs a vision tower, which {models[0].architecture} lacks; leave it out")
+    if trainer.train_tower and trainer.lora is not None:
+        raise InvalidArgument("trainer.train_tower", "trains all of the tower; with [trainer.lora] set trainer.lora.tower instead")
     for model in models:
         if not find_family(model.architecture).text_module:
             continue

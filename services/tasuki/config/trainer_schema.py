@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from tasuki.config.checks import UNSERVED_LINEAR
 from tasuki.config.table import Bool, Devices, Distinct, Float, Int, PositiveFloat, PositiveInt, Schema
 from tasuki.models.adapter_folder import is_end, is_match
+from tasuki.models.tower import TOWER
 
 if TYPE_CHECKING:
     from tasuki.models.shape import ModelShape
@@ -61,8 +62,10 @@ class LoraConfig(Schema):
     out."""
     experts: Bool = False
     """Whether the experts of a mixture get adapters, too, each its own: PEFT's `target_parameters`. Merged only."""
+    tower: Bool = False
+    """Whether all linear layers of a vision tower get adapters, too."""
     exclude_modules: Annotated[tuple[str, ...], Distinct] = ()
-    """Linear layers of `target_modules` without an adapter: whole names, or ends such as "0.self_attn.q_proj"."""
+    """Linear layers without an adapter after all: whole names, or ends such as "0.self_attn.q_proj"."""
     rank_pattern: dict[Pattern, PositiveInt] = Field(default={})
     """Ranks of other layers than `rank` says, by a regular expression for the end of their name, as in `{"layers.1.*.q_proj" = 8}`."""
     alpha_pattern: dict[Pattern, PositiveFloat] = Field(default={})
@@ -82,12 +85,16 @@ class LoraConfig(Schema):
 
     def adapts(self, layer: str) -> bool:
         """Whether a linear layer of this name, such as `model.layers.0.self_attn.q_proj`, gets an adapter."""
-        return layer.rpartition(".")[2] in self.target_modules and not any(is_end(name, layer) for name in self.exclude_modules)
+        is_meant = self.tower if layer.startswith(TOWER) else layer.rpartition(".")[2] in self.target_modules
+        return is_meant and not any(is_end(name, layer) for name in self.exclude_modules)
 
     def layers(self, model: "ModelShape") -> dict[str, tuple[int, ...]]:
         """Linear layers that get an adapter, in the model's order, with the shapes [out, in] of their weights."""
-        weights = {name.removesuffix(".weight"): shape for name, shape in model.parameters().items()}
-        return {layer: shape for layer, shape in weights.items() if len(shape) == 2 and self.adapts(layer)}
+        named = model.parameters()
+        weights = {name.removesuffix(".weight"): shape for name, shape in named.items() if len(shape) == 2}
+        # A tower's learned positions, a matrix without a bias, are no linear layer.
+        linear = (layer for layer in weights if not layer.startswith(TOWER) or f"{layer}.bias" in named)
+        return {layer: weights[layer] for layer in linear if self.adapts(layer)}
 
     def rank_of(self, layer: str) -> int:
         """Rank of a layer's adapter."""
@@ -205,8 +212,8 @@ class TrainerConfig(OptimizerConfig):
     """By how much each step of the policy moves the bias with which a router ranks an expert, towards even load and without a loss
     (DeepSeek V3). For routers with such a bias: DeepSeek V3, GLM 4.5 to 4.7. Not with `[trainer.lora]`."""
     train_tower: Bool = False
-    """Whether a vision tower is trained with the text; by default it stays as it is. Its blocks are recomputed in backward. Not with
-    `[trainer.lora]`."""
+    """Whether a vision tower is trained with the text; by default it stays as it is. Its blocks are recomputed in backward. With
+    `[trainer.lora]` see `tower` there."""
     lora: LoraConfig | None = None
     """Trains adapters on a frozen model, which is then also the reference policy."""
     reference_on_host: Bool | None = None
@@ -226,6 +233,11 @@ class TrainerConfig(OptimizerConfig):
     @property
     def optimizer_8bit(self) -> bool:
         return self.moments == "8bit"
+
+    @property
+    def tower_learns(self) -> bool:
+        """Whether the vision tower, or adapters on it, are trained."""
+        return self.train_tower or (self.lora is not None and self.lora.tower)
 
     @property
     def critic_optimizer(self) -> OptimizerConfig | None:
@@ -248,6 +260,7 @@ class TrainerConfig(OptimizerConfig):
                 "alpha_pattern": {},
                 "use_dora": False,
                 "dropout": 0.0,
+                "tower": False,
             }
         )
 

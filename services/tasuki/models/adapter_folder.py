@@ -8,6 +8,7 @@ from tasuki.models.config_json import read_json_object
 from tasuki.models.families import find_family
 from tasuki.models.shape import EXPERTS, ModelShape
 from tasuki.models.stored_tensors import READ_DTYPES, read_file
+from tasuki.models.tower import TOWER
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def is_match(pattern: str, layer: str) -> bool:
 
 def in_peft(name: str, *, decoder: str) -> str:
     """PEFT's name of a layer or parameter. decoder: the family's."""
-    return f"base_model.model.{name.replace('model.', f'{decoder}.', 1)}"
+    named = f"model.{name}" if name.startswith(TOWER) else name.replace("model.", f"{decoder}.", 1)
+    return f"base_model.model.{named}"
 
 
 def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:

@@ -147,7 +147,7 @@ def _at_tower(node: Node, tower: Tower) -> Bytes:
     attention = 5 * hidden * compute + 6 * hidden * _FLOAT32
     mlp = (3 * hidden + (3 if tower.has_windows else 2) * tower.intermediate_size) * compute
     per_patch, numel = max(attention, mlp), sum(map(math.prod, node.model.tower_parameters().values()))
-    if node.trainer.train_tower:
+    if node.trainer.tower_learns:
         # Of both parts norms and what autograd keeps; then gradients in attention, or of the MLP's inner part.
         inner = (6 if tower.has_windows else 3) * tower.intermediate_size
         per_patch = 10 * hidden * compute + max(6 * hidden * _FLOAT32, inner * compute + 2 * hidden * _FLOAT32)
@@ -156,7 +156,7 @@ def _at_tower(node: Node, tower: Tower) -> Bytes:
     given = pixels * compute + pixels // tower.patch_shape[1] + (positions + 7 * hidden // tower.num_heads // 2) * _FLOAT32
     return {
         Part.LAYERS: _gathered(node, layers=0) + numel * compute,
-        Part.WHOLE_GRADIENTS: _whole_gradients(node, numel) if node.trainer.train_tower else 0,
+        Part.WHOLE_GRADIENTS: _whole_gradients(node, numel) if node.trainer.tower_learns else 0,
         Part.ACTIVATIONS: node.micro_batch_tokens * tower.merge_size**2 * (per_patch + given) + _kept_of_images(node),
     }
 
@@ -169,7 +169,7 @@ def _kept_of_images(node: Node) -> int:
     tower = node.model.tower
     if tower is None:
         return 0
-    inputs = tower.merge_size**2 * tower.depth * tower.hidden_size if node.trainer.train_tower else 0
+    inputs = tower.merge_size**2 * tower.depth * tower.hidden_size if node.trainer.tower_learns else 0
     return node.micro_batch_tokens * (tower.out_size * (1 + len(tower.deepstack)) + inputs) * node.compute_bytes
 
 

@@ -176,7 +176,7 @@ def sample_costs(config: NodeConfig) -> dict[Role, SampleCost]:
     """Cost of a sample under every role. Raises as read_model_file."""
     trainer, policy = config.trainer, read_model_file(config.model.path)
     costs = {
-        Role.POLICY: sample_cost(policy, is_frozen=trainer.lora is not None, trains_tower=trainer.train_tower),
+        Role.POLICY: sample_cost(policy, is_frozen=trainer.lora is not None, trains_tower=trainer.tower_learns),
         Role.REFERENCE: sample_cost(policy),
     }
     if trainer.critic is not None:

@@ -107,6 +107,11 @@ AutoModelForCausalLM.register(Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, exist
 AutoModelForCausalLM.register(Qwen3VLTextConfig, Qwen3VLForCausalLM)
 
 
+def learns(module: nn.Module) -> bool:
+    """Whether any parameter of it is trained."""
+    return any(param.requires_grad for param in module.parameters())
+
+
 def text_inputs(causal_lm: nn.Module, batch: TokenBatch) -> dict[str, Any]:
     """Arguments of the text model: token ids, or embeddings with those of images. Runs the tower on a blank image without any.
 
@@ -125,7 +130,7 @@ def text_inputs(causal_lm: nn.Module, batch: TokenBatch) -> dict[str, Any]:
     else:
         grids_U3, values_CL = images.grids_U3, images.values_CL.to(embeddings_TH)
         pixels_PD = pixels_of(images.levels_PD, values_CL, num_frames=patch_shape[1])
-    is_trained = next(tower.parameters()).requires_grad
+    is_trained = learns(tower)
     with nullcontext() if is_trained else torch.no_grad():
         found = tower(pixels_PD, grid_thw=grids_U3)
     if images is None:

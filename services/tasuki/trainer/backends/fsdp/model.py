@@ -36,7 +36,7 @@ from tasuki.trainer.durable.model_folder import load_shards
 from tasuki.trainer.modules.compiled_blocks import compile_blocks
 from tasuki.trainer.modules.gated_delta import replace_delta_nets
 from tasuki.trainer.modules.pointwise import fuse_pointwise
-from tasuki.trainer.modules.qwen_vl import text_inputs
+from tasuki.trainer.modules.qwen_vl import learns, text_inputs
 from tasuki.trainer.modules.rotary import fuse_rotation
 from tasuki.trainer.modules.routing import EXPERTS, Routers, replace_routers
 from tasuki.trainer.replicas import mesh_device
@@ -263,8 +263,11 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
             replace_experts(causal_lm, source.mesh if source.expert_parallel else None)
         if source.lora is not None:
             add_adapters(causal_lm, source.lora)
-        if source.trains_tower and (tower := getattr(causal_lm, "visual", None)) is not None:
-            tower.requires_grad_(True).gradient_checkpointing_enable({"use_reentrant": False})
+        tower = getattr(causal_lm, "visual", None)
+        if source.trains_tower and tower is not None:
+            tower.requires_grad_(True)
+        if tower is not None and learns(tower):
+            tower.gradient_checkpointing_enable({"use_reentrant": False})
     return causal_lm
 
 

@@ -33,6 +33,8 @@ _BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight
 _EXPERT_A, _EXPERT_B = "_lora_A", "_lora_B"
 """Ends of names of experts' adapters: `experts.gate_up_proj_lora_A` [E, rank, in] and `..._lora_B` [E, out, rank]."""
 _MAGNITUDE = ".lora_magnitude_vector.default.weight"
+_TOWER_LINEAR = "qkv|proj|gate_proj|up_proj|down_proj|linear_fc1|linear_fc2|mlp\\.[02]"
+"""Ends of the names of linear layers in a vision tower, and of a patch's convolution."""
 _ADAPTERS = (_A, _B, _EXPERT_A, _EXPERT_B, _MAGNITUDE)
 
 
@@ -77,14 +79,16 @@ def _peft_config(config: LoraConfig, *, has_tower: bool) -> "PeftConfig":
 
     alpha, targets = cast(int, config.alpha), [*map(str, config.target_modules)]
     experts = list[str](EXPERTS) if config.experts else None
-    excluded = "|".join([*map(re.escape, config.exclude_modules), r"visual\..*", r"vision_tower\..*"])
+    unnamed = [r"(visual|vision_tower)\.(patch_embed\..*)" if config.tower else r"(visual|vision_tower)\..*"]
+    excluded = "|".join([*map(re.escape, config.exclude_modules), *unnamed])
+    named = rf"(?!(.*\.)?visual\.).*\.({'|'.join(targets)})|(.*\.)?visual\..*\.({_TOWER_LINEAR})"
     return PeftConfig(
         r=config.rank,
         lora_alpha=alpha,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         lora_dropout=config.dropout,
-        target_modules=targets,
+        target_modules=named if config.tower else targets,
         target_parameters=experts,
         exclude_modules=rf"(.*\.)?({excluded})" if has_tower else list(config.exclude_modules) or None,
         rank_pattern=config.rank_pattern,
@@ -226,7 +230,8 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], *, config: LoraConfi
     save_tensors(tensors, folder / "adapter_model.safetensors")
     settings = _peft_config(config, has_tower=any(".language_model." in name for name in tensors))
     settings.base_model_name_or_path, settings.task_type, settings.inference_mode = str(source), "CAUSAL_LM", True
-    settings.target_modules = sorted(config.target_modules)  # PEFT's is a set, in another order in each process
+    if not config.tower:
+        settings.target_modules = sorted(config.target_modules)  # PEFT's is a set, in another order in each process
     settings.save_pretrained(str(folder))
 
 
