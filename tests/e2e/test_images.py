@@ -111,13 +111,20 @@ def test_colors_of_pictures_are_learned(seed: int, tmp_path: Path) -> None:
 
 
 def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
-    train(tmp_path, "trainer.lora.rank=8", "train.num_steps=4", "train.max_new_tokens=3")
+    train(tmp_path, "trainer.lora.rank=8", "trainer.lora.tower=true", "train.num_steps=4", "train.max_new_tokens=3")
     base, merged = (AutoModelForImageTextToText.from_pretrained(tmp_path / name) for name in ("model", "run/model"))
     adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "model" / "adapter")
-    ids = torch.arange(9, 25)[None]
+    ids = torch.tensor([[*range(9, 25), 5, *[4] * 4, 6, 9]])
+    pixels, grid = torch.randn(16, 3 * 2 * 4 * 4), torch.tensor([[1, 4, 4]])
+    given: dict[str, Any] = {
+        "input_ids": ids,
+        "pixel_values": pixels,
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (ids == 4).int(),
+    }
     with torch.no_grad():
-        found, expected = (model(input_ids=ids).logits for model in (adapted, merged))
+        found, expected = (model(**given).logits for model in (adapted, merged))
         with adapted.disable_adapter():
-            start = adapted(input_ids=ids).logits
+            start = adapted(**given).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert (start - expected).abs().max() > 1e-2

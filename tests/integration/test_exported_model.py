@@ -5,14 +5,17 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tasuki.config.trainer_schema import LoraConfig
+from tasuki.models.adapter_folder import check_adapter
 from tasuki.models.families import read_model_shape
 from tasuki.models.shape import ROUTER_BIAS
 from tasuki.models.stored_tensors import check_stored
@@ -135,6 +138,8 @@ MERGED = [
     ("deepseek_v3", {"experts": True}),
     ("qwen2", PATTERNS),
     ("qwen2", DORA | {"alpha": 40}),
+    ("qwen3_5", {"tower": True}),
+    ("qwen2_5_vl", {"tower": True, "target_modules": ["down_proj"]}),
 ]
 
 
@@ -149,13 +154,15 @@ def test_adapters_are_published_and_exported_as_peft_merges_them(
     exported, start = (load_file(path / "model.safetensors") for path in (tmp_path / "model", folder))
     published = PublishedWeights(policy_version=0, handles=[backend.publish(policy_version=0).handle])
     imported = import_weights(published, timeout_s=5)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    auto: Any = AutoModelForImageTextToText if "tower" in options else AutoModelForCausalLM
+    base = auto.from_pretrained(folder, dtype=torch.float32)
     merged = PeftModel.from_pretrained(base, tmp_path / "model" / "adapter").merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     expected = load_file(tmp_path / "merged" / "model.safetensors")
     assert exported.keys() == expected.keys() == set(imported.layout())
     changed = {name for name in exported if not torch.equal(exported[name], start[name].float())}
-    assert changed and all("_proj" in name or ".experts." in name for name in changed)
+    assert changed and all("_proj" in name or ".experts." in name or "visual." in name for name in changed)
+    check_adapter(tmp_path / "model" / "adapter", read_model_shape(folder), LoraConfig.model_validate(LORA | options))
     for name, tensor in exported.items():
         assert torch.equal(imported.gathered(name), tensor), name
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7)

@@ -88,7 +88,9 @@ def test_adapters_of_a_tower_are_planned_as_they_are_added(text: Any, has_tower:
     adapted = adapted_parameters(network)
     assert sorted(name.removesuffix(".weight") for name in adapted) == sorted(lora.layers(shape))
     towers = {name for name in adapted if name.startswith("visual.")}
-    kinds = {name for name, module in network.visual.named_modules() if isinstance(module, torch.nn.Linear) and ".lora_" not in name}
+    kinds = {
+        name for name, module in network.visual.named_modules() if isinstance(module, torch.nn.Linear) and ".lora_" not in name
+    }
     assert {f"visual.{name.removesuffix('.base_layer')}.weight" for name in kinds} - towers == (
         {"visual.blocks.0.attn.proj.weight"} if has_tower else {f"visual.{name}.weight" for name in kinds}
     )

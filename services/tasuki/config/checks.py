@@ -226,7 +226,9 @@ def _check_towers(config: "NodeConfig", models: "Sequence[ModelShape]") -> None:
         field = "trainer.train_tower" if trainer.train_tower else "trainer.lora.tower"
         raise InvalidArgument(field, f"needs a vision tower, which {models[0].architecture} lacks; leave it out")
     if trainer.train_tower and trainer.lora is not None:
-        raise InvalidArgument("trainer.train_tower", "trains all of the tower; with [trainer.lora] set trainer.lora.tower instead")
+        raise InvalidArgument(
+            "trainer.train_tower", "trains all of the tower; with [trainer.lora] set trainer.lora.tower instead"
+        )
     for model in models:
         if not find_family(model.architecture).text_module:
             continue

@@ -76,9 +76,10 @@ def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
         # Of patterns the first that matches counts.
         if theirs != ours or (isinstance(ours, dict) and list(theirs) != list(ours)):
             raise InvalidArgument(f"trainer.lora.{key}", f"is {ours}, but {file} has {name} {theirs}; set the same")
+    decoder = find_family(model.architecture).adapter_decoder(has_tower=model.tower is not None)
     wanted: dict[str, tuple[int, ...]] = {}
     for layer, (num_rows, num_columns) in lora.layers(model).items():
-        inside = in_peft(layer, decoder=find_family(model.architecture).adapter_decoder)
+        inside = in_peft(layer, decoder=decoder)
         a, b = (f"{inside}.lora_{part}.weight" for part in "AB")
         wanted |= {a: (lora.rank_of(layer), num_columns), b: (num_rows, lora.rank_of(layer))}
         if lora.use_dora:
@@ -86,7 +87,7 @@ def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
     for name, shape in model.parameters().items():
         if lora.experts and name.endswith(EXPERTS):
             # See trainer/backends/fsdp/lora/adapters.py.
-            wrapped = f"base_model.model.{name.rpartition('.')[0]}{'.base_layer' if name.endswith(EXPERTS[0]) else ''}"
+            wrapped = in_peft(name.rpartition(".")[0], decoder=decoder) + (".base_layer" if name.endswith(EXPERTS[0]) else "")
             stacked = shape[0] * lora.rank
             wanted |= {f"{wrapped}.lora_A.weight": (stacked, shape[-1]), f"{wrapped}.lora_B.weight": (shape[1], stacked)}
     stored = read_file(folder / ADAPTER_FILE, key=KEY)

@@ -131,12 +131,16 @@ class Family:
     """Whether the tower is loaded, for images."""
     text_defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' values of keys that `text_config` may lack."""
-    adapter_decoder: str = "model"
-    """Name of the decoder in the model that transformers loads, which PEFT's files have."""
+    decoder_beside_tower: str = "model"
+    """Name of the decoder in the vision model that transformers loads, which PEFT's files have."""
     untrained: tuple[str, ...] = ()
     """Starts of names of a checkpoint's tensors that are neither loaded nor trained, and exported unchanged."""
     rope_notes: frozenset[str] = frozenset()
     """Parameters of the rotary embedding that have no effect on text."""
+
+    def adapter_decoder(self, *, has_tower: bool) -> str:
+        """Name of the decoder in PEFT's files. has_tower: whether the model is loaded with its vision tower."""
+        return self.decoder_beside_tower if has_tower or not self.has_tower else "model"
 
 
 ROTARY = "model.rotary_emb"

@@ -143,7 +143,7 @@ FAMILIES = (
             "max_position_embeddings": 131072,
             "tie_word_embeddings": True,
         },
-        adapter_decoder="model.language_model",
+        decoder_beside_tower="model.language_model",
         **_GEMMA3,
     ),
 )

@@ -114,6 +114,7 @@ _VISION: dict[str, Any] = {
     "checks": (_refuse_two_parts, _check_sections),
     "shape": _SHAPE,
     "has_tower": True,
+    "decoder_beside_tower": "model.language_model",
     "untrained": ("mtp.",),
 }
 FAMILIES = (

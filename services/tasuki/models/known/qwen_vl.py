@@ -44,7 +44,7 @@ FAMILIES = (
         rope_notes=frozenset({"mrope_section"}),
         checkpoint=CheckpointNames(tower="visual."),
         has_tower=True,
-        adapter_decoder="model.language_model",
+        decoder_beside_tower="model.language_model",
     ),
     Family(
         architecture="Qwen3VLForConditionalGeneration",
@@ -58,6 +58,6 @@ FAMILIES = (
         rope_notes=frozenset({"mrope_section", "mrope_interleaved"}),
         checkpoint=CheckpointNames(decoder="model.language_model"),
         has_tower=True,
-        adapter_decoder="model.language_model",
+        decoder_beside_tower="model.language_model",
     ),
 )

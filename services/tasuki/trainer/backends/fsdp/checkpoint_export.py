@@ -76,7 +76,9 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
                 a, b = read(a_name), read(b_name)
                 magnitude = read(magnitude_name) if magnitude_name in sizes else None
                 parts = {a_name: a, b_name: b} | ({} if magnitude is None else {magnitude_name: magnitude})
-                adapter |= dict(in_file(*part, decoder=family.adapter_decoder) for part in parts.items())
+                adapter |= dict(
+                    in_file(*part, decoder=family.adapter_decoder(has_tower=model.tower is not None)) for part in parts.items()
+                )
                 scaling = lora.scaling_of(name.removesuffix(".weight"))
                 if len(shape) == 3:
                     tensor = merged_experts(tensor, a, b, scaling=scaling).to(dtype)

@@ -50,8 +50,12 @@ def family_of(causal_lm: nn.Module) -> Family:
     return find_family(cast(Any, causal_lm).config.architectures[0])
 
 
+def _decoder_of(causal_lm: nn.Module) -> str:
+    return family_of(causal_lm).adapter_decoder(has_tower=hasattr(causal_lm, "visual"))
+
+
 def in_file(name: str, param: Tensor, *, decoder: str = "model") -> tuple[str, Tensor]:
-    """Name and values of an adapter's whole parameter in PEFT's file. decoder: Family.adapter_decoder.
+    """Name and values of an adapter's whole parameter in PEFT's file. decoder: of Family.adapter_decoder.
 
     PEFT wraps the experts of a layer once for each of their matrices, gate_up_proj inside. It stacks rows of A by expert and then by rank,
     columns of B by rank and then by expert.
@@ -160,7 +164,7 @@ def load_adapters(causal_lm: nn.Module, folder: Path) -> None:
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         for name, param in adapter_parameters(causal_lm):
             sharded = cast(DTensor, param)
-            named, _ = in_file(name, torch.empty(param.shape, device="meta"), decoder=family_of(causal_lm).adapter_decoder)
+            named, _ = in_file(name, torch.empty(param.shape, device="meta"), decoder=_decoder_of(causal_lm))
             stored = file.get_tensor(named).to(param.device, param.dtype)
             whole = _from_file(name, stored, param.shape)
             param.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None))
@@ -220,7 +224,7 @@ def trained_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter
 def adapter_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
     """Whole adapter tensors under PEFT's file names; empty without adapters. Collective."""
     params = ((name, cast(DTensor, param.detach())) for name, param in adapter_parameters(causal_lm))
-    decoder = family_of(causal_lm).adapter_decoder
+    decoder = _decoder_of(causal_lm)
     return dict(in_file(name, param.full_tensor().cpu(), decoder=decoder) for name, param in params)
 
 
