@@ -22,7 +22,7 @@ from tasuki.gateway.sessions import Sessions
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.address import unix_target
 from tasuki.wire.errors import RewardFailed
-from tests.conftest import RunningNode
+from tests.conftest import ROOT, RunningNode
 from tests.e2e.test_episodes import TEMPLATE
 from tests.models import char_tokenizer
 
@@ -298,6 +298,29 @@ def test_programs_give_rewards_and_fail_alone(pool_of: Callable[..., Episodes]):
     assert "no reward: ''" in failures["silent"]
     assert "ended with code 1: no luck" in failures["fails"]
     assert "20 s of its own time" in failures["hangs"]
+
+
+def test_a_task_in_harbors_form_is_judged_by_its_tests(pool_of: Callable[..., Episodes], tmp_path: Path):
+    """By the program of the guide: the reward is that of reward.txt, or the exit code of the tests."""
+    guide = (ROOT / "docs/guides/agents.md").read_text()
+    program = next(block for block in guide.split("```") if "task.toml" in block and block.startswith("python\n"))
+    (tmp_path / "harbor.py").write_text(program.removeprefix("python").replace('["task"]', '["prompt"]'))
+    tests = {
+        "by_reward": "wc -m < answer.txt > $LOGS/reward.txt; exit 1",
+        "passes": "test -s answer.txt",
+        "fails": "test -d answer.txt",
+    }
+    for name, judges in tests.items():
+        (tmp_path / name / "tests").mkdir(parents=True)
+        (tmp_path / name / "task.toml").write_text("[agent]\ntimeout_sec = 100.0\n[verifier]\ntimeout_sec = 100.0\n")
+        (tmp_path / name / "instruction.md").write_text("ab")
+        (tmp_path / name / "tests" / "test.sh").write_text(judges)
+    ran = pool_of("harbor.py", [str(tmp_path / name) for name in tests], timeout_s=120.0)
+    tokenizer = char_tokenizer()
+    drawn = [tokenizer.decode(one.turns.turns[0].sample.token_ids, skip_special_tokens=True) for one in ran.episodes]
+    rewards = [float(len(text)) for text in drawn[:2]] + [float(bool(text)) for text in drawn[2:4]] + [0.0, 0.0]
+    assert ran.scores.rewards.tolist() == rewards
+    assert len(set(rewards)) > 1
 
 
 def test_programs_that_cannot_run_are_refused(pool_of: Callable[..., Episodes]):

@@ -56,8 +56,10 @@ def config_file(text: str) -> Path:
     return next((file for file in files if file.is_file()), path)
 
 
-def _command(commands: "_Commands", name: str, text: str, *, group: str = "") -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text)
+def _command(
+    commands: "_Commands", name: str, text: str, *, group: str = "", aliases: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, aliases=aliases, help=text, description=text)
     parser.set_defaults(command=f"{group}{name}")
     return parser
 
@@ -91,7 +93,8 @@ def _add_node_commands(commands: "_Commands") -> None:
     _add_json(state)
     state.add_argument("--serving", action="store_true", help="exit with 1 unless all three services answer")
     _add_node(_command(commands, "watch", "follow stages and memory until Ctrl-C"))
-    gateway = _command(commands, "gateway", "serve a running node's policy to OpenAI clients and agents")
+    text = "serve a running node's policy to OpenAI clients and agents"
+    gateway = _command(commands, "gateway", text, aliases=["serve"])
     _add_node(gateway)
     text = "address to serve at (127.0.0.1:8000); beyond loopback uses the certificate of CONFIG's [security]"
     gateway.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help=text)
