@@ -16,7 +16,7 @@ from tasuki.config.paths import node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.node import node_snapshot
 from tasuki.node.node_snapshot import NodeReader, NodeSnapshot, as_dict
-from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
+from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tests.conftest import ENVIRONMENT
 
 PLAN = [sys.executable, "-m", "tasuki.cli", "plan", "--preset", "balanced"]
@@ -31,9 +31,8 @@ def test_an_error_shows_control_characters_escaped(tmp_path: Path, capsys: pytes
     assert all(char.isprintable() or char == "\n" for char in told)
 
 
-def test_a_nodes_state_shows_control_characters_escaped() -> None:
-    node = coordinator_pb2.NodeState(last_error="the path /x\x1b]0;evil\x07 \N{LATIN SMALL LETTER E WITH ACUTE} exists")
-    snapshot = NodeSnapshot(
+def snapshot_of(node: coordinator_pb2.NodeState) -> NodeSnapshot:
+    return NodeSnapshot(
         node=node,
         trainer=trainer_pb2.GetTrainerStateResponse(),
         rollout=rollout_pb2.GetRolloutStateResponse(),
@@ -42,10 +41,22 @@ def test_a_nodes_state_shows_control_characters_escaped() -> None:
         changeovers=(),
         absent={},
     )
+
+
+def test_a_nodes_state_shows_control_characters_escaped() -> None:
+    node = coordinator_pb2.NodeState(last_error="the path /x\x1b]0;evil\x07 \N{LATIN SMALL LETTER E WITH ACUTE} exists")
     shown = io.StringIO()
     console = Console(file=shown, width=200)
-    console.print(draw(snapshot))
+    console.print(draw(snapshot_of(node)))
     assert "the path /x\\x1b]0;evil\\x07 \N{LATIN SMALL LETTER E WITH ACUTE} exists" in shown.getvalue()
+
+
+@pytest.mark.parametrize(("stage", "served"), [("STAGE_UNSPECIFIED", "unknown"), ("STAGE_LOAD_TRAINER", "none yet")])
+def test_a_version_is_none_yet_only_where_the_node_knows(stage: str, served: str) -> None:
+    shown = io.StringIO()
+    node = coordinator_pb2.NodeState(stage=types_pb2.Stage.Value(stage))
+    Console(file=shown, width=200).print(draw(snapshot_of(node)))
+    assert f"trainer 0, rollout {served}" in shown.getvalue()
 
 
 def test_a_nodes_state_has_whole_addresses_and_no_trailing_spaces(

@@ -5,8 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.config.paths import config_path, journal_path
+from tasuki.config.save import save_config
+from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.coordinator.journal import Journal
 from tasuki.dashboard.places import place_of
 from tasuki.dashboard.server import open_address
+from tasuki.runs.archive import archived
+from tasuki.runs.folder import name_run
 from tasuki.wire.errors import PathNotFound
 from tests.integration.port_node import make_certs
 
@@ -27,6 +33,20 @@ def test_one_file_of_a_run_or_node_is_enough(tmp_path: Path, name: str) -> None:
     (tmp_path / "notes.txt").touch()
     (tmp_path / name).touch()
     assert place_of(tmp_path).output_dir == tmp_path
+
+
+def test_a_run_that_has_ended_is_on_its_node_until_another_begins(tmp_path: Path) -> None:
+    state, run = tmp_path / "state", tmp_path / "run"
+    state.mkdir()
+    Journal(journal_path(state)).close()
+    save_config(NodeConfig(state_dir=state, model=ModelConfig(path=tmp_path)), config_path(state))
+    name_run(state, run)
+    with archived(state, run):
+        assert place_of(run).is_on(state)
+    place = place_of(run)
+    assert place.archive == run and place.config is not None and place.is_on(state)
+    name_run(state, tmp_path / "another")
+    assert not place_of(run).is_on(state) and place_of(state).is_on(state)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tasuki.config.paths import training_output_path
 from tasuki.coordinator.observe import metrics_tail
-from tasuki.coordinator.observe.node_metrics import RunFigures, _whole_text
+from tasuki.coordinator.observe.node_metrics import RunFigures, _whole_text, phase_label
 from tasuki.rpc import metrics
 from tasuki.rpc.metrics import GpuSeconds
+from tasuki.v1 import types_pb2
+from tasuki.v1.coordinator_pb2 import NodeState
 from tasuki.wire.stages import Service
 
 
@@ -104,3 +106,9 @@ def test_metrics_of_services_are_joined_under_one_name_and_told_apart_by_a_label
     counts = [sample.labels["service"] for sample in families["h"].samples if sample.name == "h_count"]
     assert counts == ["coordinator", "trainer"]
     assert families["a"].documentation == "Some {a} \n text."
+
+
+def test_a_node_whose_place_is_unknown_is_in_no_changeover():
+    between = NodeState(stage=types_pb2.STAGE_SYNC, changeover_id="c000001")
+    holds = NodeState(stage=types_pb2.STAGE_RESUME_KV, phase=types_pb2.PHASE_ROLLOUT)
+    assert [phase_label(state) for state in (NodeState(), between, holds)] == ["", "CHANGEOVER", "ROLLOUT"]

@@ -62,7 +62,7 @@ def phase_name(phase: types_pb2.Phase.ValueType) -> str:
 
 def _facts(snapshot: NodeSnapshot, run: ProgressRecord | None) -> Table:
     node, trainer, rollout = snapshot.node, snapshot.trainer, snapshot.rollout
-    served = str(node.policy_version) if node.HasField("policy_version") else "none yet"
+    served = str(node.policy_version) if node.HasField("policy_version") else "none yet" if node.stage else "unknown"
     health = f"poisoned: {rollout.poison_reason}" if rollout.is_poisoned else f"{rollout.num_running} requests running"
     learned = "unknown" if "trainer" in snapshot.absent else trainer.policy_version
     told = {

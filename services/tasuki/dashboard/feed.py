@@ -28,9 +28,9 @@ _POLL_S = 2.0
 class NodeFollower:
     """Follows a node with a thread. Calls `tell` when something has changed."""
 
-    def __init__(self, config_path: Callable[[], Path | None], tell: Callable[[], None]) -> None:
-        """config_path: of the node to follow now; None if there is none."""
-        self._config_path, self._tell = config_path, tell
+    def __init__(self, place: Callable[[], RunPlace], tell: Callable[[], None]) -> None:
+        """place: returns the run's current location."""
+        self._place, self._tell = place, tell
         self._stop = threading.Event()
         self._state = self._without_node("no node runs here")
         self._thread = threading.Thread(target=self._poll, name="tasuki-node", daemon=True)
@@ -55,10 +55,12 @@ class NodeFollower:
             self._stop.wait(_POLL_S)
 
     def _ask(self) -> dict[str, Any]:
-        if (path := self._config_path()) is None:
-            return self._without_node("no node runs here")
+        place = self._place()
         try:
-            with NodeReader(load_config(path)) as reader:
+            config = None if place.config is None else load_config(place.config)
+            if config is None or not place.is_on(config.state_dir):
+                return self._without_node("no node runs here")
+            with NodeReader(config) as reader:
                 state: dict[str, Any] = as_dict(reader.read_states())
         except (TasukiError, OSError) as error:
             return self._without_node(str(error))
@@ -92,7 +94,7 @@ class Feed:
         self._answering = threading.Lock()
         """Held for an answer from much data, so that many at once do not need the memory of all."""
         self._settle(place())
-        self._node = NodeFollower(lambda: self.place.config if self.place.is_of_node else None, lambda: self._tell("node"))
+        self._node = NodeFollower(lambda: self.place, lambda: self._tell("node"))
         self._thread = threading.Thread(target=self._look_on, name="tasuki-dashboard", daemon=True)
 
     def start(self) -> None:

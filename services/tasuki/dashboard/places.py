@@ -1,6 +1,7 @@
 """Locations of the files to show: a run's output folder, its archive, and the node that it may still be on. Reads its small files."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,16 @@ class RunPlace:
     archive: Path
     config: Path | None
     """The node's configuration as its services read it."""
-    is_of_node: bool
-    """Whether the node may still be running, so that its folder is read instead of a copy."""
     problem: str = ""
     """Why the file that names the node, or its run, cannot be read."""
+
+    def is_on(self, state_dir: Path) -> bool:
+        """Whether this is a node's folder or the newest run on it, which may have ended."""
+        if self.archive.resolve() == state_dir.resolve():
+            return True
+        with suppress(OSError):
+            return self.output_dir is not None and read_path(training_output_path(state_dir)) == self.output_dir.resolve()
+        return False
 
     @property
     def samples(self) -> Path | None:
@@ -64,7 +71,7 @@ def place_of(folder: Path) -> RunPlace:
     except OSError as error:
         problem = unreadable(folder / NODE_FILE, error)
     config = config_path(archive) if archive != folder else archived_config_path(folder)
-    return RunPlace(folder, archive, config if config.is_file() else None, is_of_node=archive != folder, problem=problem)
+    return RunPlace(folder, archive, config if config.is_file() else None, problem)
 
 
 def _check_folder(folder: Path) -> None:
@@ -97,7 +104,7 @@ def place_of_node(state_dir: Path) -> RunPlace:
         output_dir = folder if folder.is_dir() else None
     except OSError as error:
         problem = unreadable(training_output_path(state_dir), error)
-    return RunPlace(output_dir, state_dir, config if config.is_file() else None, is_of_node=True, problem=problem)
+    return RunPlace(output_dir, state_dir, config if config.is_file() else None, problem)
 
 
 def read_summary(output_dir: Path | None) -> tuple[dict[str, Any] | None, str]:

@@ -165,7 +165,9 @@ class MetricName:
 
 
 SERVICE_UP = MetricName("tasuki_service_up", "gauge", ("service",), "Whether the service answers.")
-PHASE = MetricName("tasuki_phase", "gauge", ("phase",), "1 for where the node is: TRAIN, ROLLOUT or CHANGEOVER.")
+PHASE = MetricName(
+    "tasuki_phase", "gauge", ("phase",), "1 for where the node is: TRAIN, ROLLOUT or CHANGEOVER. 0 for all while it is unknown."
+)
 STAGE_SECONDS = MetricName("tasuki_stage_seconds", "histogram", ("stage", "status"), "Seconds of a stage of a changeover.")
 CHANGEOVERS = MetricName(
     "tasuki_changeovers_total", "counter", ("target", "status"), "Changeovers that ended, by the phase they led to."

@@ -32,7 +32,7 @@ from tasuki.rpc import metrics
 from tasuki.rpc.methods import METHODS
 from tasuki.rpc.metrics import joined, of_service
 from tasuki.rpc.port import HttpCaller, HttpHandler, HttpPort
-from tasuki.v1.coordinator_pb2 import PlanRequest, PlanResponse, StageEvent
+from tasuki.v1.coordinator_pb2 import NodeState, PlanRequest, PlanResponse, StageEvent
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.wire.address import is_beyond_loopback
 from tasuki.wire.errors import PermissionDenied, TasukiError, Unauthenticated
@@ -125,9 +125,9 @@ class NodeMetrics:
         up.add_metric(["coordinator"], 1)
         for service in Service:
             up.add_metric([service], service in answers)
-        now = Phase.of(self._node.state().phase)
+        now = phase_label(self._node.state())
         for name in (*Phase, _CHANGEOVER):
-            phase.add_metric([name], name == (now or _CHANGEOVER))
+            phase.add_metric([name], name == now)
         gpus.add_metric([], self._num_gpus)
         return up, phase, gpus
 
@@ -152,6 +152,12 @@ class NodeMetrics:
             total.add_metric([device], total_bytes)
         at = Stage.of(self._node.state().stage)
         return mapped, staying, planned_memory(self._planned, at, device=self._config.device), free, total
+
+
+def phase_label(state: NodeState) -> str:
+    """Where the node is, as of `tasuki_phase`; empty while nobody knows, as during its start."""
+    is_between = bool(state.stage or state.changeover_id)
+    return Phase.of(state.phase) or (_CHANGEOVER if is_between else "")
 
 
 def _whole_text(registry: CollectorRegistry, answers: Mapping[Service, bytes], own: Sequence[Metric]) -> bytes:

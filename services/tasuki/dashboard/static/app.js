@@ -1,7 +1,7 @@
 // Tabs, the token, and questions for changes. Each view loads its data when it becomes visible.
 
 import { makeChangeovers } from "./changeovers.js";
-import { h, number, prose, put, seconds, words } from "./dom.js";
+import { doing, h, number, prose, put, seconds, words } from "./dom.js";
 import { makeEvaluations } from "./evaluations.js";
 import { makeMemory } from "./memory.js";
 import { makeNode } from "./node.js";
@@ -20,6 +20,7 @@ const KEY = "tasuki-token";
 const byId = (id) => document.getElementById(id);
 const views = {};
 const stale = new Set(TABS);
+const loaded = new Set();
 const lastRefresh = {};
 let token = "";
 let shown = "";
@@ -72,6 +73,7 @@ function keepInView(tab) {
 /** The shown view, so often that a run of short steps is not slowed; a failure is told and tried again with the next change. */
 async function refresh() {
   const tab = shown;
+  byId("loading").hidden = loaded.has(tab) || !stale.has(tab);
   if (!stale.has(tab)) return;
   const wait = lastRefresh[tab] === undefined ? 0 : lastRefresh[tab] + (views[tab].leastMs ?? LEAST_MS) - performance.now();
   if (wait > 0) {
@@ -85,10 +87,12 @@ async function refresh() {
   lastRefresh[tab] = performance.now();
   try {
     await views[tab].refresh();
+    loaded.add(tab);
     tell("");
   } catch (error) {
     fail(error);
   }
+  if (tab === shown) byId("loading").hidden = true;
 }
 
 function fail(error) {
@@ -130,14 +134,19 @@ async function showHead() {
   put(byId("unreadable"), run.problems.map((line) => h("p", { class: "cause" }, line)));
   put(byId("progress"), progress(run));
   for (const tab of OF_REWARDS) byId(`tab-${tab}`).hidden = run.is_supervised;
-  asked.then((node) => badge(node.is_live ? `live · ${words(String(node.node.phase).replace("PHASE_", ""))}` : node.is_silent ? "no answer" : run.summary ? "run ended" : "no node runs", node.is_live ? "is-live" : "")).catch(fail);
+  asked.then((node) => badge(node.is_live ? ["live", isStale(run) && doing(node)].filter(Boolean).join(" · ") : node.is_silent ? "no answer" : run.summary ? "run ended" : "no node runs", node.is_live ? "is-live" : "")).catch(fail);
   return run;
+}
+
+/** Whether no command tells what the run does now. */
+function isStale({ progress: told, now }) {
+  return !told || now - told.updated_at > STALE_S;
 }
 
 /** What the run does now, and how long it still takes. */
 function progress({ progress: now, now: time }) {
   if (!now) return [];
-  if (time - now.updated_at > STALE_S) return h("p", { class: "note" }, `The run's command wrote its last line ${seconds(time - now.updated_at)} ago: it has been stopped or killed. `, h("code", {}, "tasuki train --resume"), " can continue it.");
+  if (isStale({ progress: now, now: time })) return h("p", { class: "note" }, `The run's command wrote its last line ${seconds(time - now.updated_at)} ago: it has been stopped or killed. `, h("code", {}, "tasuki train --resume"), " can continue it.");
   const part = now.total ? `${number(now.done)} of ${number(now.total)}` : `for ${seconds(now.activity_s)}`;
   const shown = [`${words(now.activity)}: ${part}`, now.tokens_per_second ? `${number(now.tokens_per_second, 3)} tokens/s` : "", now.steps ? `step ${number(now.step)} of ${number(now.steps)}` : "", `${seconds(now.elapsed_s)} elapsed`, now.eta_s ? `about ${seconds(now.eta_s)} left` : "", now.waits_for];
   return [now.steps ? h("progress", { max: now.steps, value: now.step, "aria-label": "Steps of the run" }) : null, h("span", {}, shown.filter(Boolean).join(" · "))];

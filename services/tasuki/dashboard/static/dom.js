@@ -81,12 +81,21 @@ const WORDS = {
   start: "starting the node", evaluate: "answering held-out prompts", generate: "generating", reward: "scoring rewards", ref_log_probs: "log-probs of the reference", old_log_probs: "log-probs before the step", values: "values of the critic",
   forward_backward: "computing gradients", critic: "training the critic", optim_step: "updating weights", to_train: "handing over to the trainer", to_rollout: "handing over to the engine", save: "saving a checkpoint", export: "exporting the model", stop: "stopping",
   LOAD_WEIGHTS: "publish weights", RESUME_WEIGHTS: "map weights", SYNC: "copy weights", OFFLOAD: "trainer leaves", RESUME_KV: "map KV cache", DRAIN: "finish requests", PAUSE_KV: "release KV cache", PAUSE_WEIGHTS: "release weights", LOAD_TRAINER: "trainer returns",
-  TRAIN: "training", ROLLOUT: "generating", UNSPECIFIED: "handing over",
+  TRAIN: "training", ROLLOUT: "generating",
 };
 
 /** What a part of a step, a stage or a phase does, by its name. */
 export function words(name) {
   return WORDS[name] ?? String(name).replaceAll("_", " ");
+}
+
+/** What a node does now. Its phase is unspecified during a changeover, and until it is known. */
+export function doing({ node, absent }) {
+  const phase = String(node.phase).replace("PHASE_", "");
+  if (phase !== "UNSPECIFIED") return words(phase);
+  if (node.changeover_id) return "handing over";
+  const away = Object.keys(absent).join(" and ");
+  return away ? `waiting for ${away}` : node.stage === "STAGE_UNSPECIFIED" ? "unknown" : "between phases";
 }
 
 const TERMS = [

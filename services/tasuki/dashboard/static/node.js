@@ -1,6 +1,6 @@
 // The ring with the current phase and stage, the services, and recent events.
 
-import { facts, h, help, number, pairs, put, seconds, words } from "./dom.js";
+import { doing, facts, h, help, number, pairs, put, seconds, words } from "./dom.js";
 
 export const TO_ROLLOUT = ["LOAD_WEIGHTS", "RESUME_WEIGHTS", "SYNC", "OFFLOAD", "RESUME_KV"];
 export const TO_TRAIN = ["DRAIN", "PAUSE_KV", "PAUSE_WEIGHTS", "LOAD_TRAINER"];
@@ -22,8 +22,8 @@ function headline(node, run) {
   if (node.is_live) {
     const state = node.node;
     const stage = plain(state.changeover_id ? state.next_stage : state.stage, "STAGE_");
-    shown.push(["Now", words(String(state.phase).replace("PHASE_", "")), stage && (state.changeover_id ? `${words(stage)} runs` : `last: ${words(stage)}`)]);
-    shown.push(["Version trained", version(node.trainer.policy_version)], ["Version served", version(state.policy_version)]);
+    shown.push(["Now", doing(node), stage && (state.changeover_id ? `${words(stage)} runs` : `last: ${words(stage)}`)]);
+    shown.push(["Version trained", node.absent.trainer ? "unknown" : version(node.trainer.policy_version)], ["Version served", state.policy_version === undefined && !stage ? "unknown" : version(state.policy_version)]);
     shown.push(["Changeovers", number(Number(state.num_changeovers))]);
   } else {
     shown.push(["Node", node.is_silent ? "no answer" : "not running"], ["Version", version(last.policy_version)]);
