@@ -31,8 +31,13 @@ _SFT = {**SFT, "sft.num_steps": 12}
 _CARRIED = {**_GRPO, "train.oversample": 2.0, "train.max_staleness": 1, "train.max_new_tokens": 200}
 SERIES: Mapping[str, tuple[str, Sequence[Mapping[str, object]]]] = {
     "critic": ("[trainer.critic]\nlearning_rate = 1e-3\n", [_PPO] * 4),
-    "whole": ("", [_GRPO, _SFT, _EPOCHS, _DAPO, _EPISODES] * 2),
+    "whole": ("", [_GRPO, _SFT, _EPOCHS, _DAPO] * 2),
     "lora": ("[trainer.lora]\nrank = 4\n", [_GRPO, _SFT, _EPOCHS, _DAPO] * 2),
+    # One at a time: how the engine batches turns, and so rounds, depends on when they come.
+    "episodes": (
+        "max_running_requests = 1\nengine.disable_radix_cache = true\n",
+        [_EPISODES, {**_EPISODES, "train.num_mini_batches": 2}],
+    ),
     "carry": (
         "",
         [
