@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
@@ -88,6 +89,24 @@ def test_columns_name_the_fields_and_leave_out_the_rest(tmp_path: Path, suffix: 
     assert read_jsonl(path, columns={"prompt": "answer"}) == [{"prompt": "ü"}, {"prompt": "2"}]
     with pytest.raises(InvalidArgument, match="has no column `question`, which `columns` names"):
         read_jsonl(path, columns={"prompt": "answer", "answer": "question"})
+
+
+@pytest.mark.parametrize("is_call", [False, True])
+def test_nulls_that_parquet_fills_in_are_refused_where_a_template_would_write_them(tmp_path: Path, is_call: bool) -> None:
+    path = tmp_path / "rows.parquet"
+
+    def row(arguments: dict[str, int]) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        given = [{"type": "function", "function": {"name": "f", "parameters": arguments}}]
+        return {"prompt": chat} if is_call else {"prompt": "a", "asked": given}
+
+    columns = {"prompt": "prompt"} if is_call else {"prompt": "prompt", "tools": "asked"}
+    write_table(pyarrow.Table.from_pylist([row({"x": 1}), row({"x": 2})]), path)
+    assert len(read_jsonl(path, columns=columns)) == 2
+    write_table(pyarrow.Table.from_pylist([row({"x": 1}), row({"y": 2})]), path)
+    with pytest.raises(InvalidArgument, match=r"row 1: `(tools|prompt)` has a null in tools or arguments"):
+        read_jsonl(path, columns=columns)
 
 
 def test_a_parquet_column_that_is_no_json_is_left_out_by_columns(tmp_path: Path) -> None:

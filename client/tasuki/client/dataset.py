@@ -54,7 +54,8 @@ def read_objects(path: Path | str, *, columns: Mapping[str, str] | None = None) 
             raise InvalidArgument("dataset", f"{path} is a Git LFS pointer: run `git lfs pull` in its folder")
         for place, row in read(file, path, list((columns or {}).values())):
             is_empty = False
-            yield place, _chosen(row, columns, place=place) if columns else row
+            chosen = _chosen(row, columns, place=place) if columns else row
+            yield place, refuse_filled(chosen, place=place) if read is _parquet_rows else chosen
     if is_empty:
         raise InvalidArgument("dataset", f"{path} has no {'lines' if read is _lines else 'rows'}")
 
@@ -119,6 +120,22 @@ def _parquet_rows(file: BinaryIO, path: Path, columns: Sequence[str]) -> Iterato
         yield from _json_values((row for batch in batches for row in batch.to_pylist()), path)
     except (ValueError, OSError) as error:  # Arrow's own
         raise InvalidArgument("dataset", f"{path}: cannot be read as parquet: {error}") from error
+
+
+def refuse_filled(row: Row, *, place: str) -> Row:
+    """Raises InvalidArgument for a null in `tools` or in arguments of tool calls: Arrow gives an object the keys of all rows' objects."""
+    for name in ("tools", "prompt", "messages"):
+        if _is_filled(row.get(name), is_inside=name == "tools"):
+            problem = f"{place}: `{name}` has a null in tools or arguments, perhaps a key of other rows that Arrow filled in, and templates"
+            raise InvalidArgument("dataset", f"{problem} would write it; give the rows as JSONL", place=place)
+    return row
+
+
+def _is_filled(value: object, *, is_inside: bool) -> bool:
+    if isinstance(value, dict):
+        inner = ((one, is_inside or key == "arguments") for key, one in value.items())
+        return any((one is None and is_inside) or _is_filled(one, is_inside=now) for one, now in inner)
+    return isinstance(value, list) and any(_is_filled(one, is_inside=is_inside) for one in value)
 
 
 def _json_values(rows: Iterable[object], path: Path) -> Iterator[tuple[str, Row]]:

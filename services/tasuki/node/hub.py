@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tasuki.client.dataset import refuse_filled
 from tasuki.config.load import value_at
 from tasuki.config.schema import NodeConfig
 from tasuki.node.processes import to_stderr
@@ -114,7 +115,10 @@ def _dataset_file(given: str, *, columns: Mapping[str, str], key: str) -> Path:
     if not path.exists():
         aside = path.with_suffix(".partial")
         with aside.open("w") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            for number, row in enumerate(rows, start=1):
+                named = {**row, **{field: row[column] for field, column in columns.items()}}
+                refuse_filled(named, place=f"{given}: row {number}")
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
         aside.replace(path)
     to_stderr(f"{key}: {len(rows):,} rows of {given} are in {path}")
     return path
