@@ -42,6 +42,12 @@ _MODELS = threading.Lock()
 """Serializes model creation: all models come from torch's one generator, so parallel starts would change the weights."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves long files unread where they are left out: each worker would import them."""
+    is_left_out = config.option.markexpr == "not long" and is_long(collection_path.relative_to(ROOT).as_posix())
+    return is_left_out or None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
