@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import cycle, islice, product
 from typing import Any
 
@@ -49,6 +49,11 @@ def crossed(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
         return list(product(*values))
     longest = max(map(len, values))
     return list(zip(*(islice(cycle(axis), longest) for axis in values), strict=True))
+
+
+def repeated(cases: Iterable[tuple[Any, ...]], *, is_repeat: Callable[..., bool]) -> list[Any]:
+    """Marks as long the cases that repeat what the others show. is_repeat: takes the values of a case."""
+    return [pytest.param(*case, marks=pytest.mark.long) if is_repeat(*case) else case for case in cases]
 
 
 def examples(num_whole: int) -> int:

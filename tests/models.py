@@ -258,6 +258,10 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=5, num_experts_per_tok=2),
 }
 
+TELLING = {
+    "llama", "qwen2_tied", "gemma3", "qwen3_5", "qwen3_next", "qwen3_moe", "gpt_oss", "deepseek_v3", "glm4", "qwen2_5_vl", "qwen3_vl"
+}  # fmt: skip
+"""With ties, windows, gated delta nets, experts, biases, latent attention, fused layers, or towers. Others repeat what these show."""
 HYBRID = tuple(kind for kind, config in CONFIGS.items() if "linear_attention" in (getattr(config(), "layer_types", None) or ()))
 """With gated delta nets in some layers."""
 

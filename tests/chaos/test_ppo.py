@@ -45,11 +45,6 @@ def _finished(output: Path, process: subprocess.Popen[str]) -> None:
     assert returncode == 0, (output.parent / f"{output.name}.log").read_text()[-4000:]
 
 
-def _rank_pid(output: Path, rank: int) -> int:
-    (pid,) = pids(output / "node", f"trainer{rank}")
-    return pid
-
-
 def _kill_in_update(output: Path, process: subprocess.Popen[str], *, step: int, rank: int) -> None:
     """Kills the rank after the step's advantages are known, while policy and critic are updated."""
     pending = output / "pending.json"
@@ -57,7 +52,8 @@ def _kill_in_update(output: Path, process: subprocess.Popen[str], *, step: int, 
     while not (pending.exists() and json.loads(pending.read_bytes())["step"]["step"] >= step):
         assert process.poll() is None and time.monotonic() < deadline, f"step {step} was not begun"
         time.sleep(0.002)
-    os.kill(_rank_pid(output, rank), signal.SIGKILL)
+    (pid,) = pids(output / "node", f"trainer{rank}")
+    os.kill(pid, signal.SIGKILL)
 
 
 def _figures(output: Path) -> list[dict[str, Any]]:

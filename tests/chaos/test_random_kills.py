@@ -173,11 +173,6 @@ def settled(history: Mapping[str, Sequence[Footprint]]) -> dict[str, Sequence[Fo
     return {name: seen[_SETTLED:] for name, seen in history.items() if len(seen) >= 3 * _SETTLED}
 
 
-def left_in_shared_memory(before: set[Path]) -> set[Path]:
-    """Returns the files that are new and that no process has mapped."""
-    return shared_memory() - before - shared_memory_of(psutil.pids())
-
-
 def strike_and_compare(chaos: ChaosNode, outcomes: Sequence[Outcome], report: dict[str, Any]) -> None:
     node, started = chaos.node, time.monotonic()
     striker = Striker(chaos, draw_strikes(SEED, num_rounds=NUM_ROUNDS))
@@ -229,7 +224,7 @@ def test_five_hundred_changeovers_with_kills_and_stops_compute_what_an_undisturb
             report["audit"] = assert_clean_audit(chaos.node.state_dir).splitlines()[:2]
         assert ended.files == usual.files
         assert ended.report["services"] == usual.report["services"], "each was told to end"
-        assert left_in_shared_memory(shared) == set()
+        assert shared_memory() - shared - shared_memory_of(psutil.pids()) == set(), "new files that no process has mapped"
     finally:
         _REPORT.parent.mkdir(parents=True, exist_ok=True)
         _REPORT.write_text(json.dumps(report, indent=1) + "\n")

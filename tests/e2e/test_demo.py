@@ -116,7 +116,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, unused_tcp_port_factory: Calla
 
 
 def _scrape(port: int, answers: list[str], ended: threading.Event) -> None:
-    while not ended.wait(0.3):
+    while not ended.wait(1.0):
         with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
             answers.append(answer.read().decode())
 

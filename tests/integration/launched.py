@@ -30,7 +30,9 @@ def run_ranks(script: str, *arguments: object, num_ranks: int) -> None:
         try:
             while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
                 assert wait(running, timeout=deadline - time.monotonic()), f"{script} has not ended in {TIMEOUT_S:g} s"
-                assert not any(rank.exitcode for rank in ranks), _last_words(Path(folder))
+                assert not any(rank.exitcode for rank in ranks), "\n".join(
+                    log.read_text()[-4000:] for log in sorted(Path(folder).glob("*.log"))
+                )
         finally:
             for rank in ranks:
                 rank.kill()
@@ -47,7 +49,3 @@ def _run_rank(argv: Sequence[str], rank: int, num_ranks: int, parent: int, folde
     os.environ |= {**launch.environment(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     sys.argv = list(argv)
     runpy.run_path(argv[0], run_name="__main__")
-
-
-def _last_words(folder: Path) -> str:
-    return "\n".join(log.read_text()[-4000:] for log in sorted(folder.glob("*.log")))

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ NODE = Path(__file__).with_name("supervised_node.py")
 
 
 LIMIT_S = limit_s(10.0)
-_RECORDED_S = 1.0
+_LOOKS = 5
 
 
 @dataclass
@@ -40,12 +39,14 @@ class Node:
         self.pids = [int(pid) for file in files for pid in file.read_text().split()]
 
     def wait_until_recorded(self) -> None:
-        """Waits until guard and supervisor, which look ten times a second, know who holds which shared memory.
+        """Waits until guard and supervisor know who holds which shared memory: each looks at it between two sleeps.
 
         A process that is killed before cannot report it.
         """
         self.wait_until_up()
-        time.sleep(_RECORDED_S)
+        pids = (self.process.pid, self.supervisor_pid)
+        slept = [num_sleeps(pid) for pid in pids]
+        wait_for(lambda: all(num_sleeps(pid) > before + _LOOKS for pid, before in zip(pids, slept, strict=True)))
 
     @property
     def supervisor_pid(self) -> int:
@@ -73,6 +74,11 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def num_sleeps(pid: int) -> int:
+    """Times that the process has waited for something."""
+    return int(Path(f"/proc/{pid}/status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
 
 
 Start = Callable[..., Node]

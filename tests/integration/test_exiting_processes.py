@@ -110,10 +110,6 @@ def go_on(parent: Any) -> None:
     parent.stdin.close()
 
 
-def has_said(parent: Any, *, within_s: float) -> bool:
-    return bool(select.select([parent.stdout], [], [], within_s)[0])
-
-
 def test_a_process_that_waits_for_an_exiting_one_is_not_killed() -> None:
     program = (
         "import os\n"
@@ -135,6 +131,6 @@ def test_a_process_that_waits_for_an_exiting_one_is_not_killed() -> None:
         os.kill(init, signal.SIGKILL)
         wait_for(lambda: is_exiting(init))
         go_on(parent)
-        assert not has_said(parent, within_s=1.0)
+        assert not select.select([parent.stdout], [], [], 1.0)[0]
         release()
         assert parent.stdout.readline() == b"7\n"

@@ -37,17 +37,13 @@ def gathered(learner: Learner) -> list[FSDPParam]:
     return [param for param in params if param.sharded_state is ShardedState.UNSHARDED]
 
 
-def gathered_bytes(learner: Learner) -> int:
-    return sum(param._unsharded_param.nbytes for param in gathered(learner))
-
-
 def at_loss(learner: Learner) -> list[int]:
     """Returns the gathered bytes at the start of each micro-batch's backward."""
     sizes: list[int] = []
     backward = learner.backend.backward
 
     def look(role: Role, loss: Tensor, *, share: float) -> None:
-        sizes.append(gathered_bytes(learner))
+        sizes.append(sum(param._unsharded_param.nbytes for param in gathered(learner)))
         backward(role, loss, share=share)
 
     learner.backend.backward = look

@@ -118,7 +118,7 @@ async def test_mutated_messages_are_answered_and_break_nothing(certs_node: tuple
 async def test_slow_connections_do_not_keep_others_out(tokens_node: tuple[Node, Path]) -> None:
     node, folder = tokens_node
     port = port_of(node, "coordinator")
-    credentials = viewer_token(folder)
+    credentials = Credentials(ca=folder / "ca.pem", token_file=folder / "viewer.token")
     opening = slow_connections(port, folder / "ca.pem", num=NUM_SLOW)
     opened = await asyncio.to_thread(opening.__enter__)
     try:
@@ -135,7 +135,3 @@ async def test_slow_connections_do_not_keep_others_out(tokens_node: tuple[Node, 
     finally:
         opening.__exit__(None, None, None)
     assert (await node.acquire(PHASE_TRAIN))[-1].state.phase == PHASE_TRAIN
-
-
-def viewer_token(folder: Path) -> Credentials:
-    return Credentials(ca=folder / "ca.pem", token_file=folder / "viewer.token")

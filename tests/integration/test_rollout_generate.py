@@ -234,11 +234,11 @@ async def test_cancelling_a_call_takes_its_requests_out_of_the_engine(rollout: R
 
 async def test_drain_cuts_and_returns_what_there_is(rollout: RolloutClient, trainer: TestTrainer) -> None:
     await rollout.wake(trainer.publish(6))
-    async with long_call(rollout, num_samples=8) as running:
-        await asyncio.sleep(0.1)  # for a few tokens, of 250
+    async with long_call(rollout, num_samples=24) as running:
+        await asyncio.sleep(0.1)  # for a few tokens, of 24 times 250
         drained = await rollout.drain(grace_ms=0)
         samples = await running
-    assert (drained.num_finished, drained.num_cut) == (0, 8)
+    assert (drained.num_finished, drained.num_cut) == (0, 24)
     assert {sample.finish_reason for sample in samples} == {types_pb2.FINISH_REASON_CUT}
     assert all(len(sample.token_ids) == len(sample.rollout_log_probs) for sample in samples)
     assert any(sample.token_ids for sample in samples)

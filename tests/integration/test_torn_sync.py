@@ -113,13 +113,10 @@ async def test_a_publication_after_the_copy_is_noticed_by_the_front(trainer: Tra
 # --- copies to wrong places; the checksums of what they wrote are right
 
 
-def astray(copy: ViewCopy) -> ViewCopy:
-    return replace(copy, destination=torch.empty_like(copy.destination))
-
-
 def test_a_plan_that_was_lowered_wrongly_is_noticed_at_its_first_sync(trainer: Trainer, monkeypatch: pytest.MonkeyPatch):
     def lowered_wrongly(copies: Sequence[ViewCopy], *, num_sums: int, **_: Any) -> HostSummedCopies:
-        return HostSummedCopies([astray(copies[0]), *copies[1:]], num_sums=num_sums)
+        astray = replace(copies[0], destination=torch.empty_like(copies[0].destination))
+        return HostSummedCopies([astray, *copies[1:]], num_sums=num_sums)
 
     monkeypatch.setattr(receiving, "prepare_summed_copies", lowered_wrongly)
     with pytest.raises(WeightsCorrupt, match=r"1 of 6 tensors.*plain: checksum differs \(engine rank 0\)"):

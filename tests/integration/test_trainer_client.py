@@ -30,10 +30,6 @@ def client_of(service: TrainerClient) -> AsyncClient:
     return client
 
 
-def negative(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    return [replace(sample, advantages=-np.asarray(sample.advantages)) for sample in samples]
-
-
 @pytest.mark.parametrize("aggregation", list(Aggregation))
 async def test_calls_with_parts_of_a_step_add_up_to_one_call(client: TrainerClient, aggregation: Aggregation) -> None:
     loss = LossConfig(aggregation=aggregation, aggregation_length=16 if aggregation is Aggregation.CONSTANT else None)
@@ -42,7 +38,8 @@ async def test_calls_with_parts_of_a_step_add_up_to_one_call(client: TrainerClie
     norm = (await own.optim_step(learning_rate=0.0)).grad_norm
     parts = [await own.forward_backward(part, loss, step_samples=samples) for part in (samples[:5], samples[5:])]
     assert sum(part.loss for part in parts) == pytest.approx(whole.loss, rel=1e-5, abs=1e-7)
-    await own.forward_backward(negative(samples), replace(loss, denominator=whole.denominator))
+    negative = [replace(sample, advantages=-np.asarray(sample.advantages)) for sample in samples]
+    await own.forward_backward(negative, replace(loss, denominator=whole.denominator))
     assert (await own.optim_step(learning_rate=0.0)).grad_norm < 1e-6 * norm
 
 

@@ -87,10 +87,6 @@ def host_shared_bytes():
     return int(lines["Shmem"].split()[0]) << 10
 
 
-def await_shared_bytes_below(limit):
-    wait_for(lambda: host_shared_bytes() < limit)
-
-
 def test_a_peer_reads_live_bytes_at_the_same_offsets(weights, peers):
     block = filled(weights, 9 * MIB, 4)
     export = Export(weights)
@@ -127,6 +123,6 @@ def test_what_a_peer_holds_is_not_counted_as_given_back(weights, peers):
     peer.kill()
     export.close()
     assert weights.usage().held_bytes == 0
-    await_shared_bytes_below(awake - HELD // 2)
+    wait_for(lambda: host_shared_bytes() < awake - HELD // 2)
     resume([weights])
     assert block[0] == b"\0"

@@ -10,10 +10,6 @@ from tasuki.wire.errors import WeightsCorrupt
 from tests.extent import examples
 
 
-def slice_of(view: torch.Tensor) -> Slice:
-    return Slice(view.storage_offset(), tuple(view.shape), view.stride())
-
-
 def covered(*writes: Slice, numel: int = 24) -> CopyPlan:
     return CopyPlan(tuple(Piece("t", write, "p", write) for write in writes), (), (), ())
 
@@ -58,7 +54,7 @@ def test_counts_agree_with_counting_element_by_element(boxes: list[tuple[int, in
     for row, rows, column, columns in boxes:
         box = counts[row : row + rows, column : column + columns]
         box += 1
-        slices.append(slice_of(box))
+        slices.append(Slice(box.storage_offset(), tuple(box.shape), box.stride()))
     assert count_uncovered(48, slices) == (int((counts == 0).sum()), int((counts > 1).sum()))
 
 

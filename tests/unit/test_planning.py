@@ -15,7 +15,7 @@ from tasuki.memory.host import host_memory
 from tasuki.planner.advice import advise
 from tasuki.planner.choose import choose
 from tasuki.planner.node import MARGIN
-from tasuki.planner.plan import Plan, plan
+from tasuki.planner.plan import plan
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.v1.types_pb2 import DeviceUsage
@@ -25,12 +25,9 @@ from tests.choices import choices_for
 from tests.unit.test_plan_cli import CONFIG
 
 
-def planned_by(*arguments: str) -> Plan:
-    return plan(choose(planned_node(make_parser().parse_args(["plan", *arguments]))))
-
-
 def test_device_says_what_it_needs_what_it_has_and_whether_that_is_enough() -> None:
-    planned = planned_by("--preset", "balanced", "--gpu-gb", "30")
+    arguments = make_parser().parse_args(["plan", "--preset", "balanced", "--gpu-gb", "30"])
+    planned = plan(choose(planned_node(arguments)))
     answer = ParseDict(plan_table(planned, advise(planned)), pb.PlanResponse())
     assert not answer.fits
     devices = {(stage.stage, device.device): device for stage in answer.stages for device in stage.devices}

@@ -53,12 +53,8 @@ def test_mini_batches_are_shuffled_by_seed_step_and_epoch(settings: TrainConfig)
     assert orders(0) != orders(1)
 
 
-def _long_first(prompt: int, number: int) -> int:
-    return 8 if number == 0 else 3
-
-
 def test_completions_that_were_cut_count_in_the_baseline_and_not_in_the_loss(settings: TrainConfig):
-    client = LoopClient(num_tokens=_long_first)
+    client = LoopClient(num_tokens=lambda _, number: 8 if number == 0 else 3)
     (step,) = steps_of(loop_of(client, changed(settings, mask_truncated=True, num_mini_batches=12)))
     updates = client.of("forward_backward")
     assert len(updates) == 9  # samples without a counted token are left out

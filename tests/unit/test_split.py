@@ -23,15 +23,11 @@ def shared(shape: tuple[int, ...], cut: Cut, num_ranks: int) -> list[Entry]:
     return entries(shape, [cut(shape, rank, num_ranks) for rank in range(num_ranks)])
 
 
-def piece_of(view: torch.Tensor) -> Piece:
-    """Copies `view` of a tensor into a parameter of its shape."""
-    return Piece("t", Slice(view.storage_offset(), tuple(view.shape), view.stride()), "p", whole(view.shape))
-
-
 def replay(source: torch.Tensor, view: torch.Tensor, held: list[Entry]) -> torch.Tensor:
     """Copies the parts of `view`, a view of `source`, into a new tensor by way of the shards."""
     destination = torch.full(view.shape, -1, dtype=source.dtype)
-    for copy in split_by_entries(piece_of(view), held):
+    piece = Piece("t", Slice(view.storage_offset(), tuple(view.shape), view.stride()), "p", whole(view.shape))
+    for copy in split_by_entries(piece, held):
         shard = part_of(source, copy.entry.box).clone()
         values = strided(shard, copy.source)
         assert torch.equal(values, strided(source, copy.where)), "the indices are those of the values"
