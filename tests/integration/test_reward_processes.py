@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tasuki.client.rewards import RewardPool
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.process_tree import has_ended
 from tests.conftest import ENVIRONMENT
+from tests.limits import wait_for
 
 REWARDS = """
 import os, signal, subprocess, sys, threading, time
@@ -133,12 +133,11 @@ def alive(folder: Path) -> list[int]:
 
 
 def check_ended(folder: Path) -> None:
-    deadline = time.monotonic() + 20
-    while (left := alive(folder)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert not left
+    try:
+        wait_for(lambda: not alive(folder))
+    finally:
+        for pid in alive(folder):
+            os.kill(pid, signal.SIGKILL)
 
 
 def begin(folder: Path, timeout_s: float, *completions: str) -> subprocess.Popen[str]:
@@ -152,19 +151,16 @@ def test_nothing_that_a_reward_starts_outlives_the_pool_or_keeps_its_pipe(folder
     completions = [" ".join((*drawn.sample(STARTS, drawn.randint(1, 3)), end)) for end in ENDS]
     completions.extend(KILLS)
     with begin(folder, 1.5, *completions) as client:
-        output, _ = client.communicate(timeout=60)  # until no process has the pipe
+        output, _ = client.communicate(timeout=240)  # until no process has the pipe
     assert (client.returncode, len(output.splitlines()) > 0) == (0, True), output
     check_ended(folder)
 
 
 def test_nothing_outlives_a_client_that_is_killed(folder: Path):
     with begin(folder, 600, "daemonizes runs deafens hangs", "forks stops_child", "chains stops", "hangs") as client:
-        deadline = time.monotonic() + 60
-        while len(alive(folder)) < 8 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert len(alive(folder)) >= 8
+        wait_for(lambda: len(alive(folder)) >= 8)
         client.kill()
-        client.communicate(timeout=30)
+        client.communicate(timeout=60)
     check_ended(folder)
 
 
