@@ -53,8 +53,8 @@ SERVED = (
 CHANGES = {"glm4_moe_lite": {"rms_norm_eps": 1e-2}}
 PROMPTS = [list(range(3, 20)), [40, 7], [90, 3, 3, 61, 8]]
 TEMPERATURE = 0.7
-# Of float32 log-probs.
-TOLERANCE = 1e-5
+# Of float32 log-probs, two roundings of those near 3.
+TOLERANCE = 2e-5
 # No engine takes a lower version than its last.
 VERSIONS = count(1)
 
