@@ -255,7 +255,7 @@ def _checked(row: Row, *, place: str, folder: Path) -> Row:
 
 _CHAT_AS_TEXT = re.compile(
     r"""\s*(\[\s*\{\s*(['"])(role|content|from|value)\2\s*:"""
-    r"""|\[?\s*\{(?=[^{}]*(['"])(role|from)\4\s*:)(?=[^{}]*(['"])(content|value)\6\s*:))"""
+    r"""|(?:\[\s*)?\{(?=[^{}]*(['"])(role|from)\4\s*:)(?=[^{}]*(['"])(content|value)\6\s*:))"""
 )
 CHAT_AS_TEXT = "is a chat written as text, which no template would render; give a list of messages, in JSONL or parquet"
 
