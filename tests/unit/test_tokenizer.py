@@ -29,6 +29,8 @@ _NORMALIZERS = st.lists(
             normalizers.Replace("a", "e"),
             normalizers.StripAccents(),
             normalizers.Prepend("▁"),
+            normalizers.NFKD(),
+            normalizers.Nmt(),
         ]
     ),
     max_size=2,
@@ -39,7 +41,9 @@ _PRE_TOKENIZERS = st.sampled_from(
         pre_tokenizers.Digits(individual_digits=True),
         pre_tokenizers.Whitespace(),
         pre_tokenizers.Metaspace(prepend_scheme="first"),
-        pre_tokenizers.Punctuation(),
+        pre_tokenizers.Punctuation("merged_with_previous"),
+        pre_tokenizers.UnicodeScripts(),
+        pre_tokenizers.CharDelimiterSplit("x"),
         pre_tokenizers.Split(Regex(DIGITS), "isolated"),
     ]
 )
