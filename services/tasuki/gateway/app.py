@@ -185,7 +185,7 @@ async def read_reward(request: Request) -> float:
     given = (await read_json(request)).get("reward")
     value, problem = checked_reward(given)
     if problem or isinstance(given, bool):
-        raise InvalidArgument("reward", f"is {json.dumps(given)}; give a finite number")
+        raise InvalidArgument("reward", f"is {json.dumps(given)}; give a number up to 1e15")
     return value
 
 
