@@ -3,8 +3,10 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,15 +31,18 @@ _EPISODES = {**_GRPO, "train.episode.function": "odd_reward:two_turns"}
 del _EPISODES["train.reward.function"]
 _SFT = {**SFT, "sft.num_steps": 12}
 _CARRIED = {**_GRPO, "train.oversample": 2.0, "train.max_staleness": 1, "train.max_new_tokens": 200}
+_EPISODE = """
+async def solve(policy, prompt):
+    first = await policy.generate(await policy.encode(prompt))
+    second = await policy.generate([*first.context, *await policy.encode("b")])
+    return float(len(set(second.token_ids)) % 2)
+"""
+_LONG_SAMPLE = 12
+"""Tokens beyond which no two samples are equal by chance."""
 SERIES: Mapping[str, tuple[str, Sequence[Mapping[str, object]]]] = {
     "critic": ("[trainer.critic]\nlearning_rate = 1e-3\n", [_PPO] * 4),
-    "whole": ("", [_GRPO, _SFT, _EPOCHS, _DAPO] * 2),
+    "whole": ("", [_GRPO, _SFT, _EPOCHS, _DAPO, _EPISODES] * 2),
     "lora": ("[trainer.lora]\nrank = 4\n", [_GRPO, _SFT, _EPOCHS, _DAPO] * 2),
-    # One at a time: how the engine batches turns, and so rounds, depends on when they come.
-    "episodes": (
-        "max_running_requests = 1\nengine.disable_radix_cache = true\n",
-        [_EPISODES, {**_EPISODES, "train.num_mini_batches": 2}],
-    ),
     "carry": (
         "",
         [
@@ -137,7 +142,7 @@ def test_clients_killed_at_random_times_leave_every_figure_and_every_tensor_as_i
 def write_report(name: str, report: Sequence[Mapping[str, Any]]) -> None:
     _REPORT.parent.mkdir(parents=True, exist_ok=True)
     told = json.loads(_REPORT.read_text()) if _REPORT.exists() else {}
-    num_kills = sum(len(each["kills_after_lines"]) for each in report)
+    num_kills = sum(each.get("num_kills", len(each.get("kills_after_lines", ()))) for each in report)
     told[name] = {"seed": SEED, "num_kills": num_kills, "runs": report}
     _REPORT.write_text(json.dumps(told, indent=1) + "\n")
 
@@ -162,3 +167,33 @@ def test_clients_killed_with_carried_groups_leave_what_a_whole_run_gives_with_th
             assert replace(run, repeats=expected.output).live()
             assert run.figures() == expected.figures()
             assert run.results() == expected.results()
+
+
+@pytest.mark.timeout(3600)
+def test_a_loop_of_episodes_killed_at_random_times_trains_each_once_and_says_how_many_begin_again(tmp_path: Path) -> None:
+    sys.stdout.write(f"TASUKI_STRIKES_SEED={SEED} repeats these kills\n")
+    (write_task(tmp_path) / "turns.py").write_text(_EPISODE)
+    draw = random.Random(f"{SEED} episodes")
+    settings = {name: value for name, value in _CARRIED.items() if "reward" not in name} | {"train.max_new_tokens": 60}
+    with started_node() as node:
+        first, run = (
+            Run(node.config, tmp_path, name, {**settings, "train.episode.function": "turns:solve"})
+            for name in ("first", "episodes")
+        )
+        began = time.monotonic()
+        assert first.live()
+        life_s, num_kills = time.monotonic() - began, 0
+        ended = run.live(dies_after_s=draw.uniform(0.2, 0.7) * life_s)
+        while not ended:
+            num_kills += 1
+            ended = run.live("--resume", dies_after_s=None if num_kills == NUM_KILLS else draw.uniform(0.2, 0.7) * life_s)
+        assert_clean_audit(node.state_dir)
+    told = re.findall(r"(\d+) open episodes? begins? again", (tmp_path / "episodes.log").read_text())
+    write_report("episodes", [{"run": run.output, "num_kills": num_kills, "begin_again": told}])
+    assert num_kills and told
+    assert [step["step"] for step in run.figures()] == list(range(8))
+    files = sorted((run.output_dir / "samples").iterdir())
+    assert [file.name for file in files] == [f"step-{step:06d}.jsonl" for step in range(7)]
+    samples = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    drawn = [tuple(one["token_ids"]) for one in samples if len(one.get("token_ids") or ()) > _LONG_SAMPLE]
+    assert len(drawn) == len(set(drawn)) > 0, "trained twice"
