@@ -94,4 +94,5 @@ class SftLoop:
         step.num_policy_steps, step.num_skipped_updates = int(not stepped.is_skipped), int(stepped.is_skipped)
         step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
         step.mean_num_tokens = float(np.mean([len(sample.completion_token_ids) for sample in samples]))
-        step.metrics |= {**done.metrics, "loss": done.loss, "num_tokens": done.num_tokens}
+        num_read = sum(len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples)
+        step.metrics |= {**done.metrics, "loss": done.loss, "num_tokens": done.num_tokens, "num_read_tokens": num_read}

@@ -43,7 +43,9 @@ def test_time_left_counts_the_steps_and_evaluations_to_come() -> None:
     assert progress.record().tokens_per_second is None
     # Eight steps of 8 s; evaluations at 4, 8 and the end.
     assert progress.record().eta_s == pytest.approx(8 * 8.0 + 3 * 30.0, abs=1.0)
-    progress.finished(Step(9, num_policy_steps=1, metrics={"num_tokens": 600.0}, seconds={"evaluate": 30.0, "optim_step": 6.0}))
+    progress.finished(
+        Step(9, num_policy_steps=1, metrics={"num_read_tokens": 600.0}, seconds={"evaluate": 30.0, "optim_step": 6.0})
+    )
     assert progress.record().tokens_per_second is None
     progress.begin(10, "forward_backward")
     assert progress.record().tokens_per_second == 100.0
@@ -82,6 +84,8 @@ def test_a_line_has_part_counts_speed_and_time_left() -> None:
     )
     assert progress_line(record) == "step 3/40  generate 37 of 256, 812 tokens/s  12 s  about 3 h 05 min left"
     assert progress_line(ProgressRecord(activity="to_train", waits_for="no room")) == "step 0/0  to_train  0 s  no room"
+    waiting = progress_line(replace(record, waits_for="rollout restarts"))
+    assert waiting.endswith("about 3 h 05 min left without this wait  rollout restarts")
     dead = progress_line(replace(record, updated_at=time.time() - 60))
     assert dead == "step 3/40  stopped or killed 60 s ago; continue it with: tasuki train CONFIG --resume"
 

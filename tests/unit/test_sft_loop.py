@@ -74,7 +74,9 @@ def test_a_step_is_a_batch_and_an_update_and_rollout_is_never_asked_for(settings
         assert call.samples == order.next_rows(2)
         assert call.loss == LossConfig(loss=SftLoss(), aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_MEAN)
     assert [(one.step, one.policy_version, one.next_version()) for one in steps] == [(0, 0, 1), (1, 1, 2), (2, 2, 3), (3, 3, 3)]
-    assert steps[0].metrics == {"loss": 1.5, "num_tokens": 7, "entropy": 0.5}
+    batch = client.of("forward_backward")[0].samples
+    num_read = sum(len([*sample.prompt_token_ids, *sample.completion_token_ids]) for sample in batch)
+    assert steps[0].metrics == {"loss": 1.5, "num_tokens": 7, "num_read_tokens": num_read, "entropy": 0.5}
     assert [one.is_evaluation for one in steps] == [False, False, False, True]
 
 

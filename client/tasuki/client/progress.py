@@ -27,7 +27,8 @@ class ProgressRecord:
     total: int = 0
     """0 for a part that is not counted."""
     tokens_per_second: float | None = None
-    """Tokens of the finished completions per second of this part; of a supervised run, trained tokens per second of its last step."""
+    """Tokens of the finished completions per second of this part; of a supervised run, tokens of its
+    last step's samples, learned or not, by the step's seconds."""
     step: int = 0
     """Number of the current step, from 0. Equal to `steps` in the final evaluation."""
     steps: int = 0
@@ -95,8 +96,8 @@ class Progress:
         with self._lock:
             self._eval_s = step.seconds.get("evaluate", self._eval_s)
             spent_s = step.total_seconds() - step.seconds.get("evaluate", 0.0)
-            if "num_tokens" in step.metrics and spent_s:
-                self._trained_per_s = step.metrics["num_tokens"] / spent_s
+            if "num_read_tokens" in step.metrics and spent_s:
+                self._trained_per_s = step.metrics["num_read_tokens"] / spent_s
             if not step.is_evaluation:
                 self._recent.append(step)
 

@@ -80,7 +80,7 @@ def progress_line(record: ProgressRecord) -> str:
     speed = "" if record.tokens_per_second is None else f", {record.tokens_per_second:,.0f} tokens/s"
     parts = [f"step {record.step}/{record.steps}", f"{record.activity}{counts}{speed}", duration(record.activity_s)]
     if record.eta_s is not None:
-        parts.append(f"about {duration(record.eta_s)} left")
+        parts.append(f"about {duration(record.eta_s)} left{' without this wait' if record.waits_for else ''}")
     if record.waits_for:
         parts.append(record.waits_for)
     return "  ".join(parts)

@@ -148,7 +148,7 @@ function progress({ progress: now, now: time }) {
   if (!now) return [];
   if (isStale({ progress: now, now: time })) return h("p", { class: "note" }, `The run's command wrote its last line ${seconds(time - now.updated_at)} ago: it has been stopped or killed. `, h("code", {}, "tasuki train --resume"), " can continue it.");
   const part = now.total ? `${number(now.done)} of ${number(now.total)}` : `for ${seconds(now.activity_s)}`;
-  const shown = [`${words(now.activity)}: ${part}`, now.tokens_per_second ? `${number(now.tokens_per_second, 3)} tokens/s` : "", now.steps ? `step ${number(now.step)} of ${number(now.steps)}` : "", `${seconds(now.elapsed_s)} elapsed`, now.eta_s ? `about ${seconds(now.eta_s)} left` : "", now.waits_for];
+  const shown = [`${words(now.activity)}: ${part}`, now.tokens_per_second ? `${number(now.tokens_per_second, 3)} tokens/s` : "", now.steps ? `step ${number(now.step)} of ${number(now.steps)}` : "", `${seconds(now.elapsed_s)} elapsed`, now.eta_s ? `about ${seconds(now.eta_s)} left${now.waits_for ? " without this wait" : ""}` : "", now.waits_for];
   return [now.steps ? h("progress", { max: now.steps, value: now.step, "aria-label": "Steps of the run" }) : null, h("span", {}, shown.filter(Boolean).join(" · "))];
 }
 
