@@ -80,6 +80,17 @@ def test_a_nodes_state_has_whole_addresses_and_no_trailing_spaces(
     assert as_dict(snapshot)["addresses"] == {name: f"{target} and 127.0.0.1:{port}" for (name, target), port in ports}
 
 
+def test_a_nodes_state_names_a_file_that_its_ports_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {"state_dir": tmp_path, "model": {"path": tmp_path}, "listen": "127.0.0.1:50050"}
+    config = NodeConfig.model_validate({**tables, "security": {"callers": tmp_path / "callers.toml"}})
+    monkeypatch.setattr(node_snapshot, "holder", lambda folder, name: 1)
+    with NodeReader(config) as reader:
+        snapshot = reader.read()
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(draw(snapshot))
+    assert "not reloaded" in shown.getvalue() and str(tmp_path / "callers.toml") in str(as_dict(snapshot)["files_problem"])
+
+
 def test_output_without_room_is_an_error_that_names_it() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(PLAN, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)

@@ -37,7 +37,8 @@ class _Version(argparse.Action):
 def make_parser() -> argparse.ArgumentParser:
     """Parses to a namespace with the name of the command, such as "fleet up", as `command`."""
     text = "RL post-training as services that take turns on the same GPUs."
-    parser = argparse.ArgumentParser(prog="tasuki", description=text)
+    epilog = "A node's logs are in logs/ of its state folder; tasuki dashboard shows them."
+    parser = argparse.ArgumentParser(prog="tasuki", description=text, epilog=epilog)
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_node_commands(commands)
@@ -88,7 +89,7 @@ def _add_node_commands(commands: "_Commands") -> None:
     up.add_argument("--resume", action="store_true", help=text)
     _add_overrides(up)
     _add_node(_command(commands, "down", "stop a node and wait until all of it is gone"))
-    state = _command(commands, "state", "show phase, version, services and memory")
+    state = _command(commands, "state", "show phase, version, services and memory", aliases=["status"])
     _add_node(state)
     _add_json(state)
     state.add_argument("--serving", action="store_true", help="exit with 1 unless all three services answer")

@@ -84,6 +84,8 @@ def _facts(snapshot: NodeSnapshot, run: ProgressRecord | None) -> Table:
     ]
     if run is not None:
         rows.append(("run", progress_line(run)))
+    if snapshot.files_problem:
+        rows.append(("not reloaded", snapshot.files_problem))
     if node.last_error:
         rows.append(("last error", node.last_error))
     table = Table.grid(padding=(0, 2))

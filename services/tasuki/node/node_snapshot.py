@@ -13,6 +13,7 @@ from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.paths import log_path, node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.node.exit_report import node_down, read_log
+from tasuki.rpc.port import check_files
 from tasuki.rpc.process_start import read_start_seconds
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -20,7 +21,7 @@ from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import open_blocking_channel
-from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, from_rpc_error
+from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, PeerUnavailable, from_rpc_error
 
 _TIMEOUT_S = 5.0
 _Answer = TypeVar("_Answer", bound=Message)
@@ -44,12 +45,15 @@ class NodeSnapshot:
     """Duration of each service's last start, by part."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Unix socket of each service, and its port if it has one."""
+    files_problem: str = ""
+    """Why a file of [security] cannot be used, so that the ports keep the last certificate and admit no new caller."""
 
 
 class NodeReader:
     """Reads a running node. Close it, or use it as a context manager."""
 
     def __init__(self, config: NodeConfig) -> None:
+        self._config = config
         self._state_dir, targets, ports = config.state_dir, node_targets(config), config.port_targets
         self._addresses = {name: f"{target} and {ports[name]}" if ports else target for name, target in targets.items()}
         self._channels = {name: open_blocking_channel(target) for name, target in targets.items()}
@@ -78,6 +82,7 @@ class NodeReader:
             rollout_memory=rollout_memory,
             changeovers=changeovers,
             absent=absent,
+            files_problem=self._files_problem(),
             start_seconds={name: read_start_seconds(self._state_dir, name) for name in ("trainer", "rollout")},
         )
 
@@ -120,6 +125,14 @@ class NodeReader:
                 absent[service] = f"has not answered for {_TIMEOUT_S:.0f} s"
             return nothing
 
+    def _files_problem(self) -> str:
+        try:
+            for service in self._channels:
+                check_files(self._config, service)
+        except InvalidArgument as error:
+            return error.message
+        return ""
+
     def _start_of(self, service: str) -> str:
         """Whether the service is starting or restarting, and what that waits for: its supervisor logs every start after the first."""
         log = read_log(log_path(self._state_dir, "supervisor"))
@@ -143,6 +156,7 @@ def as_dict(snapshot: NodeSnapshot) -> dict[str, object]:
         "changeovers": [plain(changeover) for changeover in snapshot.changeovers],
         "absent": dict(snapshot.absent),
         "addresses": dict(snapshot.addresses),
+        "files_problem": snapshot.files_problem,
         "start_seconds": {name: dict(parts) for name, parts in snapshot.start_seconds.items()},
     }
 
