@@ -15,6 +15,7 @@ from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.node.exit_report import write_exit_report
 from tasuki.node.node_snapshot import NodeReader
+from tasuki.node.start import wait_until_serving
 from tasuki.v1.types_pb2 import PHASE_TRAIN
 from tasuki.wire.errors import NodeDown
 from tests.integration.coordinator_process import DEADLINE_S, coordinated
@@ -34,6 +35,9 @@ async def test_services_that_are_away_are_marked_and_the_others_told(tmp_path: P
             with NodeReader(config) as reader:
                 assert dict((await asyncio.to_thread(reader.read)).absent) == {}
             assert await asyncio.to_thread(show_state, config, as_json=False, must_serve=True) == 0
+            told = list[str]()
+            await asyncio.to_thread(wait_until_serving, config, tell=told.append, supervisor=None)
+            assert sorted(told[:3]) == [f"{name} serves already" for name in ("coordinator", "rollout", "trainer")]
         with NodeReader(config) as reader:
             snapshot = await asyncio.to_thread(reader.read)
         assert dict(snapshot.absent) == dict.fromkeys(("trainer", "rollout"), "is starting")
@@ -61,8 +65,8 @@ async def test_services_that_are_away_are_marked_and_the_others_told(tmp_path: P
         node.process.kill()
         await asyncio.wait_for(node.process.wait(), DEADLINE_S)
         await asyncio.to_thread(show_state, config, as_json=True)
-        told = capsys.readouterr().out
-        assert json.loads(told[told.index("{") :])["absent"]["coordinator"] == "is being restarted"
+        text = capsys.readouterr().out
+        assert json.loads(text[text.index("{") :])["absent"]["coordinator"] == "is being restarted"
         assert not watching.done()
         write_exit_report(config.state_dir, reason="the supervisor was killed by SIGKILL", first=None)
     assert await asyncio.wait_for(watching, DEADLINE_S) == 1

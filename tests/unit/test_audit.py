@@ -128,6 +128,8 @@ def test_a_broken_journal_is_found_out(
     assert (told["is_clean"], violation["invariant"]) == (False, invariant)
     assert f"{violation['changeover_id']} {violation['stage']} {violation['epoch']} {violation['sequence']}" == where
     assert violation["expected"]
+    main(["audit", str(run)])
+    assert "counted before the violation: epochs=2" in (text := capsys.readouterr().out) and "=0" not in text
 
 
 def test_reading_leaves_nothing_beside_a_journal_that_nobody_writes(run: Path) -> None:

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 
 from tasuki.config.load import load_config
+from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.doctor import host
 from tasuki.doctor import node as doctor_node
 from tasuki.doctor.finding import Verdict
 from tasuki.doctor.host import Gpu, GpuFacts, check_compilers, check_driver, check_strangers, gpu_findings, read_gpu_facts
-from tasuki.doctor.node import check_passing, check_plan
+from tasuki.doctor.node import check_passing, check_plan, node_findings
 from tasuki.memory.host import HostMemory, host_memory
 from tests.conftest import ENVIRONMENT
 from tests.tiny_disk import tmpfs
@@ -174,12 +175,24 @@ def test_a_probe_that_cannot_run_is_found(tmp_path: Path):
     assert is_bad(finding, Verdict.FAIL, found="No such file", advice="python -m tasuki.memory.probe cpu")
 
 
-def test_a_plan_that_does_not_fit_is_found(node_file: Path, monkeypatch: pytest.MonkeyPatch):
-    node = load_config(node_file, overrides=['device="cuda"'])
-    assert is_bad(check_plan(node, [Gpu(1 << 20, 1 << 20, {})]), Verdict.FAIL, found="", advice="tasuki plan")
-    assert is_bad(check_plan(node, []), Verdict.WARN, found="no GPU", advice="--gpu-gb")
-    total = host_memory().total_bytes
-    monkeypatch.setattr(doctor_node, "host_memory", lambda: HostMemory(total, 1 << 20))
-    assert is_bad(
-        check_plan(load_config(node_file), []), Verdict.WARN, found="0.0 GB are free now", advice="end other programs"
-    )
+def test_a_plan_that_does_not_fit_is_found(node_file: Path):
+    node, total = load_config(node_file, overrides=['device="cuda"']), host_memory().total_bytes
+    tiny = [Gpu(1 << 20, 1 << 20, {})]
+    assert is_bad(check_plan(node, tiny, free_bytes=total), Verdict.FAIL, found="", advice="tasuki plan")
+    assert is_bad(check_plan(node, [], free_bytes=total), Verdict.WARN, found="no GPU", advice="--gpu-gb")
+    finding = check_plan(load_config(node_file), [], free_bytes=1 << 20)
+    assert is_bad(finding, Verdict.WARN, found="0.0 GB are free now", advice="end other programs")
+
+
+def test_a_node_that_runs_is_not_warned_of_the_memory_that_it_holds(node_file: Path, monkeypatch: pytest.MonkeyPatch):
+    config, host = load_config(node_file), HostMemory(host_memory().total_bytes, 1 << 20)
+    monkeypatch.setattr(doctor_node, "host_memory", lambda: host)
+    config.state_dir.mkdir(parents=True, exist_ok=True)
+
+    def verdicts() -> list[Verdict]:
+        found = node_findings(config, [], config_dir=node_file.parent, lacking={})
+        return [one.verdict for one in found if one.name == "memory plan"]
+
+    assert verdicts() == [Verdict.WARN]
+    with StateLock.take(config.state_dir, name=NODE_LOCK):
+        assert verdicts() == [Verdict.OK]

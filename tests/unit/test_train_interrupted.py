@@ -25,8 +25,10 @@ def test_an_interrupted_run_is_continued_where_its_node_is(tmp_path: Path) -> No
 def test_a_run_whose_node_ended_is_told_how_to_go_on_once_it_has_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    errors = [KeyboardInterrupt(), NodeDown("its supervisor was killed", state_dir=tmp_path)] * 2
+
     def ended(config: NodeConfig, **_: object) -> int:
-        raise NodeDown("its supervisor was killed", state_dir=config.state_dir)
+        raise errors.pop()
 
     monkeypatch.setattr(train, "run", ended)
     node, steps = tmp_path / "node.toml", tmp_path / "out" / "metrics.jsonl"
@@ -34,8 +36,8 @@ def test_a_run_whose_node_ended_is_told_how_to_go_on_once_it_has_steps(
         'state_dir = "node"\ndevice = "cpu"\nmodel.path = "m"\n[sft]\ndataset = "d.jsonl"\noutput_dir = "out"\nnum_steps = 1\n'
     )
     node.write_text(text)
-    assert main(["train", str(node)]) == 2 and "to continue" not in capsys.readouterr().err
+    assert [main(["train", str(node)]) for _ in range(2)] == [2, 130] and "to continue" not in capsys.readouterr().err
     steps.parent.mkdir()
     steps.touch()
-    assert main(["train", str(node)]) == 2
+    assert [main(["train", str(node)]) for _ in range(2)] == [2, 130]
     assert f"tasuki up {node} --resume, then tasuki train {node} --resume\n" in capsys.readouterr().err

@@ -121,7 +121,9 @@ def _text(violation: Violation | None, report: Mapping[str, Any], counts: Mappin
     if report["problems"]:
         lines[0] = f"incomplete: apart from what cannot be read, {lines[0]}"
         lines += [f"  {problem}" for problem in report["problems"]]
-    lines.append(" ".join(f"{name.removeprefix('num_')}={count}" for name, count in counts.items()))
+    # Of a broken run counting ended at the violation.
+    told = [f"{name.removeprefix('num_')}={count}" for name, count in counts.items() if count or violation is None]
+    lines.append(("" if violation is None else "counted before the violation: ") + (" ".join(told) or "nothing"))
     if is_of_node:
         lines.append(f"read: {report['journal']} of the node; the run's folder gets its copy when `tasuki train` ends")
     lines += [f"not audited: {lacking}" for lacking in report["not_audited"]]

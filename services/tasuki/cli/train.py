@@ -200,12 +200,12 @@ def _run(
 
 @contextmanager
 def told_how_to_continue(config: NodeConfig, given: Path, overrides: Sequence[str]) -> Iterator[None]:
-    """Adds the commands that continue the run to an interruption, and to a failure after a step. given: CONFIG or a run's folder."""
+    """Adds the commands that continue the run to an interruption or failure after a step. given: CONFIG or a run's folder."""
     try:
         yield
-    except (KeyboardInterrupt, NodeDown, ServiceFailed) as error:
+    except (KeyboardInterrupt, NodeDown, ServiceFailed):
         settings = config.train or config.sft
-        if isinstance(error, KeyboardInterrupt) or (settings and (settings.output_dir / METRICS).exists()):
+        if settings and (settings.output_dir / METRICS).exists():
             sys.stderr.write(f"{how_to_continue(config, given, overrides)}\n")
         raise
 

@@ -81,7 +81,7 @@ def node_findings(
     if config.train is not None:
         yield check_rewards(config.train, reward_folders(config_dir))
     if has_model:
-        yield check_plan(config, gpus)
+        yield check_plan(config, gpus, free_bytes=host_memory().total_bytes if runs else host_memory().available_bytes)
     yield check_shared_memory(num_ranks=max(config.trainer.num_ranks, config.num_engine_ranks))
     yield check_passing("cpu")
     if config.device == "cuda" and gpus and not runs:
@@ -158,8 +158,11 @@ _PROBE_TIMEOUT_S = 120.0
 _NO_GPU = 1
 
 
-def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
-    """Checks that the plan fits the machine as a whole, and its tags the budget, if there is one."""
+def check_plan(config: NodeConfig, gpus: Sequence[Gpu], *, free_bytes: int) -> Finding:
+    """Checks that the plan fits the machine as a whole, and its tags the budget, if there is one.
+
+    free_bytes: of the host's memory, with what the node itself holds if it runs.
+    """
     name = "memory plan"
     if config.device == "cuda" and not gpus:
         return warn(name, "not made: no GPU is visible from here", "tasuki plan CONFIG --gpu-gb SIZE")
@@ -172,9 +175,8 @@ def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
         return fail(name, error.message, f"change {error.metadata.get('field', 'the configuration')}")
     if not planned.fits:
         return fail(name, "; ".join(planned.problems()), "run tasuki plan CONFIG to see what to change")
-    available = host_memory().available_bytes
-    if planned.host_peak.host_bytes > available:
-        text = f"needs {planned.host_peak.host_bytes / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB are free now"
+    if planned.host_peak.host_bytes > free_bytes:
+        text = f"needs {planned.host_peak.host_bytes / 1e9:.1f} GB of host memory, {free_bytes / 1e9:.1f} GB are free now"
         return warn(name, text, "end other programs on the machine")
     return ok(name, f"fits; {planned.kv_pool.num_tokens:,} tokens of KV cache")
 

@@ -47,7 +47,10 @@ def choose(config: NodeConfig, *, resumes: bool, tell: Callable[[str], None]) ->
         tell(f"{name}: keeps {', '.join(stays) or 'nothing'}; releases {', '.join(leaves) or 'nothing'}")
     planned = plan(replace(node, host_bytes=host.available_bytes))
     if not planned.fits:
-        tell(f"the plan does not fit: {'; '.join(planned.problems())}; `tasuki plan CONFIG` shows what to change")
+        tell(
+            f"the plan does not fit: {'; '.join(planned.problems())}; the node starts all the same, and may run out of memory; "
+            "`tasuki plan CONFIG` shows what to change"
+        )
     choices = planner.choices_of(node, resumes=resumes)
     if choices.shares_base:
         tell("trainer and rollout read one copy of the model below the adapters")

@@ -80,7 +80,9 @@ def _model_folder(given: str, left_out: list[str], *, key: str) -> Path:
         with suppress(errors.LocalEntryNotFoundError):
             return Path(_snapshot(given, left_out, local_files_only=True))
     name = given.partition("@")[0]
-    to_stderr(f"{key}: taking {given} {'without weights ' if left_out else ''}from the hub or its cache")
+    to_stderr(
+        f"{key}: there is no folder {given} here; taking {'all but the weights' if left_out else 'it'} from the hub or its cache"
+    )
     if not sys.stderr.isatty():
         disable_progress_bars()
     cache = Path(constants.HF_HUB_CACHE) / file_download.repo_folder_name(repo_id=name, repo_type="model")

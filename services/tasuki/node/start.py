@@ -269,11 +269,13 @@ def wait_until_serving(
     started = told = time.monotonic()
     deadline = started + config.coordinator.stage_timeout_s + _START_MARGIN_S
     waiting = {service.name: service for service in node_services(config) if service.target}
+    has_waited = supervisor is not None
     while waiting:
         _check_runs(config, supervisor)
         for service in [service for service in waiting.values() if listens(service.target)]:
             parts = read_start_seconds(config.state_dir, service.name)
-            tell(serves_line(service.name, parts, after_s=time.monotonic() - started))
+            line = serves_line(service.name, parts, after_s=time.monotonic() - started)
+            tell(line if has_waited else f"{service.name} serves already")
             del waiting[service.name]
         if waiting and time.monotonic() - told >= _TELL_EVERY_S:
             told = time.monotonic()
@@ -281,6 +283,7 @@ def wait_until_serving(
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{', '.join(waiting)} did not serve within {deadline - started:.0f} s")
         time.sleep(_POLL_S)
+        has_waited = True
     state = _state_with_phase(config, supervisor=supervisor, deadline=deadline)
     where = f"coordinator at {node_targets(config)['coordinator']}"
     if config.fleet is not None:  # its nodes accept commands from the fleet only

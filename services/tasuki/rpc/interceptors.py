@@ -29,7 +29,7 @@ from tasuki.wire.tracing import NO_TRACER, REQUEST_ID, SpanKind, Tracer, current
 
 _log = logging.getLogger("tasuki.rpc")
 _Context = grpc.aio.ServicerContext[Any, Any]
-# Other methods get a span only below a span of the caller: they are polled, or belong to a changeover.
+# Those of a changeover get a span only below a span of the caller, and reads, which are polled, none.
 _BEGIN_TRACES = (CallerRole.TRAINER, CallerRole.OPERATOR)
 
 
@@ -116,8 +116,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     @contextmanager
     def _traced(self, method: Method, context: _Context, *, request_id: str, outcome: _Outcome) -> Iterator[None]:
-        parent = "" if self._tracer is NO_TRACER else _metadata(context, TRACEPARENT_KEY)
-        if self._tracer is NO_TRACER or not (parent or method.role in _BEGIN_TRACES):
+        is_left_out = self._tracer is NO_TRACER or method.role is CallerRole.VIEWER
+        parent = "" if is_left_out else _metadata(context, TRACEPARENT_KEY)
+        if is_left_out or not (parent or method.role in _BEGIN_TRACES):
             yield
             return
         attributes = {"rpc.system.name": "grpc", "rpc.method": method.name, REQUEST_ID: request_id}
