@@ -93,7 +93,6 @@ def test_no_choice_changes_a_bit_of_a_gradient(model: Path, mesh: DeviceMesh) ->
         assert_equal(found, expected)
 
 
-@pytest.mark.long
 def test_no_choice_changes_a_bit_of_adapter_or_critic_gradients(model: Path, mesh: DeviceMesh) -> None:
     learners = [start(model, mesh, rung, lora={"rank": 4}, critic={}) for rung in RUNGS]
     for step in range(2):
@@ -105,7 +104,6 @@ def test_no_choice_changes_a_bit_of_adapter_or_critic_gradients(model: Path, mes
                 learner.optim_step(role)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("rung", RUNGS[1:])
 def test_all_layers_may_keep_everything(model: Path, mesh: DeviceMesh, rung: Checkpointing) -> None:
     expected = gradients_of(start(model, mesh, Checkpointing.NONE), Role.POLICY, samples_of(0))
@@ -124,7 +122,6 @@ def test_attention_runs_again_in_backward_only_where_it_is_not_kept(
     assert counted.runs[ATTENTION] == runs * NUM_LAYERS
 
 
-@pytest.mark.long
 def test_scores_keep_nothing_and_do_not_disturb_a_step(model: Path, mesh: DeviceMesh) -> None:
     learner = start(model, mesh, Checkpointing.OFFLOADED)
     batches = [token_batch(samples_of(1), device=learner.backend.device)]
