@@ -106,6 +106,8 @@ async def test_training_samples_arrive_whole_in_chunks_of_at_most_a_mebibyte(nod
     done = await client.forward_backward(samples, LossConfig(loss=PpoLoss(clip_high=0.28)))
     assert done.num_samples == 60
     assert done.loss == pytest.approx(0.28)
+    with pytest.raises(KeyError):  # it was 0
+        done.metrics["log_prob_gap"]
     assert len(node.chunk_bytes) > 3
     assert max(node.chunk_bytes) <= MAX_CHUNK_BYTES + 100
     for sent, arrived in zip(samples, node.samples, strict=True):
@@ -114,6 +116,13 @@ async def test_training_samples_arrive_whole_in_chunks_of_at_most_a_mebibyte(nod
         np.testing.assert_array_equal(np.float32(arrived.rollout_log_probs), sent.rollout_log_probs)
         np.testing.assert_array_equal(np.float32(arrived.advantages), np.atleast_1d(np.float32(sent.advantages)))
         assert arrived.policy_version == sent.policy_version
+
+
+async def test_a_refused_setting_of_the_loss_has_the_name_that_the_client_gives_it(node: ScriptedNode, client: AsyncClient):
+    node.refusals.append(InvalidArgument("header.loss.settings.denominator", "is missing"))
+    with pytest.raises(InvalidArgument, match=r"^loss\.denominator: is missing") as refused:
+        await client.forward_backward([SAMPLE])
+    assert refused.value.metadata["field"] == "loss.denominator"
 
 
 @pytest.mark.parametrize("lost", [PeerUnavailable("connection reset"), DeadlineExceeded("too late")])
@@ -176,6 +185,7 @@ async def test_log_probs_come_in_the_order_of_the_samples(node: ScriptedNode, cl
         (lambda client: client.generate([]), "prompts"),
         (lambda client: client.generate([[2**31]]), r"prompts\[0\]"),
         (lambda client: client.forward_backward([]), "samples"),
+        (lambda client: client.forward_backward(SAMPLE), "samples: is of type TrainingSample"),
         (lambda client: client.forward_backward([SAMPLE], log_probs_of=[1]), "log_probs_of"),
         # It waited until the deadline, ten minutes by default.
         (lambda client: client.forward_backward([SAMPLE], role="critic"), "role"),

@@ -12,6 +12,7 @@ import torch
 from tasuki.client import Aggregation, AsyncClient, Correction, LossConfig, OldPolicy, TrainingSample
 from tasuki.client.encode import training_sample_from_proto
 from tests.integration.trainer_process import CALL_TIMEOUT_S, TrainerClient, command, samples_of_now
+from tests.refusal import refused
 
 NO_CORRECTION = Correction(token_truncation=None)
 
@@ -26,7 +27,8 @@ def client_of(service: TrainerClient) -> AsyncClient:
     async def train(give: Any, *, request_id: str | None = None) -> Any:
         return await give(command(request_id or ""), CALL_TIMEOUT_S)
 
-    client._opened, client._phases = cast(Any, SimpleNamespace(trainer=trainer)), cast(Any, SimpleNamespace(train=train))
+    client._opened = cast(Any, SimpleNamespace(trainer=trainer, read=lambda ask: ask()))
+    client._phases = cast(Any, SimpleNamespace(train=train))
     return client
 
 
@@ -68,3 +70,19 @@ async def test_a_custom_loss_has_the_gradient_of_the_built_in_one(client: Traine
     custom = await own.forward_backward_custom(samples, lambda *given: -clipped(*given))
     assert -custom.loss == -custom.metrics["loss"] == pytest.approx(built_in.loss, abs=1e-6)
     assert (await own.optim_step(learning_rate=0.0)).grad_norm < 1e-6 * norm
+
+
+async def test_a_custom_loss_is_refused_after_a_step_that_it_has_not_seen(client: TrainerClient) -> None:
+    """Another client's step while the loss runs: its gradient would be that of other weights."""
+    own, samples = client_of(client), [training_sample_from_proto(one) for one in await samples_of_now(client)]
+    log_probs, version = await own.compute_log_probs(samples), (await client.state()).policy_version
+
+    async def after_a_step(_: Any) -> Any:
+        await client.forward_backward(await samples_of_now(client))
+        await client.optim_step(learning_rate=0.0)
+        return log_probs
+
+    own.compute_log_probs = after_a_step
+    error = await refused(own.forward_backward_custom(samples, lambda _, rows: (0.0, [0 * row.detach() for row in rows])))
+    assert (error.reason, error.metadata) == ("VERSION_ORDER", {"have": str(version + 1), "want": str(version)})
+    assert not (await client.state()).has_gradients

@@ -8,10 +8,12 @@ import pytest
 from tasuki.algorithms.loss_types import LossConfig, OldPolicy
 from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.algorithms.losses.value import ValueLoss
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.trainer.data.checks import BatchLimits, check_denominator, check_loss, check_sequences, check_share, check_versions
 from tasuki.trainer.roles import Role
-from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.service.requests import check_linearized, decode_samples
 from tasuki.trainer.service.training import Training
+from tasuki.v1.trainer_pb2 import ForwardBackwardHeader
 from tasuki.v1.types_pb2 import ROLE_REFERENCE, TrainingSample
 from tasuki.wire.errors import InvalidArgument, VersionOrder
 from tests.unit.training_samples import make_sample
@@ -122,3 +124,13 @@ def test_an_adapter_that_starts_the_policy_leaves_no_reference_to_score_with() -
     with pytest.raises(InvalidArgument) as refused:
         training.decode_scored(ROLE_REFERENCE, [make_sample()])
     assert refused.value.metadata["field"] == "header.role"
+
+
+def test_a_loss_in_python_has_no_gradient_under_dropout() -> None:
+    """Its log-probs are computed without, and the backward pass would drop inputs."""
+    header = ForwardBackwardHeader(linearized_at=3)
+    check_linearized(header, policy_version=3, lora=LoraConfig(rank=4))
+    check_linearized(ForwardBackwardHeader(), policy_version=3, lora=LoraConfig(rank=4, dropout=0.1))
+    with pytest.raises(InvalidArgument) as refused:
+        check_linearized(header, policy_version=3, lora=LoraConfig(rank=4, dropout=0.1))
+    assert refused.value.metadata["field"] == "trainer.lora.dropout"

@@ -84,9 +84,15 @@ def test_a_part_of_a_step_divides_by_the_count_of_the_whole() -> None:
     by_sequence = LossConfig(aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_MEAN, kl_coef=0.5)
     assert loss_of_part(LossConfig(), samples[:1], step_samples=samples).denominator == 4.0
     assert loss_of_part(by_sequence, samples[:1], step_samples=samples) == replace(by_sequence, denominator=2.0)
-    for loss, whole in ((LossConfig(), samples[:1]), (LossConfig(denominator=4.0), samples)):
+    others = [replace(sample) for sample in samples]
+    for loss, whole in (
+        (LossConfig(), samples[:1]),
+        (LossConfig(denominator=4.0), samples),
+        (LossConfig(), others),
+        (LossConfig(), 3),
+    ):
         with pytest.raises(InvalidArgument) as refused:
-            loss_of_part(loss, samples, step_samples=whole)
+            loss_of_part(loss, samples, step_samples=cast(Any, whole))
         assert refused.value.metadata["field"] == "step_samples"
 
 

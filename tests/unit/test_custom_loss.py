@@ -1,12 +1,13 @@
 """Losses that the caller computes: their gradients as weights, and what is refused."""
 
 import sys
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from tasuki.client import LossConfig
 from tasuki.client.custom_loss import linearized
 from tasuki.client.types import TrainingSample
 from tasuki.wire.errors import InvalidArgument
@@ -56,10 +57,23 @@ def test_a_loss_that_reorders_the_callers_list_leaves_gradients_with_their_sampl
         ((1.0, [ROWS[0], [0, 0, NAN]]), r"nan at token 2 of samples\[1\]"),
         ((1.0, [ROWS[0], [0, 0.5, 0]]), r"0.5 at token 1 of samples\[1\].* loss_mask"),
         (torch.ones(2, requires_grad=True), r"shape \[2\]"),
-        (torch.ones(()), "without gradient"),
+        (torch.ones(()), "requires_grad=False"),
+        (torch.ones((), dtype=torch.complex64, requires_grad=True), "real number"),
+        ([torch.ones(2, requires_grad=True)] * 2, "returned list"),
+        ("a text", "returned str"),
+        ((1.0, 2.0), "returned tuple"),
+        ((1.0, [ROWS[0], "abc"]), r"str as gradient for samples\[1\]"),
+        ((1.0, [torch.ones(2, requires_grad=True), ROWS[1]]), r"Tensor as gradient for samples\[0\]"),
+        ((1.0, [np.array([1j, 0j]), ROWS[1]]), r"ndarray as gradient for samples\[0\]"),
     ],
 )
 def test_what_is_no_loss_is_named(answer: Any, problem: str) -> None:
     with pytest.raises(InvalidArgument, match=problem) as refused:
         linearized(SAMPLES, LOG_PROBS, lambda *_: answer)
+    assert refused.value.metadata["field"] == "loss"
+
+
+def test_a_loss_config_is_no_loss_in_python() -> None:
+    with pytest.raises(InvalidArgument, match="LossConfig") as refused:
+        linearized(SAMPLES, LOG_PROBS, cast(Any, LossConfig()))
     assert refused.value.metadata["field"] == "loss"

@@ -2,6 +2,7 @@
 
 from tasuki.algorithms.loss_types import Aggregation, Correction, KlEstimator, LossConfig, OldPolicy
 from tasuki.algorithms.losses.cispo import CispoLoss
+from tasuki.algorithms.losses.dppo import DppoLoss
 from tasuki.algorithms.losses.gspo import GspoLoss
 from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
 from tasuki.algorithms.losses.ppo import PpoLoss
@@ -42,6 +43,7 @@ __all__ = [
     "Correction",
     "Credentials",
     "Dataset",
+    "DppoLoss",
     "FinishReason",
     "ForwardBackwardResult",
     "GspoLoss",

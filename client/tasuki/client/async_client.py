@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -260,7 +261,15 @@ class AsyncClient:
         # Made before the call: grpc.aio waits for the deadline if the iterator of messages raises.
         loss = encode.loss_of_part(LossConfig() if loss is None else loss, samples, step_samples=step_samples)
         header = encode.forward_backward_header(role, loss, log_probs_of=log_probs_of, num_samples=len(samples))
+        return await self._forward_backward(header, chunks, request_id=request_id)
 
+    async def _forward_backward(
+        self,
+        header: trainer_pb2.ForwardBackwardHeader,
+        chunks: Sequence[trainer_pb2.TrainingSamples],
+        *,
+        request_id: str | None = None,
+    ) -> ForwardBackwardResult:
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.ForwardBackwardResponse:
             def messages() -> Iterator[trainer_pb2.ForwardBackwardRequest]:
                 header.command.CopyFrom(command)
@@ -270,19 +279,22 @@ class AsyncClient:
 
             return await (await self._connection.trainer()).ForwardBackward(messages(), timeout=timeout_s)
 
-        return await self._phases.train(give, request_id=request_id)
+        return encode.forward_backward_result(await self._phases.train(give, request_id=request_id))
 
     async def forward_backward_custom(self, samples: Sequence[TrainingSample], loss: CustomLoss) -> ForwardBackwardResult:
         """Accumulates the policy's gradients of a loss in Python: `loss(samples, log_probs)`, called once with all samples.
 
         log_probs: [T] for each sample, tensors if torch is installed, else arrays. The loss returns a tensor of one number, or itself the
         loss and its gradient with respect to each of log_probs. Costs a forward pass more than `forward_backward`; several calls of a
-        step add up. Raises InvalidArgument naming sample and token of a gradient that is not finite or that the loss mask excludes.
+        step add up, undivided. Raises InvalidArgument naming sample and token of a gradient that is not finite or that the loss mask
+        excludes, or trainer.lora.dropout; VersionOrder if another client has taken a step since the loss got its log-probs.
         """
+        version = (await self.trainer_state()).policy_version
         value, weighted = linearized(samples, await self.compute_log_probs(samples), loss)
-        done = await self.forward_backward(weighted, LINEAR)
-        done.loss = done.metrics["loss"] = value
-        return done
+        header = encode.forward_backward_header(Role.POLICY, LINEAR, log_probs_of=(), num_samples=len(weighted))
+        header.linearized_at = version
+        done = await self._forward_backward(header, encode.training_chunks(weighted))
+        return replace(done, loss=value, metrics=done.metrics | {"loss": value})
 
     async def optim_step(
         self,

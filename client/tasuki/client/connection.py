@@ -30,6 +30,7 @@ from tasuki.wire.errors import (
     PeerUnavailable,
     StaleEpoch,
     TasukiError,
+    from_reason,
     from_rpc_error,
 )
 from tasuki.wire.flock import is_free
@@ -253,13 +254,22 @@ def _failure(error: grpc.aio.AioRpcError | asyncio.CancelledError, *, deadline: 
     grpc.aio also cancels a call, without a reason, when it can no longer send its messages.
     """
     if isinstance(error, grpc.aio.AioRpcError):
-        return from_rpc_error(error)
+        return _named_as_argument(from_rpc_error(error))
     task = asyncio.current_task()
     if task is None or task.cancelling():
         raise error
     if time.monotonic() >= deadline:
         return DeadlineExceeded("the deadline expired before all messages were sent")
     return PeerUnavailable("the service ended while messages were being sent; see `tasuki state` and its log")
+
+
+def _named_as_argument(failure: TasukiError) -> TasukiError:
+    """The error with the field of a call's header as verbs name it: `loss.denominator` for `header.loss.settings.denominator`."""
+    field = failure.metadata.get("field", "")
+    if not isinstance(failure, InvalidArgument) or not field.startswith("header."):
+        return failure
+    name = field.removeprefix("header.").replace(".settings.", ".")
+    return from_reason(failure.reason, failure.message.replace(field, name, 1), failure.metadata | {"field": name})
 
 
 class _Loss:

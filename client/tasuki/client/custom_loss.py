@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -25,16 +26,29 @@ def linearized(
 
     Raises InvalidArgument if the loss or a gradient is no finite number, has another shape, or weighs a token that the mask excludes.
     """
+    if not callable(loss):  # callers may have no types
+        raise InvalidArgument("loss", f"is of type {type(loss).__name__}; give a function of samples and log-probs")
     samples, log_probs = tuple(samples), tuple(log_probs)  # the loss may not reorder what its gradients are paired with
     value, gradients = _differentiated(samples, log_probs, loss)
     if not math.isfinite(value):
         raise InvalidArgument("loss", f"returned {value}; return a finite number")
     if len(gradients) != len(samples):
         raise InvalidArgument("loss", f"returned {len(gradients)} gradients for {len(samples)} samples; return one for each")
-    rows = [np.asarray(gradient, dtype=np.float32) for gradient in gradients]
+    rows = [_row(gradient, index=index) for index, gradient in enumerate(gradients)]
     for index, (sample, row_T) in enumerate(zip(samples, rows, strict=True)):
         _check(sample, row_T, index=index)
     return value, [replace(sample, advantages=-row_T) for sample, row_T in zip(samples, rows, strict=True)]
+
+
+def _row(gradient: Any, *, index: int) -> NDArray[np.float32]:
+    with suppress(TypeError, ValueError, RuntimeError):
+        row = np.asarray(gradient)
+        if row.dtype.kind not in "cOSUMm":
+            return row.astype(np.float32)
+    problem = (
+        f"returned {type(gradient).__name__} as gradient for samples[{index}]; give a real number for each token, detached"
+    )
+    raise InvalidArgument("loss", problem)
 
 
 def _check(sample: TrainingSample, row_T: NDArray[np.float32], *, index: int) -> None:
@@ -65,11 +79,11 @@ def _differentiated(
         answer = loss(samples, leaves)
         if not isinstance(answer, torch.Tensor):
             return _pair(answer)
-        if answer.numel() != 1 or not answer.requires_grad:
+        if answer.numel() != 1 or not answer.requires_grad or answer.is_complex():
             problem = (
-                f"returned a tensor of shape {list(answer.shape)} {'with' if answer.requires_grad else 'without'} gradient"
+                f"returned a tensor of {answer.dtype} and shape {list(answer.shape)}, requires_grad={answer.requires_grad}"
             )
-            raise InvalidArgument("loss", f"{problem}; return one number, computed from the log-probs without detaching them")
+            raise InvalidArgument("loss", f"{problem}; return one real number, computed from log-probs that are not detached")
         gradients = torch.autograd.grad(answer.sum(), leaves, allow_unused=True)
     zeros = [np.zeros_like(row_T) for row_T in log_probs]
     return answer.item(), [zero if one is None else one for zero, one in zip(zeros, gradients, strict=True)]
@@ -78,8 +92,8 @@ def _differentiated(
 def _pair(answer: Any) -> tuple[float, Sequence[Any]]:
     try:
         value, gradients = answer
-        return float(value), gradients
-    except (TypeError, ValueError):
+        return float(value), list(gradients)
+    except (TypeError, ValueError, RuntimeError):
         problem = (
             f"returned {type(answer).__name__}; return a tensor of one number, or the loss and its gradient for each sample"
         )

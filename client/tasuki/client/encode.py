@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tasuki.algorithms.aggregation import call_denominator
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client.messages import message_of
-from tasuki.client.types import FinishReason, Phase, Role, Routes, Sample, TrainingSample
+from tasuki.client.types import FinishReason, ForwardBackwardResult, Phase, Role, Routes, Sample, TrainingSample
 from tasuki.v1 import loss_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 from tasuki.wire.errors import InternalError, InvalidArgument
@@ -165,15 +165,27 @@ def forward_backward_header(
     return header
 
 
+def forward_backward_result(answer: trainer_pb2.ForwardBackwardResponse) -> ForwardBackwardResult:
+    own = {name: getattr(answer, name) for name in ForwardBackwardResult.__slots__ if name != "metrics"}
+    return ForwardBackwardResult(**own, metrics=dict(answer.metrics))  # a map would answer 0 for a metric that is absent
+
+
 def loss_of_part(
     loss: LossConfig, samples: Sequence[TrainingSample], *, step_samples: Sequence[TrainingSample] | None
 ) -> LossConfig:
     """The loss of a call with `samples`, a part of a step's `step_samples`; None if it has all. Raises InvalidArgument."""
     if step_samples is None or not isinstance(loss, LossConfig):
         return loss
+    if not isinstance(step_samples, Sequence):  # callers may have no types
+        raise InvalidArgument("step_samples", f"is of type {type(step_samples).__name__}; give a list of TrainingSample")
     if loss.denominator is not None or len(step_samples) < len(samples):
         given = f"{len(step_samples)} samples for a call of {len(samples)} and denominator {loss.denominator}"
         raise InvalidArgument("step_samples", f"got {given}; give all samples of the optimizer step, and no denominator")
+    known = set(map(id, step_samples))
+    strangers = [index for index, sample in enumerate(samples) if id(sample) not in known]
+    if strangers:
+        problem = f"has no samples[{strangers[0]}] of the call; give all samples of the optimizer step, the same objects"
+        raise InvalidArgument("step_samples", problem)
     lengths = [len(sample.completion_token_ids) for sample in step_samples]
     return replace(loss, denominator=call_denominator([list(one.loss_mask) for one in step_samples], lengths, config=loss))
 
@@ -210,6 +222,8 @@ def cut(parts: Sequence[_Part], *, field: str, max_parts: int = sys.maxsize) -> 
 
 def training_chunks(samples: Sequence[TrainingSample]) -> list[trainer_pb2.TrainingSamples]:
     """Splits `samples` into messages of bounded size. Raises InvalidArgument naming the invalid sample."""
+    if not isinstance(samples, Sequence):  # callers may have no types
+        raise InvalidArgument("samples", f"is of type {type(samples).__name__}; give a list of TrainingSample")
     if not samples:
         raise InvalidArgument("samples", "empty; give at least one")
     parts = [training_sample_to_proto(sample, index=index) for index, sample in enumerate(samples)]

@@ -17,7 +17,6 @@ from tasuki.wire.stages import StageStatus as StageStatus
 from tasuki.wire.stages import WireEnum
 
 Changeover = coordinator_pb2.Changeover
-ForwardBackwardResult = trainer_pb2.ForwardBackwardResponse
 NodeState = coordinator_pb2.NodeState
 OptimStepResult = trainer_pb2.OptimStepResponse
 RolloutState = rollout_pb2.GetRolloutStateResponse
@@ -288,6 +287,24 @@ def _check_turn(turn: Sample, *, index: int, first: Sample, images: Sequence[byt
             f"{place}; give exactly the tokens that were sampled and sent, without decoding and encoding them again"
         )
         raise InvalidArgument(f"turns[{index}]", problem, token=place)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardResult:
+    """Result of forward_backward.
+
+    loss: of the call, divided by `denominator`. num_tokens: counted by the loss. metrics: by name (docs/reference/algorithms.md), those
+    that the samples' fields allow. log_probs: messages with `log_probs` of each entry of log_probs_of; empty if repeated after a restart.
+    """
+
+    loss: float
+    num_samples: int
+    num_tokens: int
+    denominator: float
+    metrics: dict[str, float]
+    num_micro_batches: int
+    seconds: float
+    log_probs: Sequence[trainer_pb2.TokenLogProbs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,6 +136,7 @@ class ForwardBackwardHeader(_message.Message):
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     IS_OWN_DENOMINATOR_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
+    LINEARIZED_AT_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     """POLICY or CRITIC."""
     is_share: _builtins.bool
@@ -148,6 +149,10 @@ class ForwardBackwardHeader(_message.Message):
     """Set by a fleet beside `is_share`: the caller gave no denominator. A step that takes several calls needs one in each."""
     num_samples: _builtins.int
     """Samples that follow. A call with fewer, which its client's end or deadline has cut short, is refused."""
+    linearized_at: _builtins.int
+    """The policy version at whose log-probs a caller computed the advantages, such as the negative gradient of its own loss. Refused
+    with VERSION_ORDER if the policy has another version, and with trainer.lora.dropout, under which log-probs differ by call.
+    """
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     @_builtins.property
@@ -167,13 +172,19 @@ class ForwardBackwardHeader(_message.Message):
         validate_only: _builtins.bool = ...,
         is_own_denominator: _builtins.bool = ...,
         num_samples: _builtins.int | None = ...,
+        linearized_at: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "command", b"command", "loss", b"loss", "num_samples", b"num_samples"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_linearized_at", b"_linearized_at", "_num_samples", b"_num_samples", "command", b"command", "linearized_at", b"linearized_at", "loss", b"loss", "num_samples", b"num_samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples", "command", b"command", "is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "log_probs_of", b"log_probs_of", "loss", b"loss", "num_samples", b"num_samples", "role", b"role", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_linearized_at", b"_linearized_at", "_num_samples", b"_num_samples", "command", b"command", "is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "linearized_at", b"linearized_at", "log_probs_of", b"log_probs_of", "loss", b"loss", "num_samples", b"num_samples", "role", b"role", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__linearized_at: _TypeAlias = _typing.Literal["linearized_at"]  # noqa: Y015
+    _WhichOneofArgType__linearized_at: _TypeAlias = _typing.Literal["_linearized_at", b"_linearized_at"]  # noqa: Y015
     _WhichOneofReturnType__num_samples: _TypeAlias = _typing.Literal["num_samples"]  # noqa: Y015
     _WhichOneofArgType__num_samples: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__linearized_at) -> _WhichOneofReturnType__linearized_at | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_samples) -> _WhichOneofReturnType__num_samples | None: ...
 
 Global___ForwardBackwardHeader: _TypeAlias = ForwardBackwardHeader  # noqa: Y015

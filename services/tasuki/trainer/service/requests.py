@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.config.trainer_schema import MAX_LEARNING_RATE
+from tasuki.config.trainer_schema import MAX_LEARNING_RATE, LoraConfig
 from tasuki.models.images import ImageProcessor
 from tasuki.models.routes import Routes, RouteShape
 from tasuki.trainer.data.samples import COLUMNS, SampleImages, Samples, starts
@@ -27,7 +27,7 @@ from tasuki.v1.trainer_pb2 import (
 )
 from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.v1.types_pb2 import TrainingSample
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, VersionOrder
 from tasuki.wire.images import Files
 from tasuki.wire.routes import Whole
 
@@ -51,6 +51,18 @@ def check_log_probs_of(positions: Sequence[int], *, role: Role, samples: Samples
     num_tokens = int(samples.num_completion_S[list(positions)].sum())
     if num_tokens > MAX_ANSWERED_TOKENS:
         raise InvalidArgument(field, f"names {num_tokens} tokens; at most {MAX_ANSWERED_TOKENS} fit, name fewer samples")
+
+
+def check_linearized(header: ForwardBackwardHeader, *, policy_version: int, lora: LoraConfig | None) -> None:
+    """Raises InvalidArgument with adapters' dropout, and VersionOrder unless the policy is that of the advantages."""
+    if not header.HasField("linearized_at"):
+        return
+    if lora is not None and lora.dropout:
+        problem = "must be 0 for a loss in Python: its log-probs are without dropout, their gradients would be with it"
+        raise InvalidArgument("trainer.lora.dropout", problem)
+    if header.linearized_at != policy_version:
+        problem = f"the loss has seen version {header.linearized_at} of the policy, which another client has since made {policy_version}"
+        raise VersionOrder(f"{problem}; call again", have=policy_version, want=header.linearized_at)
 
 
 def decode_samples(

@@ -113,6 +113,7 @@ class TrainerServicer(TrainerServiceServicer):
         self, header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample]
     ) -> tuple[Role, LossConfig, Samples]:
         """Decodes the call. Raises every error for which it would be refused."""
+        requests.check_linearized(header, policy_version=self._state.policy_version, lora=self._config.trainer.lora)
         role, config, decoded = self._training.decode_forward_backward(header, samples)
         requests.check_log_probs_of(header.log_probs_of, role=role, samples=decoded)
         return role, config, decoded

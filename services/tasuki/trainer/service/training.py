@@ -78,7 +78,7 @@ class Training:
         if self.state.roles[trained].has_gradients and (_divides_alone(call) or trained in self._divided_alone):
             problem = (
                 f"is missing in a call of this step of the {trained}: each would divide by its own count, and their sum be too large; "
-                "give every call the count of all (`step_samples` of the SDK does), or call DiscardGradients"
+                "give each one the count of all (`step_samples` of the SDK, also beside a loss in Python), or call DiscardGradients"
             )
             raise InvalidArgument("header.loss.settings.denominator", problem)
         for earlier in self._losses.get(trained, ()) if self.state.roles[trained].has_gradients else ():
