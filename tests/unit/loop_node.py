@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client.dataset import Dataset, Row
-from tasuki.client.encode import enum_to_proto
+from tasuki.client.encode import enum_to_proto, forward_backward_result
 from tasuki.client.rewards import Completion, RewardPool, Scores
 from tasuki.client.rl_loop import RlLoop
 from tasuki.client.step import Step
@@ -29,7 +29,7 @@ from tasuki.client.types import (
     TrainingSample,
 )
 from tasuki.config.train_schema import TrainConfig
-from tasuki.v1.trainer_pb2 import RoleState, TokenLogProbs
+from tasuki.v1.trainer_pb2 import ForwardBackwardResponse, RoleState, TokenLogProbs
 
 Reward = Callable[[int, int], float]
 """Maps the prompt's token and the sample's number in its group to a reward."""
@@ -142,7 +142,7 @@ class LoopClient:
         self.calls.append(Call("forward_backward", role, samples, loss))
         log_probs = [TokenLogProbs(log_probs=[-0.25] * len(samples[place].completion_token_ids)) for place in log_probs_of]
         metrics = {"size": float(len(samples)), "size_max": float(len(samples))}
-        return ForwardBackwardResult(metrics=metrics, log_probs=log_probs)
+        return forward_backward_result(ForwardBackwardResponse(metrics=metrics, log_probs=log_probs))
 
     def optim_step(
         self, *, role: Role = Role.POLICY, schedule_step: int, schedule_steps: int, request_id: str = ""

@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.client.dataset import Dataset
+from tasuki.client.encode import forward_backward_result
 from tasuki.client.sft_loop import SftLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import ForwardBackwardResult, Role, TrainerState, TrainingSample
 from tasuki.config.train_schema import SftConfig
+from tasuki.v1.trainer_pb2 import ForwardBackwardResponse
 from tests.unit.loop_node import LoopClient
 
 SAMPLES = [
@@ -46,7 +48,7 @@ class SftClient(LoopClient):
         request_id: str = "",
     ) -> ForwardBackwardResult:
         LoopClient.forward_backward(self, samples, loss, role=role)
-        return ForwardBackwardResult(loss=1.5, num_tokens=7, metrics={"entropy": 0.5})
+        return forward_backward_result(ForwardBackwardResponse(loss=1.5, num_tokens=7, metrics={"entropy": 0.5}))
 
 
 @pytest.fixture
