@@ -76,3 +76,14 @@ def test_a_folder_without_a_run_and_a_version_without_a_checkpoint_are_named(fol
         found.checkpoint(str(saved))
     (saved / "checkpoint.json").touch()
     assert (found.checkpoint("1"), found.checkpoint(str(saved))) == (saved, saved)
+
+
+def test_the_node_of_a_client_has_no_run_but_a_model_to_export_from(folder: Path) -> None:
+    (folder / "own.toml").write_text('state_dir = "own"\nmodel.path = "model"\n')
+    found = find_run(folder / "own.toml")
+    found.check_model()
+    assert found.config.model.path == folder / "model"
+    for refuse in (lambda: found.output_dir, found.check_data):
+        with pytest.raises(InvalidArgument) as refused:
+            refuse()
+        assert refused.value.metadata["field"].startswith("train")

@@ -129,7 +129,9 @@ def _add_run_commands(commands: "_Commands") -> None:
     _add_overrides(evaluate)
     export = _command(commands, "export", "write a checkpoint as a Hugging Face model folder, without a node")
     export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
-    export.add_argument("--run", dest="place", type=Path, metavar="RUN", help="its run (default: the folder it is in)")
+    export.add_argument(
+        "--run", dest="place", type=Path, metavar="RUN", help="its run, or its node's CONFIG (default: the folder it is in)"
+    )
     export.add_argument("--output", type=Path, metavar="DIR", help="a new folder (default: model-NAME in the run's folder)")
     export.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="default: the run's")
     config = _command(commands, "config", "print the effective configuration, with the origin of each key")

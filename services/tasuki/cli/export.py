@@ -11,7 +11,8 @@ from tasuki.wire.extras import install_extras
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """place: the run, by default that in whose folder the checkpoint is. output: by default `model-NAME` there. dtype: "auto" as the run's.
+    """place: the run or the node, by default the run in whose folder the checkpoint is. output: by default `model-NAME` there, or beside a
+    checkpoint that no run has saved. dtype: "auto" as the run's.
 
     Raises NotInstalled without torch, and as find_run and export_checkpoint.
     """
@@ -22,7 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoint: Path = arguments.checkpoint.absolute()
     found = find_run(arguments.place or checkpoint.parent.parent)
     found.check_model()
-    target = (arguments.output or found.output_dir / f"model-{checkpoint.name}").absolute()
+    is_run = (found.config.train or found.config.sft) is not None
+    folder = found.output_dir if is_run else checkpoint.parent
+    target = (arguments.output or folder / f"model-{checkpoint.name}").absolute()
 
     def told(done: int, num_tensors: int) -> None:
         if done % -(-num_tensors // 10) == 0:

@@ -172,7 +172,8 @@ class RecordedRun:
     @property
     def output_dir(self) -> Path:
         run = self.config.train or self.config.sft
-        assert run is not None
+        if run is None:
+            raise InvalidArgument("train", "the configuration has neither a [train] nor an [sft] table")
         return run.output_dir
 
     def evaluated(self, *, policy_version: int | None = None) -> Step | None:
@@ -222,17 +223,16 @@ def find_run(place: Path, *, overrides: Sequence[str] = ()) -> RecordedRun:
     """place: a run's output folder, the state folder of the node that trained it, or its CONFIG. Raises PathNotFound, InvalidArgument."""
     if not place.is_dir():
         config = with_local_files(load_config(place, overrides=overrides))
-        run = config.train or config.sft
-        if run is None:
-            raise InvalidArgument("train", f"{place} has neither a [train] nor an [sft] table")
-        return RecordedRun(config, reward_folders(place.resolve().parent)[1:], read_head(run.output_dir))
+        run = config.train or config.sft  # neither for a client's node
+        return RecordedRun(config, reward_folders(place.resolve().parent)[1:], run and read_head(run.output_dir))
     output_dir, head = place.resolve(), read_head(place)
     if head is None and training_output_path(place).is_file():
         output_dir = read_path(training_output_path(place))
         head = read_head(output_dir)
     if head is None or not (output_dir / RUN_CONFIG).is_file():
         raise PathNotFound(
-            f"{output_dir} has no run.json or no {RUN_CONFIG}; give a run's output folder, or its CONFIG", path=place
+            f"{output_dir} has no run.json or no {RUN_CONFIG}; give a run's output folder, its CONFIG, or that of its node",
+            path=place,
         )
     config = load_config(output_dir / RUN_CONFIG, overrides=overrides)
     table, run = ("train", config.train) if config.sft is None else ("sft", config.sft)
