@@ -27,8 +27,10 @@ def test_only_what_differs_from_the_defaults_or_has_none_is_listed(tmp_path: Pat
         "trainer.learning_rate": ("0.001", False),
         "train.reward.function.x": ("r:x", True),
         "train.reward.weights.x": ("2.0", True),
-        "train.algorithm": ("dapo", True),
+        "train.algorithm": ("dapo", False),
     }
+    run["algorithm"] = "grpo"
+    assert "train.algorithm" not in {one["key"] for one in read_settings(None, config_of(table))["changed"]}
     assert "warmup_steps = 0" in found["toml"] and found["provenance"] == {}
 
 

@@ -16,6 +16,7 @@ from tasuki.config.paths import (
 )
 from tasuki.config.save import toml_lines
 from tasuki.config.schema import NodeConfig
+from tasuki.config.train_schema import TrainConfig
 from tasuki.dashboard.followed import MALFORMED, problem_of
 from tasuki.runs.archive import NODE_FILE, archive_folder
 from tasuki.runs.folder import EVALUATIONS, SAMPLES
@@ -118,7 +119,8 @@ def read_summary(output_dir: Path | None) -> tuple[dict[str, Any] | None, str]:
         return None, problem_of(path, error)
 
 
-_RUN_KEYS = ("train.dataset", "train.output_dir", "train.reward.function", "train.algorithm", "sft.dataset", "sft.output_dir")
+_PRESET = "train.algorithm"
+_RUN_KEYS = ("train.dataset", "train.output_dir", "train.reward.function", _PRESET, "sft.dataset", "sft.output_dir")
 _NAMED = ("state_dir", "device", "model.path", *_RUN_KEYS)
 """Keys without a default, or from which the defaults of others follow."""
 
@@ -136,8 +138,9 @@ def read_settings(output_dir: Path | None, config: NodeConfig | None) -> dict[st
             pass  # from before the run, or of another version
     if config is not None:
         given, usual = (dict(leaves(table)) for table in (config.model_dump(mode="json", exclude_none=True), _usual(config)))
+        usual[_PRESET] = TrainConfig.model_fields["algorithm"].default
         for key, value in given.items():
-            is_named = key.startswith(_NAMED)
+            is_named = key.startswith(_NAMED) and key != _PRESET
             if is_named or usual.get(key) != value:
                 found["changed"].append(
                     {"key": key, "value": _told(value), "default": None if is_named else _told(usual.get(key))}
