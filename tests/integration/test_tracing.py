@@ -9,9 +9,10 @@ import pytest
 from tasuki.client import AsyncClient, Phase
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.phases import path
+from tasuki.v1.coordinator_pb2 import GetStateRequest
 from tasuki.wire import stages
 from tasuki.wire.errors import OutOfGpuMemory
-from tests.integration.coordinator_process import Node, running_node
+from tests.integration.coordinator_process import DEADLINE_S, Node, running_node
 from tests.otlp import ReceivedSpan, Receiver, receiving
 
 TO_ROLLOUT = path(stages.Stage.LOAD_TRAINER, stages.Phase.ROLLOUT)
@@ -44,6 +45,10 @@ def chain(receiver: Receiver, span: ReceivedSpan) -> list[tuple[str, str]]:
 async def test_a_changeover_is_one_trace_from_the_client_to_the_services(tmp_path: Path) -> None:
     with receiving() as receiver:
         async with traced_node(tmp_path, receiver.endpoint) as node:
+            read = node.stub.GetState(
+                GetStateRequest(), metadata=[("traceparent", f"00-{'ab' * 16}-{'cd' * 8}-01")], timeout=DEADLINE_S
+            )
+            await read  # which has no span
             await acquire(node, Phase.ROLLOUT, endpoint=receiver.endpoint)
         changeover = receiver.one("changeover to ROLLOUT")
         above = [
