@@ -136,6 +136,10 @@ def test_a_run_that_learns_nothing_says_so_and_what_it_does_now(page: Browser, s
         assert page.evaluate("location.href").endswith("/#run"), "a run's page opens on the run"
         assert "answering held-out prompts: 3 of 8 · 120 tokens/s · step 4 of 9" in page.text("#progress")
         assert "steps without update: 4" in page.text("#view-run figure") and "· recorded_run" in page.text("#view-run figure")
+        signal = (
+            "[...document.querySelectorAll('#view-run figure')].find((one) => one.innerText.startsWith('Signal')).textContent"
+        )
+        assert "-0." not in page.evaluate(signal), "a share of 0 has no negative axis"
         page.evaluate("document.querySelector('#view-run figure .help').focus()")
         page.press("Enter")
         page.until("document.querySelector('#explained').matches(':popover-open')")
@@ -158,6 +162,14 @@ def test_a_supervised_run_has_its_own_views_and_latest_settings(page: Browser, s
         page.open("about:blank#left")
 
 
+BROKEN_HEADINGS = """[...document.querySelectorAll('main thead th')].filter((one) => {
+    const text = document.createRange();
+    text.selectNodeContents(one);
+    return text.getClientRects().length > one.innerText.split(" ").length;
+}).map((one) => one.innerText)"""
+"""Headings of tables with more lines than words."""
+
+
 def test_a_phone_shows_all_without_scrolling_sideways(page: Browser, recorded) -> None:
     page.resize(390, 800)
     try:
@@ -167,6 +179,7 @@ def test_a_phone_shows_all_without_scrolling_sideways(page: Browser, recorded) -
             assert page.evaluate(
                 "[...document.querySelectorAll('main .scroll')].every((one) => one.scrollWidth <= one.clientWidth)"
             ), tab
+            assert page.evaluate(BROKEN_HEADINGS) == [], tab
     finally:
         page.resize(1360, 1000)
 

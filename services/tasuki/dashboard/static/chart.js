@@ -111,7 +111,7 @@ function range(layers, spec) {
   const isCut = Boolean(spec.isStacked && !spec.isWhole && !spec.limits?.length && usual > 0 && high > FAR * usual);
   if (isCut) high = 1.5 * usual;
   if (spec.isStacked || (low >= 0 && low < 0.6 * high)) low = 0;
-  if (low === high) [low, high] = [low - Math.abs(low || 1) * 0.1, high + Math.abs(high || 1) * 0.1];
+  if (low === high) [low, high] = low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
   const room = (high - low) * 0.05;
   return { low: low === 0 ? 0 : low - room, high: high + room, isCut };
 }
