@@ -36,8 +36,7 @@ SHOWN = {
     "query=tasuki_phase": '"phase":"TRAIN"',
     "/api/node": '"phase"',
 }
-PORTS = {
-    "[trainer]": '[trainer]\nlisten = "0.0.0.0:50051"',
+SETTINGS = {
     'device = "cuda"': 'device = "cpu"',
     "num_steps = 200": "num_steps = 3",
     "prompts_per_step = 32": "prompts_per_step = 4",
@@ -79,13 +78,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (config / "eval.jsonl").write_text("".join(rows[:8]))
     (config / "rewards.py").write_text("def reward(*, completion: str) -> float:\n    return float(len(set(completion)))\n")
     node = (DEPLOY / "config" / "node.toml").read_text()
-    for ours, tests in PORTS.items():
+    for ours, tests in SETTINGS.items():
         assert node.count(ours) == 1
         node = node.replace(ours, tests)
     (ports,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    sized = ports.replace("[rollout]", "[rollout]\ncontext_length = 64\nengine.max_total_tokens = 4096")
-    pool = '[memory]\nhost_budget_bytes = "600MB"\n'
-    (config / "node.toml").write_text(node.replace("[train]", f"{sized}\n{pool}\n[train]", 1))
+    listen, _, tables = ports.partition("\n")
+    small = '[rollout]\ncontext_length = 64\nengine.max_total_tokens = 4096\n\n[memory]\nhost_budget_bytes = "600MB"\n'
+    (config / "node.toml").write_text(f"{listen}\n{node.replace('[train]', f'{tables}{small}[train]', 1)}")
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     files = "compose.yaml:compose.cpu.yaml:compose.tls.yaml"
