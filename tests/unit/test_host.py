@@ -44,6 +44,7 @@ def used(folder: str, maximum: object, current: int, **others: object) -> dict[s
     ("files", "groups", "mounts", "expected"),
     [
         pytest.param({}, "0::/\n", V2, (64, 60, None), id="no limit"),
+        pytest.param(used("", 8 * GIB, 5 * GIB), "0::/\n", V2.replace("2 cgroup2", "2 "), (8, 5, "memory.max"), id="no source"),
         pytest.param(used("", 8 * GIB, 5 * GIB), "0::/\n", V2, (8, 5, "memory.max"), id="docker, v2"),
         pytest.param(used("", "max", 5 * GIB), "0::/\n", V2, (64, 60, None), id="max"),
         pytest.param(

@@ -101,6 +101,21 @@ def test_a_completion_is_learned_whole_and_ends_once(by_template: dict[str, Mode
     assert tokenizer.encode_example("", "2").token_ids.count(BOS) == tokenizer.encode_prompt("2").count(BOS)
 
 
+@pytest.mark.parametrize(
+    ("template", "answer", "is_rewritten"),
+    [
+        (PLAIN, "<think>why</think> 42", False),
+        (PLAIN.replace("m.content", "m.content | trim"), " 42\n", False),
+        (PLAIN.replace("m.content", "m.content.split('</think>')[-1]"), "<think>why</think>42", True),
+        (PLAIN.replace("m.content", "m.content[:24]"), "it is the sum of one and one", True),
+    ],
+)
+def test_learned_text_that_a_template_drops_is_counted(template: str, answer: str, is_rewritten: bool, tmp_path: Path) -> None:
+    tokenizer = _saved(tmp_path, char_tokenizer(), template)
+    sft_sample({"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": answer}]}, tokenizer)
+    assert tokenizer.num_rewritten == is_rewritten
+
+
 def test_a_prompt_of_messages_with_a_completion_is_a_chat(by_template: dict[str, ModelTokenizer]):
     as_prompt = sft_sample({"prompt": CHAT[:2], "completion": "2"}, by_template["plain"])
     as_chat = sft_sample({"messages": CHAT[:3]}, by_template["plain"])

@@ -229,8 +229,11 @@ def test_the_trainer_compares_every_byte_of_a_large_head(tmp_path: Path) -> None
 
 def test_a_critic_needs_no_lm_head_and_may_have_a_value_head(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = copied(folders["single"], tmp_path)
-    rewrite(folder / "model.safetensors", lambda each: (each.pop(HEAD), each.update({"value_head.weight": torch.zeros(1, 64)})))
     shape = read_model(read_json_object(folder / "config.json", field="test")).shape
+    rewrite(folder / "model.safetensors", lambda each: each.update({"value_head.weight": torch.zeros(3, 64)}))
+    with pytest.raises(InvalidArgument, match=r"value_head.weight has shape \[3, 64\]"):
+        check_stored(folder, shape)
+    rewrite(folder / "model.safetensors", lambda each: (each.pop(HEAD), each.update({"value_head.weight": torch.zeros(1, 64)})))
     check_stored(folder, shape, is_critic=True)
     rewrite(folder / "model.safetensors", lambda each: each.update({"value_head.weight": torch.zeros(2, 64)}))
     with pytest.raises(InvalidArgument, match=r"trainer.critic.path: .*value_head.weight has shape \[2, 64\]"):

@@ -269,6 +269,22 @@ def test_tokens_that_the_folder_names_are_never_split_and_in_no_text_unless_toke
     assert tokenizer.decode(ids) == "3<eos>"  # tokenizer.json says that it is not special
 
 
+@pytest.mark.parametrize("kind", sorted(TRAINED))
+def test_a_named_token_that_words_contain_stays_an_ordinary_one(tmp_path: Path, kind: str) -> None:
+    own = Tokenizer.from_str(TRAINED[kind])
+    texts = ["how many apples", "xhowmanyx", "x apples 12 x"]
+    inner = {token for text in texts for token in own.encode(text, add_special_tokens=False).tokens}
+    known = {token.content for token in own.get_added_tokens_decoder().values()}
+    for index, token in enumerate(sorted(inner - known)):
+        (folder := tmp_path / str(index)).mkdir()
+        write_folder(folder, own, tokenizer_config={"additional_special_tokens": [token], "pad_token": token})
+        tokenizer = read_tokenizer(folder)
+        for text in texts:
+            ids = own.encode(text, add_special_tokens=False).ids
+            assert tokenizer.encode(text).ids == ids, token
+            assert tokenizer.decode(ids) == own.decode(ids), token
+
+
 def test_tokens_of_added_tokens_json_are_never_split(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"]))
     number = read_tokenizer(folder).backend.get_vocab_size()

@@ -16,7 +16,7 @@ _ROOT = Path("/")
 _MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 """Of cgroups v2 and v1. Above `memory.high` the kernel kills nothing, but lets processes crawl."""
 _OF_PROCESS = {"ulimit -v": resource.RLIMIT_AS, "ulimit -d": resource.RLIMIT_DATA}
-_MOUNT = re.compile(r"^\S+ \S+ \S+ (/\S*) (/\S*) .* - (\S+) \S+ (\S+)$", re.MULTILINE)
+_MOUNT = re.compile(r"^\S+ \S+ \S+ (/\S*) (/\S*) .* - (\S+) \S* (\S+)$", re.MULTILINE)
 _RECLAIMABLE = {"active_file", "inactive_file", "slab_reclaimable", "total_active_file", "total_inactive_file"}
 """Lines of memory.stat that the kernel frees before it kills; those of v1 that count the groups below begin with "total_"."""
 _ALLOW_MORE = (

@@ -263,7 +263,8 @@ class _Null(_Unprintable):
     def __eq__(self, other: object) -> bool:
         return other is None or isinstance(other, _Null)
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    def __hash__(self) -> int:
+        return hash(None)
 
 
 class _Array(_Unprintable, list[Any]):

@@ -121,7 +121,7 @@ def check_stored(
     stored, wanted = read_stored(folder, key=key), stored_shapes(model)
     if is_critic:
         wanted.pop(HEAD, None)
-        wanted |= {VALUE_HEAD: (1, model.hidden_size)} if VALUE_HEAD in stored else {}
+    wanted |= {VALUE_HEAD: (1, model.hidden_size)} if VALUE_HEAD in stored else {}
     missing = [name for name in wanted if name not in stored]
     ignored = {VALUE_HEAD, HEAD} if is_critic or model.is_tied else {VALUE_HEAD}
     untrained = untrained_tensors(stored, model)

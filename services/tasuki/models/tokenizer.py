@@ -33,6 +33,8 @@ _OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "sp
 _SUFFIXES = (".json", ".jinja", ".model", ".txt")
 _MAX_BYTES = 500_000_000
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_AROUND = ("", " ", "x", "1", "\n")
+"""Neighbors of a token of the vocabulary, within words and between them."""
 _MOVED_SHARE = 0.01
 _MIN_SHARE, _PADDING = 0.5, 128
 """A vocabulary that fills less of the embedding is suspicious, unless only a multiple of 128 pads it; real ones fill 0.9. So is one that
@@ -151,7 +153,7 @@ class FolderTokenizer:
         for name, text in [*self.special_tokens.items(), *_further_tokens(self.folder, self._config)]:
             if text in own or (token_id := self.backend.token_to_id(text)) is None:
                 continue  # tokenizer.json says what its added tokens are
-            if text not in known and token_id in self.backend.encode(text, add_special_tokens=False).ids:
+            if text not in known and self._is_ordinary(token_id, text):
                 if name not in ("bos_token", "eos_token"):  # an ordinary token, such as one that pads
                     continue
                 problem = f"{self.folder / _CONFIG} names {text!r} as {name}, which texts contain as an ordinary token"
@@ -159,6 +161,13 @@ class FolderTokenizer:
             # A declared token becomes special, too: decoded texts are without it.
             flags_of = self.backend.get_added_tokens_decoder()
             self.backend.add_special_tokens([flags_of.get(token_id, AddedToken(text, normalized=False))])
+
+    def _is_ordinary(self, token_id: int, text: str) -> bool:
+        """Whether texts contain this token of the vocabulary, by itself or within words."""
+        # WordPiece writes "##" before what continues a word.
+        texts = {text, text.removeprefix("##"), self.backend.decode([token_id], skip_special_tokens=False)}
+        around = [f"{before}{each}{after}" for each in texts for before in _AROUND for after in _AROUND]
+        return any(token_id in encoding.ids for encoding in self.backend.encode_batch(around, add_special_tokens=False))
 
     def _read_templates(self) -> "dict[str, ChatTemplate]":
         from tasuki.models.chat_template import ChatTemplate

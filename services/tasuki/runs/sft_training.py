@@ -135,6 +135,9 @@ def read_sft(config: NodeConfig, sft: SftConfig, *, now: datetime | None = None)
             f"{num_endless:,} of {len(ends):,} rows of {sft.dataset} teach no stop token ({known}), so answers will not end"
         )
         doubts = [f"{problem}; take the chat template and eos_token_id that belong together"]
+    if tokenizer.num_rewritten:
+        problem = f"the chat template changes or leaves out learned text in {tokenizer.num_rewritten:,} rows, such as earlier thoughts"
+        doubts.append(f"{problem}; what it writes is learned")
     return SftTraining(sft, samples, eval_samples, config.seed, tokenizer, doubts)
 
 

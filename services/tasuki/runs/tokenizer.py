@@ -48,6 +48,8 @@ class ModelTokenizer:
         self._forms: dict[int, ToolCallForm] = {}
         self.stop_token_ids = read_stop_token_ids(model_path, vocab_size=self._tokenizer.vocab_size)
         """Tokens with which an answer ends, by the model's files."""
+        self.num_rewritten = 0
+        """Chats of `encode_chat` so far with a learned text that the template writes otherwise, or not at all."""
 
     def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]:
         """Encodes a string as it is, or chat messages by the chat template, ending with the generation prompt. An image is one token."""
@@ -115,6 +117,7 @@ class ModelTokenizer:
             raise InvalidArgument(name, "is not read by the model's chat template; remove it")
         messages = template.settle(messages, variables)
         template.check(messages, variables, field="messages")
+        written, is_rewritten = " ".join(template.render(messages, variables).split()), False
         for index, message in enumerate(messages):
             if not is_learned(message):
                 continue
@@ -124,6 +127,8 @@ class ModelTokenizer:
                 raise InvalidArgument("messages", problem)
             for text in texts:
                 self._refuse_stops(self.encode_text(text), "messages", place=f"message {index} ")
+                is_rewritten |= " ".join(text.split()) not in written
+        self.num_rewritten += is_rewritten
 
         def render(some: Sequence[Message], *, is_prompt: bool = False) -> list[int]:
             return self._tokenizer.encode(template.render(some, {**variables, "add_generation_prompt": is_prompt})).ids
