@@ -302,10 +302,8 @@ def test_programs_give_rewards_and_fail_alone(pool_of: Callable[..., Episodes]):
 
 
 def test_a_task_in_harbors_form_is_judged_by_its_tests(pool_of: Callable[..., Episodes], tmp_path: Path):
-    """By the program of the guide: the reward is that of reward.txt, or the exit code of the tests."""
-    guide = (ROOT / "docs/guides/agents.md").read_text()
-    program = next(block for block in guide.split("```") if "task.toml" in block and block.startswith("python\n"))
-    (tmp_path / "harbor.py").write_text(program.removeprefix("python").replace('["task"]', '["prompt"]'))
+    program = (ROOT / "client/examples/agent/harbor.py").read_text()
+    (tmp_path / "harbor.py").write_text(program.replace('["task"]', '["prompt"]'))
     tests = {
         "by_reward": "wc -m < answer.txt > $LOGS/reward.txt; exit 1",
         "passes": "test -s answer.txt",

@@ -1,6 +1,7 @@
 """An adapter in PEFT's format to start from, read from adapter_config.json and headers. Needs no torch."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,11 @@ def in_peft(name: str, *, decoder: str) -> str:
     return f"base_model.model.{named}"
 
 
+def stored_decoder(names: Iterable[str], *, decoder: str) -> str:
+    """Name of the decoder in an adapter's file: `decoder`, of the vision model, or that of its text alone, if PEFT has adapted this."""
+    return decoder if any(f".{decoder}." in name for name in names) else "model"
+
+
 def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
     """Raises PathNotFound, or InvalidArgument for an adapter that this run cannot continue."""
     for name in (_CONFIG_FILE, ADAPTER_FILE):
@@ -76,7 +82,9 @@ def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
         # Of patterns the first that matches counts.
         if theirs != ours or (isinstance(ours, dict) and list(theirs) != list(ours)):
             raise InvalidArgument(f"trainer.lora.{key}", f"is {ours}, but {file} has {name} {theirs}; set the same")
+    stored = read_file(folder / ADAPTER_FILE, key=KEY)
     decoder = find_family(model.architecture).adapter_decoder(has_tower=model.tower is not None)
+    decoder = stored_decoder(stored, decoder=decoder)
     wanted: dict[str, tuple[int, ...]] = {}
     for layer, (num_rows, num_columns) in lora.layers(model).items():
         inside = in_peft(layer, decoder=decoder)
@@ -90,7 +98,6 @@ def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
             wrapped = in_peft(name.rpartition(".")[0], decoder=decoder) + (".base_layer" if name.endswith(EXPERTS[0]) else "")
             stacked = shape[0] * lora.rank
             wanted |= {f"{wrapped}.lora_A.weight": (stacked, shape[-1]), f"{wrapped}.lora_B.weight": (shape[1], stacked)}
-    stored = read_file(folder / ADAPTER_FILE, key=KEY)
     excluded = f" and exclude_modules = {list(lora.exclude_modules)}" if lora.exclude_modules else ""
     layers = f"trainer.lora.target_modules = {list(lora.target_modules)}{excluded}"
     for name in sorted(wanted.keys() ^ stored.keys()):

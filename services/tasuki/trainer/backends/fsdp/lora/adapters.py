@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.models.adapter_folder import ADAPTER_FILE, in_peft
+from tasuki.models.adapter_folder import ADAPTER_FILE, in_peft, stored_decoder
 from tasuki.models.families import find_family
 from tasuki.models.family import Family
 from tasuki.models.shape import EXPERTS
@@ -162,9 +162,10 @@ def initialize_magnitudes(causal_lm: nn.Module) -> None:
 def load_adapters(causal_lm: nn.Module, folder: Path) -> None:
     """Reads the adapters from PEFT's folder, which config.checks has judged. Every rank reads the whole file: nothing is sent."""
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
+        decoder = stored_decoder(file.keys(), decoder=_decoder_of(causal_lm))
         for name, param in adapter_parameters(causal_lm):
             sharded = cast(DTensor, param)
-            named, _ = in_file(name, torch.empty(param.shape, device="meta"), decoder=_decoder_of(causal_lm))
+            named, _ = in_file(name, torch.empty(param.shape, device="meta"), decoder=decoder)
             stored = file.get_tensor(named).to(param.device, param.dtype)
             whole = _from_file(name, stored, param.shape)
             param.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None))
