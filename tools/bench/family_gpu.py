@@ -2,7 +2,7 @@
 
 A model with random weights, of a published shape, where needed with fewer layers. First transformers' own module, in bfloat16 and with
 recomputation, makes the forward and backward passes of a step's samples. Then a node of the same model generates a batch (64 x 2,
-256 + 512 tokens), trains three steps on it, and walks through changeovers, each with a short batch and a small training step. Prints the
+256 + 512 tokens), trains --steps steps on it, and walks through changeovers, each with a short batch and a small training step. Prints the
 gap of rollout's log-probs to the trainer's, the errors of both, and of transformers, against float32, tokens a second of both training
 steps and of generation, the driver's bytes on the GPU by phase with their drift, and the planner's. Writes family_gpu.json after each
 family. --tiny: the tests' small models, on a CPU. --alone: without the step of transformers.
@@ -262,7 +262,7 @@ def _gap(client: Client, batch: list[TrainingSample]) -> dict[str, float]:
 
 
 def walk(
-    client: Client, folder: Path, load: Load, result: dict[str, Any], *, changeovers: int
+    client: Client, folder: Path, load: Load, result: dict[str, Any], *, steps: int, changeovers: int
 ) -> tuple[list[TrainingSample], list[Any]]:
     """Returns a few samples of the first version and the trainer's log-probs of them."""
     random = np.random.default_rng(0)
@@ -288,7 +288,7 @@ def walk(
         result["gap_without_replay"] = _gap(client, [replace(each, routed_experts=()) for each in batch])
     tokens = sum(whole.prompt_tokens + len(each.completion_token_ids) for each in batch)
     rates = list[float]()
-    for _ in range(STEPS):
+    for _ in range(steps):
         started = time.perf_counter()
         metrics = client.forward_backward(batch).metrics
         grad_norm = client.optim_step(learning_rate=1e-6).grad_norm
@@ -328,6 +328,7 @@ def one(
     result: dict[str, Any],
     *,
     out: Path,
+    steps: int,
     changeovers: int,
     lora: int | None,
     overrides: list[str],
@@ -347,7 +348,7 @@ def one(
         result |= {"started_s": round(time.monotonic() - started, 1), "told": told[-4:]}
         try:
             with Client(state_dir=config.state_dir, timeout_s=300) as client:
-                few = walk(client, folder / family, load, result, changeovers=changeovers)
+                few = walk(client, folder / family, load, result, steps=steps, changeovers=changeovers)
         finally:
             node.stop()
     finally:
@@ -365,6 +366,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="+", choices=(*SHAPES, *CONFIGS), metavar="FAMILY")
     parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--steps", type=at_least_one, default=STEPS)
     parser.add_argument("--changeovers", type=at_least_one, default=20)
     parser.add_argument("--lora", type=at_least_one)
     parser.add_argument("--prompts", type=at_least_one)
@@ -395,6 +397,7 @@ def main() -> None:
                     load,
                     results[family],
                     out=arguments.out,
+                    steps=arguments.steps,
                     changeovers=arguments.changeovers,
                     lora=arguments.lora,
                     overrides=arguments.set,
