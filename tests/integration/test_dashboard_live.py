@@ -8,8 +8,7 @@ import pytest
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.runs.archive import archived
-from tasuki.runs.folder import name_run
+from tasuki.runs.folder import archived, name_run
 from tasuki.v1 import types_pb2
 from tests.browser import CHROMIUM, Browser
 from tests.dashboard import served

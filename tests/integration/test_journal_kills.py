@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tasuki.coordinator.audit.history import History, read_history
-from tasuki.coordinator.audit.replay import audit
+from tasuki.coordinator.history import History, read_history
+from tasuki.coordinator.replay import audit
 from tests.conftest import ENVIRONMENT
 from tests.extent import IS_WHOLE
 from tests.unit.memory_folder import memory_folder

@@ -12,7 +12,7 @@ import pytest
 
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.observe.node_metrics import serve_metrics
+from tasuki.coordinator.node_metrics import serve_metrics
 from tasuki.rpc.port import MAX_CONNECTIONS, check_ports
 from tasuki.wire.errors import InvalidArgument
 from tests.integration.port_node import admit_tokens, make_certs, make_tokens, mtls, port_config, tokens

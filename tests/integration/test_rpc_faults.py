@@ -16,12 +16,12 @@ from typing import Any
 
 from tasuki.config.paths import node_targets
 from tasuki.config.schema import CoordinatorConfig, ModelConfig, NodeConfig
-from tasuki.coordinator.audit.history import read_history
-from tasuki.coordinator.audit.replay import audit
 from tasuki.coordinator.changeover import Peers
+from tasuki.coordinator.history import read_history
 from tasuki.coordinator.journal import Intent, Journal, Outcome
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.phases import Observed
+from tasuki.coordinator.replay import audit
 from tasuki.wire.errors import PeerUnavailable, TasukiError
 from tasuki.wire.stages import RULES, Phase, Service
 from tests.extent import IS_WHOLE

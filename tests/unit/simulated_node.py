@@ -7,13 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tasuki.coordinator.audit.commands import LoggedLife, audit_commands, read_command_log
-from tasuki.coordinator.audit.history import read_history
-from tasuki.coordinator.audit.replay import Audit, audit
 from tasuki.coordinator.changeover import Peers
+from tasuki.coordinator.command_log import LoggedLife, audit_commands, read_command_log
+from tasuki.coordinator.history import read_history
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.operations import Operation
+from tasuki.coordinator.replay import Audit, audit
 from tasuki.v1 import trainer_pb2, types_pb2
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, PeerUnavailable, TasukiError
 from tasuki.wire.stages import Phase, Service, Stage

@@ -9,8 +9,8 @@ import pytest
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.memory_record import TAKES
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.observe.memory_record import TAKES
 from tasuki.memory.host import host_memory
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory
 from tasuki.wire.stages import HOLDS, MemoryTag, Phase, Service, Stage

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import main
-from tasuki.coordinator.audit.history import read_history
+from tasuki.coordinator.history import read_history
 from tasuki.coordinator.journal import Journal
 from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.trainer.durable.training_log import TrainingLog

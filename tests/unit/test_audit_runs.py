@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.coordinator.audit.history import Invariant, read_history
-from tasuki.coordinator.audit.replay import audit
+from tasuki.coordinator.history import Invariant, read_history
 from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.replay import audit
 from tasuki.wire.errors import DiskFull, PeerUnavailable
 from tasuki.wire.stages import Phase, Service, Stage
 from tests.unit.fake_node import acquire, events, make_node

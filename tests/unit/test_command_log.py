@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.coordinator.audit.commands import LoggedCommand, LoggedLife, read_command_log
+from tasuki.coordinator.command_log import LoggedCommand, LoggedLife, read_command_log
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.logs import RateLimitedLog, configure_logging
 from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2, weights_pb2

@@ -11,8 +11,7 @@ from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.journal import Journal
 from tasuki.dashboard.places import place_of
 from tasuki.dashboard.server import open_address
-from tasuki.runs.archive import archived
-from tasuki.runs.folder import name_run
+from tasuki.runs.folder import archived, name_run
 from tasuki.wire.errors import PathNotFound
 from tests.integration.port_node import make_certs
 

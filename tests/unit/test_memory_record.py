@@ -8,8 +8,8 @@ import pytest
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.memory_record import MemoryRecord
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.observe.memory_record import MemoryRecord
 from tasuki.dashboard.journal import JournalTail
 from tasuki.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.wire.stages import HOLDS, Phase, Service
@@ -70,7 +70,7 @@ async def test_a_line_is_written_for_what_is_new_and_the_journal_moves_the_tags(
 
 
 async def test_the_file_stays_below_its_bound(devices: Devices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasuki.coordinator.observe.memory_record._MAX_BYTES", 3000)
+    monkeypatch.setattr("tasuki.coordinator.memory_record._MAX_BYTES", 3000)
     record = MemoryRecord(tmp_path / "memory.jsonl")
     usages = {service: await devices.usage(service) for service in Service}
     for size in range(20):

@@ -8,8 +8,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from tasuki.config.paths import training_output_path
-from tasuki.coordinator.observe import metrics_tail
-from tasuki.coordinator.observe.node_metrics import RunFigures, _whole_text, phase_label
+from tasuki.coordinator import metrics_tail
+from tasuki.coordinator.node_metrics import RunFigures, _whole_text, phase_label
 from tasuki.rpc import metrics
 from tasuki.rpc.metrics import GpuSeconds
 from tasuki.v1 import types_pb2

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import USER_ERROR, main
-from tasuki.cli.plan_report import traffic_table
+from tasuki.cli.plan import traffic_table
 from tasuki.planner.trainer_bytes import node_traffic
 from tests.planned import node_with
 from tests.unit.test_plan_cli import CONFIG

@@ -163,8 +163,7 @@ def test_the_control_group_that_limits_the_host_is_named(
     node: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     limited = HostMemory(10**9, 10**9, Path("/sys/fs/cgroup/pod/memory.max"))
-    for module in ("plan", "plan_report"):
-        monkeypatch.setattr(f"tasuki.cli.{module}.host_memory", lambda: limited)
+    monkeypatch.setattr("tasuki.cli.plan.host_memory", lambda: limited)
     for device, is_named in (("cpu", True), ("cuda", False)):
         main(["plan", str(node), "--gpu-gb", "80", "--set", f'device="{device}"'])
         assert ("of 1.0 GB that /sys/fs/cgroup/pod/memory.max allows" in capsys.readouterr().out) is is_named

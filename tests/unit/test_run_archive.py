@@ -13,14 +13,14 @@ import pytest
 from tasuki.cli.__main__ import main
 from tasuki.config.paths import journal_path, log_path, training_log_path
 from tasuki.coordinator.journal import Journal
-from tasuki.runs.archive import archived
+from tasuki.runs.folder import archived
 from tasuki.wire.errors import PeerUnavailable
 from tasuki.wire.stages import HOLDS, Phase
 
 _KILLED_CLIENT = """
 import os, signal, sys
 from pathlib import Path
-from tasuki.runs.archive import archived
+from tasuki.runs.folder import archived
 with archived(Path(sys.argv[1]), Path(sys.argv[2])):
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.coordinator.audit.commands import audit_commands
-from tasuki.coordinator.audit.history import Invariant, read_history
-from tasuki.coordinator.audit.replay import audit
+from tasuki.coordinator.command_log import audit_commands
+from tasuki.coordinator.history import Invariant, read_history
+from tasuki.coordinator.replay import audit
 from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2
 from tasuki.wire.errors import StageOrder, StaleSequence, TasukiError
 from tasuki.wire.stages import Phase

@@ -16,7 +16,7 @@ import pytest
 
 from tasuki.client.step import Step
 from tasuki.config.schema import TrackConfig
-from tasuki.coordinator.observe.metrics_tail import MetricsTail
+from tasuki.coordinator.metrics_tail import MetricsTail
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile
 from tasuki.trackers.sending import tracked

@@ -10,11 +10,11 @@ from typing import Any
 
 from tasuki.config.load import load_config
 from tasuki.config.paths import fleet_journal_path, journal_path, log_path, training_log_path
-from tasuki.coordinator.audit.commands import LoggedLife, audit_commands, read_command_log
-from tasuki.coordinator.audit.history import Invariant, Violation, read_history
-from tasuki.coordinator.audit.replay import audit
+from tasuki.coordinator.command_log import LoggedLife, audit_commands, read_command_log
+from tasuki.coordinator.history import Invariant, Violation, read_history
+from tasuki.coordinator.replay import audit
 from tasuki.fleet.audit import audit_fleet_journal
-from tasuki.runs.archive import archive_folder
+from tasuki.runs.folder import archive_folder
 from tasuki.trainer.durable.training_log import first_repetition, read_training_log
 from tasuki.v1.ranks_pb2 import TrainingRecord
 from tasuki.wire.errors import InvalidArgument, PathNotFound, PathPermissionDenied

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.cli.arguments import DEFAULT_HOST_GB
-from tasuki.cli.plan_report import verdict
+from tasuki.cli.plan import verdict
 from tasuki.cli.train import check_data
 from tasuki.client.dataset import read_objects
 from tasuki.config.gpus import smallest_gpu_bytes

@@ -4,14 +4,18 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from tasuki.cli.arguments import DEFAULT_HOST_GB
 from tasuki.cli.config import warn_of_doubts
 from tasuki.cli.node_view import open_console
-from tasuki.cli.plan_report import show, traffic_lines, traffic_table
 from tasuki.config.checks import fleet_port_problem
 from tasuki.config.engine_arguments import uncounted_arguments
 from tasuki.config.load import config_of, load_config, put
@@ -22,13 +26,15 @@ from tasuki.models.families import read_model_shape
 from tasuki.models.shape import ModelShape
 from tasuki.node.hub import with_local_files
 from tasuki.node.model_folder import check_model_folder, check_model_folders, has_weights
-from tasuki.planner.advice import advise
+from tasuki.planner.advice import Advice, advise
 from tasuki.planner.choose import choose
-from tasuki.planner.node import GB, Node, Strategy, node_of
-from tasuki.planner.plan import plan
+from tasuki.planner.node import GB, MARGIN, Checkpointing, Node, Part, Strategy, gb, node_of
+from tasuki.planner.plan import Plan, plan
 from tasuki.planner.presets import MODELS, find_preset
-from tasuki.planner.trainer_bytes import node_traffic
+from tasuki.planner.residency import expected_seconds, gpu_names, stages_to, stay_and_leave
+from tasuki.planner.trainer_bytes import Traffic, checkpoint_bytes, node_traffic, run_disk
 from tasuki.wire.errors import InvalidArgument, NotInstalled
+from tasuki.wire.stages import Phase
 
 DOES_NOT_FIT = 1
 _MAX_GB = 1e9
@@ -164,3 +170,159 @@ def _bytes(flag: str, size: float) -> int:
     if size > _MAX_GB:
         raise InvalidArgument(flag, f"must be at most {_MAX_GB:g} GB, not {size:g}")
     return int(size * GB)
+
+
+COLUMNS: dict[str, tuple[Part, ...]] = {
+    "trainer": (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.EXPORT),
+    "step": (Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS, Part.TORCH_CACHE),
+    "rollout": (Part.ROLLOUT_WEIGHTS,),
+    "KV": (Part.KV_CACHE, Part.CUDA_GRAPH, Part.ENGINE_STEP),
+    "other": (Part.CONTEXTS,),
+}
+
+
+def show(planned: Plan, advice: Advice, *, console: Console) -> None:
+    """Prints the answer, tables of the stages, one for each kind of GPU, and what they say."""
+    node = planned.node
+    for line in verdict(planned, advice):
+        console.print(line, highlight=False, markup=False)
+    console.print(headline(node), highlight=False)
+    kinds = ", ".join(f"{kind} {_count(count)}" for kind, count in node.model.count_by_kind().items())
+    console.print(f"{_count(node.model.num_parameters)} parameters: {kinds}", highlight=False, style="dim")
+    alike: dict[str, list[int]] = {}
+    for gpu in range(node.num_gpus):
+        alike.setdefault(repr([stage.gpus[gpu] for stage in planned.stages]), []).append(gpu)
+    for gpus in alike.values():
+        console.print(_stage_table(planned, gpu_names(node, gpus), gpus[0]))
+    for line in details(planned, advice):
+        console.print(line, highlight=False, markup=False)
+
+
+def _count(number: int) -> str:
+    """A number as in "7.62 billion", "135 million" or "90,816"."""
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:,}"
+
+
+def verdict(planned: Plan, advice: Advice) -> list[str]:
+    """Whether the plan fits, and what to change if it does not."""
+    node = planned.node
+    if planned.fits:
+        on_gpu = f"a GPU needs {gb(planned.gpu_peak.gpu_bytes)} of {gb(node.gpu_bytes)} GB, " if node.device == "cuda" else ""
+        return [f"It fits: {on_gpu}the host {gb(planned.host_peak.host_bytes)} of {gb(node.host_bytes)} GB."]
+    lines = [f"It does NOT fit: {'; '.join(planned.problems())}."]
+    for number, rung in enumerate(advice.ladder, start=1):
+        peak = rung.plan.gpu_peak if node.device == "cuda" else rung.plan.host_peak
+        size = peak.gpu_bytes if node.device == "cuda" else peak.host_bytes
+        after = f"{peak.stage} {gb(size)} GB, {'fits' if rung.plan.fits else 'not enough'}"
+        lines.append(f"{'Change' if number == 1 else '  then'} {rung.setting}: {rung.old} -> {rung.new}: {after}.")
+    if not advice.solves:
+        room = "more or larger GPUs" if node.device == "cuda" else "a machine with more memory"
+        lines.append(f"No combination of changes that the planner knows makes it fit: use {room}, or a smaller model.")
+    return lines
+
+
+def details(planned: Plan, advice: Advice) -> list[str]:
+    """Which stage peaks, what stays and leaves, and the expected seconds of a changeover's stages."""
+    node, peak, host = planned.node, planned.gpu_peak, planned.host_peak
+    fullest = max(peak.gpus, key=lambda parts: sum(parts.values()))
+    parts = ", ".join(f"{part} {gb(size)}" for part, size in sorted(fullest.items(), key=lambda item: -item[1]))
+    lines: list[str] = []
+    if node.device == "cuda":
+        lines.append(f"GPU peak: {peak.stage}, {gb(peak.gpu_bytes)} of {gb(node.gpu_bytes)} GB: {parts}.")
+    own = host_memory()
+    allowed = f" that {own.limited_by} allows" if own.limited_by is not None and own.total_bytes == node.host_bytes else ""
+    lines.append(f"Host peak: {host.stage}, {gb(host.host_bytes)} of {gb(node.host_bytes)} GB{allowed}.")
+    num_checkpoints, disk_bytes = run_disk(node)
+    if disk_bytes:
+        kept = f" and up to {num_checkpoints} checkpoints of {gb(checkpoint_bytes(node))} GB" if num_checkpoints else ""
+        lines.append(f"Disk: {gb(disk_bytes)} GB for the model{kept}.")
+    if node.trainer.expert_parallel:
+        lines.append(_experts(node))
+    size = f"{gb(planned.kv_pool.num_bytes)} GB {'on a GPU' if node.device == 'cuda' else 'of a rank'}"
+    lines.append(f"KV cache: {planned.kv_pool.num_tokens:,} tokens for each engine, {size}.")
+    idle = node.num_gpus - node.config.num_engine_ranks
+    if node.device == "cuda" and idle and not node.gpus.names:
+        engines = f"{node.config.dp_size} of TP {node.tp_size}"
+        lines.append(f"Without an engine: {idle} of {node.num_gpus} GPUs, which idle in ROLLOUT; the engines are {engines}.")
+    if node.device == "cuda":
+        ratio = "none fits" if advice.max_kv_ratio is None else f"{advice.max_kv_ratio:g}"
+        lines.append(f"Largest KV ratio: {ratio} (now {node.config.rollout.kv_ratio:g}).")
+    for name, stays, leaves in stay_and_leave(node):
+        lines.append(f"{name}: keeps {', '.join(stays) or 'nothing'}; releases {', '.join(leaves) or 'nothing'}.")
+    if seconds := expected_seconds(planned):
+        for phase in (Phase.ROLLOUT, Phase.TRAIN):
+            times = {stage: 1000 * seconds[stage] for stage in stages_to(phase)}
+            parts = ", ".join(f"{stage} {time:.0f}" for stage, time in times.items())
+            lines.append(f"To {phase} about {sum(times.values()):.0f} ms, an estimate: {parts}.")
+    return lines
+
+
+def _experts(node: Node) -> str:
+    """Memory of experts spread over ranks."""
+    sparse = next(model for model in (node.model, node.critic) if model is not None and model.num_experts)
+    each, rows = sparse.num_experts // node.num_ranks, node.rank_tokens * replace(node, model=sparse).rows_per_token
+    return (
+        f"Experts: {each} of {sparse.num_experts} on each rank. Counted are {rows:,} rows, the most that can reach one rank: when all "
+        f"tokens of all ranks choose its experts. Even routing brings {node.rank_tokens * sparse.experts_per_token:,}."
+    )
+
+
+def traffic_lines(traffic: Sequence[Traffic], network_gbit: float | None, *, fits: bool) -> list[str]:
+    """Traffic between nodes and its expected seconds; empty for one node."""
+    lines: list[str] = []
+    for number, each in enumerate(traffic):
+        took = "" if network_gbit is None else f", {_seconds(each, network_gbit):.2g} s at {network_gbit:g} Gb/s"
+        lines.append(f"{'  or' if number else 'Crosses nodes'}, {each.layout}: {gb(each.num_bytes)} GB each way a step{took}.")
+    if traffic and not fits:
+        lines.append("Every node of a fleet holds the whole model and its optimizer (HSDP): more nodes do not make it fit.")
+    return lines
+
+
+def traffic_table(traffic: Sequence[Traffic], network_gbit: float | None) -> dict[str, Any]:
+    """Traffic between nodes; empty for one node."""
+    seconds = [None if network_gbit is None else _seconds(each, network_gbit) for each in traffic]
+    rows = [{"layout": one.layout, "bytes": one.num_bytes, "seconds": s} for one, s in zip(traffic, seconds, strict=True)]
+    return {"node_traffic": rows} if rows else {}
+
+
+def _seconds(traffic: Traffic, network_gbit: float) -> float:
+    """At `network_gbit` 10^9 bits/s over all cards of a node; an estimate without latency and overlap."""
+    return traffic.num_bytes / (network_gbit * 10**9 / 8)
+
+
+def headline(node: Node) -> str:
+    """The main settings in one line."""
+    where = "CPU" if node.device == "cpu" else f"{node.num_gpus} GPUs of {gb(node.gpu_bytes)} GB"
+    engines = f"{node.config.dp_size} x TP {node.tp_size}"
+    is_kept = bool(node.kept_layers) and node.checkpointing is not Checkpointing.NONE
+    kept = f" ({node.kept_layers} layers kept)" if is_kept else ""
+    how = f"LoRA rank {node.lora.rank}" if node.lora is not None else "all parameters"
+    how += ", expert parallel" if node.trainer.expert_parallel else ""
+    how += ", one base for both services" if node.shares_base else ""
+    ranks = "rank" if node.num_ranks == 1 else "ranks"
+    return (
+        f"{node.model.architecture} on {where}, strategy {node.strategy}: {node.num_ranks} FSDP {ranks}, {how}, "
+        f"{node.micro_batch_tokens:,} tokens, checkpointing {node.checkpointing}{kept}; engines {engines}, "
+        f"KV ratio {node.config.rollout.kv_ratio:g}"
+    )
+
+
+def _stage_table(planned: Plan, name: str, index: int) -> Table:
+    """One row a stage: red where it does not fit, bold at the GPU's peak."""
+    node = planned.node
+    table = Table(title=f"{name}, GB", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
+    is_gpu = node.device == "cuda"
+    for heading in ("stage", *COLUMNS, "total", *(["free"] if is_gpu else []), "host"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
+    for stage in planned.stages:
+        parts = stage.gpus[index]
+        total = sum(parts.values())
+        sizes = [sum(parts.get(part, 0) for part in column) for column in COLUMNS.values()]
+        free = [gb(node.gpu_bytes - total) if total <= node.gpu_bytes else f"-{gb(total - node.gpu_bytes)}"] if is_gpu else []
+        cells = [stage.stage, *(gb(size) if size else "" for size in sizes), gb(total), *free, gb(stage.host_bytes)]
+        is_over = is_gpu and total + MARGIN > node.gpu_bytes
+        table.add_row(*cells, style="red" if is_over else "bold" if stage is planned.gpu_peak else "")
+    return table

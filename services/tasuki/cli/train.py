@@ -21,16 +21,16 @@ from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder
 from tasuki.config.paths import RUN_CONFIG, client_target, training_log_path
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.observe.metrics_tail import METRICS
+from tasuki.coordinator.metrics_tail import METRICS
 from tasuki.node.exit_report import explained
 from tasuki.node.node_settings import adopt_node
 from tasuki.node.processes import continue_children
 from tasuki.node.start import check_run, check_state_folder, running_node
 from tasuki.rpc.logs import check_telemetry
-from tasuki.runs.archive import archived
 from tasuki.runs.earlier_run import EarlierRun, begun_at, reward_folders, run_has_ended
 from tasuki.runs.folder import (
     MetricsFile,
+    archived,
     best_checkpoint,
     changeovers_of,
     check_output,

@@ -18,9 +18,9 @@ from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.changeover import Peers
 from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.memory_record import MemoryRecord
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.observe.memory_record import MemoryRecord
-from tasuki.coordinator.observe.node_metrics import NodeMetrics, serve_metrics
+from tasuki.coordinator.node_metrics import NodeMetrics, serve_metrics
 from tasuki.coordinator.operations import CoordinatorServicer
 from tasuki.coordinator.planning import Planning
 from tasuki.rpc.failpoints import Failpoints

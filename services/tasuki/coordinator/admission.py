@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.observe.memory_record import TAKES, MemoryRecord, Usages, tags_of
+from tasuki.coordinator.memory_record import TAKES, MemoryRecord, Usages, tags_of
 from tasuki.memory.host import host_memory
 from tasuki.planner.choose import plan_node
 from tasuki.planner.kv_tokens import TOKENS_KEY

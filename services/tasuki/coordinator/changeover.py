@@ -13,7 +13,7 @@ import grpc.aio
 
 from tasuki.config.schema import CoordinatorConfig
 from tasuki.coordinator.journal import Intent, Journal, Outcome, timestamp
-from tasuki.coordinator.observe.memory_record import TAKES
+from tasuki.coordinator.memory_record import TAKES
 from tasuki.coordinator.phases import Observed, advance, path, since_phase, turns_back, undo_path
 from tasuki.v1 import memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
 from tasuki.v1.coordinator_pb2 import StageEvent

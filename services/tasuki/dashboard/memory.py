@@ -12,7 +12,7 @@ from typing import Any
 
 from tasuki.config.choices import read_choices
 from tasuki.config.load import load_config
-from tasuki.coordinator.observe.memory_record import after, read_usages
+from tasuki.coordinator.memory_record import after, read_usages
 from tasuki.coordinator.phases import phase_of
 from tasuki.coordinator.planning import PART_TAGS, plan_table
 from tasuki.dashboard.followed import MALFORMED, Followed

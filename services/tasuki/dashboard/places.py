@@ -18,8 +18,7 @@ from tasuki.config.save import toml_lines
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import TrainConfig
 from tasuki.dashboard.followed import MALFORMED, problem_of
-from tasuki.runs.archive import NODE_FILE, archive_folder
-from tasuki.runs.folder import EVALUATIONS, SAMPLES
+from tasuki.runs.folder import EVALUATIONS, NODE_FILE, SAMPLES, archive_folder
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import PathNotFound, TasukiError
 from tasuki.wire.regular_file import read_path, read_regular, unreadable

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.coordinator.observe.metrics_tail import METRICS, MetricsTail
+from tasuki.coordinator.metrics_tail import METRICS, MetricsTail
 from tasuki.dashboard.followed import Followed
 
 _READ_BYTES = 2_000_000

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from tasuki.coordinator.audit.history import Violation
+from tasuki.coordinator.history import Violation
 from tasuki.coordinator.journal_file import id_text, open_snapshot
 from tasuki.fleet.rules import COMMIT, PREPARE, ROLLOUT, TO_TRAIN, Step
 from tasuki.wire.stages import RULES, Phase, Stage, StageStatus

@@ -206,7 +206,7 @@ class CommandGate:
                     (self.epoch, self.sequence), self._refused = before, sent
                 raise
             finally:
-                # `tasuki audit` reads it (coordinator/audit/commands.py). A request id may be any text.
+                # `tasuki audit` reads it (coordinator/command_log.py). A request id may be any text.
                 text = "event=command name=%s epoch=%d sequence=%d outcome=%s seconds=%.4f boot_id=%s version=%s request_id=%a"
                 numbers, seconds = (command.epoch, command.sequence), time.perf_counter() - started
                 _log.info(text, name, *numbers, outcome, seconds, self._boot_id, version, command.request_id)

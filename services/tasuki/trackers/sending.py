@@ -18,7 +18,7 @@ from pathlib import Path
 from tasuki.client.durable import named_if_full, write_durably
 from tasuki.config.paths import log_path
 from tasuki.config.schema import TrackConfig, TrackerName
-from tasuki.coordinator.observe.metrics_tail import METRICS, MetricsTail
+from tasuki.coordinator.metrics_tail import METRICS, MetricsTail
 from tasuki.runs.earlier_run import read_head
 from tasuki.trackers.adapters import TrackedRun, Tracker, check_installed, import_library, open_tracker
 from tasuki.wire.errors import InvalidArgument, PathNotFound

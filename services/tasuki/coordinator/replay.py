@@ -7,7 +7,7 @@ stages (`PossibleStages`); an entry that fits none of them is a breach.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tasuki.coordinator.audit.history import (
+from tasuki.coordinator.history import (
     ChangeoverRecord,
     History,
     Invariant,

@@ -25,8 +25,8 @@ from tasuki.config.paths import training_output_path
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.changeover import Peers
 from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.metrics_tail import MetricsTail, StepFigures
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.observe.metrics_tail import MetricsTail, StepFigures
 from tasuki.coordinator.planning import Planning, planned_memory
 from tasuki.rpc import metrics
 from tasuki.rpc.methods import METHODS

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 
-from tasuki.coordinator.audit.history import History, Invariant, StageRecord, Violation
+from tasuki.coordinator.history import History, Invariant, StageRecord, Violation
 from tasuki.rpc.commands import PASSING
 from tasuki.rpc.logs import LINES_LOST
 from tasuki.wire.errors import from_reason
