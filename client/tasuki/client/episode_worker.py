@@ -25,7 +25,7 @@ def serve(connection_fd: int) -> NoReturn:
     """Tells the signature of the function and the process's id, then runs episodes, until the client has ended."""
     connection = become_worker(connection_fd)
     (source,) = connection.recv()
-    send_answer(connection, [read_signature(*source, is_async=True), os.getpid()])
+    send_answer(connection, [[read_signature(*source, is_async=True)], os.getpid()])
     _Episodes(connection, source).run()
 
 

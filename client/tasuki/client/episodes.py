@@ -19,21 +19,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tasuki.client.aside import Aside
 from tasuki.client.dataset import Row
 from tasuki.client.episode import Asked, Batch, ChatTokenizer, Episode, Episodes, credit_turns
 from tasuki.client.episode_worker import BLOCKED
 from tasuki.client.generation import number_of_call
-from tasuki.client.reward_worker import Signature
-from tasuki.client.rewards import START_TIMEOUT_S, Scores, source_of
+from tasuki.client.rewards import Scores, source_of
 from tasuki.client.sync_client import Client
 from tasuki.client.turns import Turns
 from tasuki.client.types import FinishReason, Phase, Sample, SamplingParams
-from tasuki.client.worker_process import WorkerEnded, WorkerProcess
+from tasuki.client.worker_process import LOOK_EVERY_S, WorkerEnded, WorkerProcess, Workers
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 from tasuki.wire.process_tree import parent_and_state
 
-_LOOK_EVERY_S = 0.1
 _GRACE_S = 10.0
 """Beyond its time limit an episode is still waited for: its worker may be busy with others."""
 _MAX_REFUSED = 100
@@ -44,7 +41,6 @@ _NO_TURN = {
     "text": "", "tool_calls": [], "token_ids": [], "log_probs": [], "context": [], "finish_reason": "length", "num_prompt_tokens": 0,
     "message": {"role": "assistant", "content": ""}, "shown": {"role": "assistant", "content": ""},
 }  # fmt: skip
-_WORKER = "tasuki.client.episode_worker"
 
 
 class EpisodePool:
@@ -76,21 +72,14 @@ class EpisodePool:
         self._tokenizer, self._max_tokens, self._max_turns = tokenizer, max_tokens, max_turns
         self._timeout_s, self._on_error, self._function = timeout_s, on_error, " ".join(command) or function
         self._program = {"command": list(command), "folder": str([Path.cwd(), *folders][-1])} if command else None
-        self._source = source_of(function, tuple(str(Path(folder).absolute()) for folder in folders))
-        self._workers = [self._start() for _ in range(num_workers)]
-        self._starting = set(self._workers)
+        sources, serves = [source_of(function, folders)], "tasuki.client.episode_worker"
+        self._workers = Workers(sources, [self._function], key="episode.function", num=num_workers, serves=serves)
+        (self._signature,) = self._workers.signatures
+        self.rewards_turns = self._signature.rewards_turns
         self._stopped: dict[WorkerProcess, float] = {}
         """Since when a worker's process has been stopped by a signal."""
         self._ids, self._key = itertools.count(), uuid.uuid4().hex
-        self._aside = Aside("tasuki-episodes")
         self._carried: Batch | None = None
-        self._is_closing = False
-        try:
-            self._signature = self._aside.call(self._read_signature)
-            self.rewards_turns = self._signature.rewards_turns
-        except BaseException:
-            self.close()
-            raise
 
     def __enter__(self) -> "EpisodePool":
         return self
@@ -100,10 +89,7 @@ class EpisodePool:
 
     def close(self) -> None:
         """Ends the workers, and every process that their episodes have started, immediately."""
-        self._is_closing = True
-        self._aside.close()
-        for worker in self._workers:
-            worker.end()
+        self._workers.close()
         if self._carried is not None:
             self._carried.close()
 
@@ -141,7 +127,7 @@ class EpisodePool:
         episodes = [Episode(index, rows[index // num_samples]) for index in range(len(rows) * num_samples)]
         batch = Batch(number, sampling)
         batch.begin(episodes, on_progress)
-        self._run_aside(client, batch, lambda: False)
+        self._workers.call(lambda is_over: self._run(client, batch, is_over, lambda: False))
         return self.scored(episodes, num_samples=num_samples)
 
     def advance(
@@ -157,9 +143,9 @@ class EpisodePool:
 
         The functions and their tools run on meanwhile. Episodes of earlier calls that are not among `episodes` end. Raises as `run`.
         """
-        self._carried = self._carried or Batch(-1, sampling, is_carried=True)
-        self._carried.begin(episodes, on_progress)
-        self._run_aside(client, self._carried, is_enough)
+        batch = self._carried = self._carried or Batch(-1, sampling, is_carried=True)
+        batch.begin(episodes, on_progress)
+        self._workers.call(lambda is_over: self._run(client, batch, is_over, is_enough))
 
     def scored(self, episodes: Sequence[Episode], *, num_samples: int) -> Episodes:
         """Ended episodes, `num_samples` of each row, with their rewards."""
@@ -167,16 +153,9 @@ class EpisodePool:
             credit_turns(episodes[first : first + num_samples], discount=self._discount, failed=self._failed_reward)
         return Episodes(episodes, self._scores(episodes))
 
-    def _run_aside(self, client: Client, batch: Batch, is_enough: Callable[[], bool]) -> None:
-        is_over = threading.Event()  # also if the caller is interrupted
-        try:
-            self._aside.call(lambda: self._run(client, batch, is_over, is_enough))
-        finally:
-            is_over.set()
-
     def _run(self, client: Client, batch: Batch, is_over: threading.Event, is_enough: Callable[[], bool]) -> None:
         is_kept = False
-        for episode in batch.release(self._workers):
+        for episode in batch.release(self._workers.all):
             self._send(batch, episode, None, None)
         waiting = deque(one for one in batch.episodes if not one.has_ended and one.id not in batch.running)
         try:
@@ -194,16 +173,16 @@ class EpisodePool:
                         self._take(client, batch, batch.running[run], *message)
                 batch.told_meanwhile.clear()
                 if not batch.lost:
-                    batch.lost += self._told(client, batch, timeout_s=0.0 if batch.arrived.qsize() else _LOOK_EVERY_S)
+                    batch.lost += self._told(client, batch, timeout_s=0.0 if batch.arrived.qsize() else LOOK_EVERY_S)
                     self._take_arrived(batch)
-                lost = {worker: how for worker, how in batch.lost or self._overdue(batch) if worker in self._workers}
+                lost = {worker: how for worker, how in batch.lost or self._overdue(batch) if worker in self._workers.all}
                 batch.lost.clear()
                 for worker, how in lost.items():
                     waiting.extend(self._lost(batch, worker, how))
             if batch.is_carried and not is_over.is_set():
                 client.begin_acquire(Phase.TRAIN)
             while batch.is_carried and batch.generated and not is_over.is_set():
-                connection.wait([batch.wake], _LOOK_EVERY_S)
+                connection.wait([batch.wake], LOOK_EVERY_S)
                 self._take_arrived(batch)
             is_kept = batch.is_carried and not is_over.is_set()
         finally:
@@ -211,15 +190,15 @@ class EpisodePool:
                 for generated in list(batch.generated.values()):
                     generated.cancel()
                 if batch.running:
-                    for worker in self._workers:
-                        self._replace(worker)
+                    for worker in list(self._workers.all):
+                        self._workers.replace(worker)
                 batch.close()
                 self._carried = None if batch.is_carried else self._carried
 
     def _begun(self, batch: Batch, waiting: deque[Episode]) -> list[Episode]:
         """Gives the waiting episodes to the workers in turn."""
         begun: list[Episode] = []
-        ready = [worker for worker in self._workers if worker not in self._starting]
+        ready = self._workers.started()
         has_suspect = any(one.num_losses for one in batch.running.values())
         for _ in range(len(waiting) if ready else 0):
             episode = waiting.popleft()
@@ -249,19 +228,10 @@ class EpisodePool:
 
     def _told(self, client: Client, batch: Batch, *, timeout_s: float) -> list[tuple[WorkerProcess, str]]:
         """Waits a moment for the workers and the policy. Returns the workers that have ended, and how."""
-        readable = set(connection.wait([batch.wake, *(each for worker in self._workers for each in worker.waits())], timeout_s))
         ended: list[tuple[WorkerProcess, str]] = []
-        for worker in list(self._workers):
-            try:
-                message = worker.answer(readable)
-            except WorkerEnded as error:
-                ended.append((worker, str(error)))
-                continue
-            if message is None:
-                continue
-            if worker in self._starting:
-                self._starting.discard(worker)
-                worker.pid = message[1]
+        for worker, message, how in self._workers.told(self._workers.all, batch.wake, timeout_s=timeout_s):
+            if how:
+                ended.append((worker, how))
             elif (episode := batch.running.get(message[0])) is not None:
                 self._take(client, batch, episode, *message[1:])
             elif self._carried is not None:
@@ -355,7 +325,7 @@ class EpisodePool:
         limit = now - self._timeout_s - _GRACE_S
         late = [batch.worker_of[one.id] for one in batch.running.values() if one.runs_since and one.runs_since < limit]
         found = dict.fromkeys(late, f"blocked its worker for over {self._timeout_s:g} s; it was killed")
-        stopped = [worker for worker in self._workers if parent_and_state(worker.pid)[1] == "T"]
+        stopped = [worker for worker in self._workers.all if parent_and_state(worker.pid)[1] == "T"]
         self._stopped = {worker: self._stopped.get(worker, now) for worker in stopped}
         too_long = [worker for worker, since in self._stopped.items() if since < now - _GRACE_S]
         found |= dict.fromkeys(too_long, f"had its worker stopped for over {_GRACE_S:g} s; it was killed")
@@ -364,7 +334,7 @@ class EpisodePool:
     def _lost(self, batch: Batch, worker: WorkerProcess, how: str) -> list[Episode]:
         """Replaces a worker. Returns its episodes, which begin again; those lost too often have failed."""
         lost = [one for one in batch.running.values() if batch.worker_of[one.id] is worker]
-        self._replace(worker)
+        self._workers.replace_ended(worker, how)
         again: list[Episode] = []
         has_told = f"exit code {BLOCKED}" in how  # which episode was at fault
         for episode in lost:
@@ -376,36 +346,7 @@ class EpisodePool:
             episode.failure, episode.has_ended = how, True
             if self._on_error == "fail":
                 raise self._failed(episode, batch)
-        if not lost and worker in self._starting:
-            raise RewardFailed(f"a worker of {self._function} could not start: it {how}", cause=how)
         return again
-
-    def _start(self) -> WorkerProcess:
-        return WorkerProcess([self._source], start_s=START_TIMEOUT_S, serves=_WORKER)
-
-    def _replace(self, worker: WorkerProcess) -> None:
-        worker.end()
-        self._starting.discard(worker)
-        another = self._workers[self._workers.index(worker)] = self._start()
-        self._starting.add(another)
-
-    def _read_signature(self) -> Signature:
-        worker = self._workers[0]
-        while not self._is_closing:
-            try:
-                answer = worker.answer(set(connection.wait(worker.waits(), timeout=_LOOK_EVERY_S)))
-            except WorkerEnded as error:
-                raise InvalidArgument("episode.function", f"cannot use {self._function}: its import {error}") from error
-            if answer is not None:
-                self._starting.discard(worker)
-                worker.pid = answer[1]
-                signature = Signature(*answer[0])
-                if not signature.problem and signature.taken is not None and "policy" not in signature.taken:
-                    signature = signature._replace(problem="it does not take `policy`")
-                if signature.problem:
-                    raise InvalidArgument("episode.function", f"cannot use {self._function}: {signature.problem}")
-                return signature
-        raise RewardFailed("the pool was closed", cause="closed")
 
     def _scores(self, episodes: Sequence[Episode]) -> Scores:
         rewards = np.array([self._failed_reward if one.failure else one.reward for one in episodes], np.float32)

@@ -31,7 +31,7 @@ _worker_pid: int | None = None
 
 
 class Signature(NamedTuple):
-    """What a reward function takes. As JSON, a worker's first message."""
+    """What a function takes. As JSON, part of a worker's first message."""
 
     problem: str = ""
     """Why the function is unusable, or an empty string."""
@@ -52,10 +52,10 @@ def is_worker() -> bool:
 
 
 def serve(connection_fd: int) -> NoReturn:
-    """Tells the signatures of the functions, then makes one call after another, until the client has ended."""
+    """Tells the signatures of the functions and the process's id, then makes one call after another, until the client has ended."""
     connection = become_worker(connection_fd)
     sources: list[Source] = connection.recv()
-    send_answer(connection, [read_signature(*source) for source in sources])
+    send_answer(connection, [[read_signature(*source) for source in sources], os.getpid()])
     while True:
         try:
             call = connection.recv()
@@ -113,6 +113,8 @@ def read_signature(*source: *Source, is_async: bool = False) -> Signature:
     for one, several in (("completion", "completions"), ("prompt", "prompts")):
         if one in names and several in names:
             return Signature(f"it takes both `{one}` and `{several}`; take one of them")
+    if is_async and not takes_any and "policy" not in names:
+        return Signature("it does not take `policy`")
     needed = [parameter.name for parameter in required if parameter.kind in _NAMED]
     try:
         rewards_turns = is_async and re.search(r"\bpolicy\.reward\(", inspect.getsource(called)) is not None

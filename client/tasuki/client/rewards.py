@@ -6,26 +6,19 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.client.aside import Aside
 from tasuki.client.dataset import row_place
 from tasuki.client.encode import TokenIds
-from tasuki.client.reward_worker import LARGEST_REWARD, Answer, Signature, Source, is_worker
+from tasuki.client.reward_worker import LARGEST_REWARD, Answer, Source, is_worker
 from tasuki.client.types import FinishReason, Sample
-from tasuki.client.worker_process import WorkerEnded, WorkerProcess
+from tasuki.client.worker_process import WorkerEnded, WorkerProcess, Workers
 from tasuki.wire.errors import InvalidArgument, RewardFailed
-
-# Time for a worker to start: a new interpreter and the import of the reward's module.
-START_TIMEOUT_S = 60.0
-_MAX_LOST_STARTS = 3
-_LOOK_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +111,12 @@ class RewardPool:
         self._timeout_s, self._on_error = timeout_s, on_error
         if isinstance(folders, str | Path) or not all(isinstance(folder, str | Path) for folder in folders):
             raise InvalidArgument("folders", f"must be a list of paths, not {folders!r}")
-        paths = tuple(str(Path(folder).absolute()) for folder in folders)
-        self._sources: list[Source] = [source_of(reward.function, paths) for reward in self._rewards]
-        self._workers = [WorkerProcess(self._sources, start_s=START_TIMEOUT_S) for _ in range(num_workers)]
-        self._starting, self._is_closed = set(self._workers), threading.Event()
-        self._aside = Aside("tasuki-rewards")
-        try:
-            self._signatures = self._aside.call(self._read_signatures)
-        except BaseException:
-            self.close()
-            raise
+        self._sources: list[Source] = [source_of(reward.function, folders) for reward in self._rewards]
+        functions = [reward.function for reward in self._rewards]
+        self._workers = Workers(
+            self._sources, functions, key="reward.function", num=num_workers, serves="tasuki.client.reward_worker"
+        )
+        self._signatures = self._workers.signatures
 
     def __enter__(self) -> "RewardPool":
         return self
@@ -137,10 +126,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Ends the workers, and every process that their rewards have started, immediately."""
-        self._is_closed.set()
-        self._aside.close()
-        for worker in self._workers:
-            worker.end()
+        self._workers.close()
 
     def check_rows(self, rows: Sequence[Mapping[str, object]], *, path: Path | str) -> None:
         """Raises InvalidArgument for an argument that neither a completion nor a row has, naming function and row. path: of their file."""
@@ -171,23 +157,11 @@ class RewardPool:
         """
         if len(completions) != len(rows) * group_size:
             raise InvalidArgument("completions", f"{len(completions)} for {len(rows)} rows of {group_size}")
-        is_over = threading.Event()  # also if the caller is interrupted
-        try:
-            return self._aside.call(lambda: self._gather(is_over, rows, completions, group_size))
-        finally:
-            is_over.set()
-
-    def _gather(
-        self,
-        is_over: threading.Event,
-        rows: Sequence[Mapping[str, object]],
-        completions: Sequence[str] | Sequence[Completion],
-        group_size: int,
-    ) -> Scores:
         calls, places = self._calls(rows, completions, group_size)
+        all_answers = self._workers.call(lambda is_over: self._answers(calls, is_over))
         values_NR = np.zeros((len(completions), len(self._rewards)), dtype=np.float32)
         failures = [""] * len(completions)
-        for (start, reward), (*_, num), answers in zip(places, calls, self._answers(calls, is_over), strict=True):
+        for (start, reward), (*_, num), answers in zip(places, calls, all_answers, strict=True):
             each = answers if len(answers) > 1 else answers * (num or 1)  # one failure is that of the whole call
             for sample, (value, cause) in enumerate(each, start):
                 if cause and self._on_error == "fail":
@@ -199,23 +173,23 @@ class RewardPool:
     def _answers(self, calls: Sequence[Call], is_over: threading.Event) -> list[list[Answer]]:
         """Answers in the order of the calls; with on_error="fail" those after the first failure may be missing."""
         answers: list[list[Answer]] = [[(math.nan, "")]] * len(calls)
-        waiting, running, lost = deque(range(len(calls))), dict[WorkerProcess, int](), 0
+        waiting, running = deque(range(len(calls))), dict[WorkerProcess, int]()
         try:
             while (waiting or running) and not is_over.is_set():
-                for worker in [worker for worker in self._workers if worker not in running and worker not in self._starting]:
+                for worker in [worker for worker in self._workers.started() if worker not in running]:
                     if waiting and self._asks(worker, calls[waiting[0]]):
                         running[worker] = waiting.popleft()
-                for worker, answer, how in self._told([*running, *self._starting]):
+                for worker, answer, how in self._workers.told([*running, *self._workers.starting]):
+                    if how:
+                        self._workers.replace_ended(worker, how)
                     if worker in running:
                         index = running.pop(worker)
                         answers[index] = answer or [(math.nan, how)]
                         if self._on_error == "fail" and any(cause for _, cause in answers[index]):
                             waiting.clear()  # those before it are running or done
-                    elif how and (lost := lost + 1) == _MAX_LOST_STARTS:
-                        raise RewardFailed(f"{lost} reward workers could not start: the last {how}", cause=how)
         finally:
             for worker in running:
-                self._replace(worker)
+                self._workers.replace(worker)
         return answers
 
     def _asks(self, worker: WorkerProcess, call: Call) -> bool:
@@ -223,29 +197,9 @@ class RewardPool:
         try:
             worker.ask(call, timeout_s=self._timeout_s)
         except WorkerEnded:
-            self._replace(worker)
+            self._workers.replace(worker)
             return False
         return True
-
-    def _told(self, workers: Sequence[WorkerProcess]) -> list[tuple[WorkerProcess, Any, str]]:
-        """Waits a moment for workers. Returns those that have answered, and those that have ended with how, which it replaces."""
-        readable = set(connection.wait([each for worker in workers for each in worker.waits()], timeout=_LOOK_EVERY_S))
-        told: list[tuple[WorkerProcess, Any, str]] = []
-        for worker in workers:
-            try:
-                if (answer := worker.answer(readable)) is not None:
-                    self._starting.discard(worker)
-                    told.append((worker, answer, ""))
-            except WorkerEnded as ended:
-                self._replace(worker)
-                told.append((worker, None, str(ended)))
-        return told
-
-    def _replace(self, worker: WorkerProcess) -> None:
-        worker.end()
-        self._starting.discard(worker)
-        another = self._workers[self._workers.index(worker)] = WorkerProcess(self._sources, start_s=START_TIMEOUT_S)
-        self._starting.add(another)
 
     def _calls(
         self, rows: Sequence[Mapping[str, object]], completions: Sequence[str] | Sequence[Completion], group_size: int
@@ -287,17 +241,6 @@ class RewardPool:
             failures,
         )
 
-    def _read_signatures(self) -> list[Signature]:
-        while not self._is_closed.is_set():
-            for _, answer, how in self._told(list(self._starting)):
-                problems = [how] * len(self._rewards) if how else [problem for problem, *_ in answer]
-                for reward, problem in zip(self._rewards, problems, strict=True):
-                    if problem:
-                        cause = f"its import {how}" if how else problem
-                        raise InvalidArgument("reward.function", f"cannot use {reward.function}: {cause}")
-                return [Signature(*each) for each in answer]
-        raise InvalidArgument("reward.function", "the pool was closed as it started")
-
     def _failed(self, cause: str, reward: NamedReward, *, sample: int, prompt: int) -> RewardFailed:
         text = f"reward {reward.function} failed for sample {sample} (prompt {prompt}): {cause}"
         return RewardFailed(text, sample=sample, prompt=prompt, cause=cause, reward=reward.name)
@@ -328,11 +271,11 @@ def _named(function: str | Sequence[NamedReward]) -> tuple[NamedReward, ...]:
     return tuple(function)
 
 
-def source_of(function: str, folders: tuple[str, ...]) -> Source:
+def source_of(function: str, folders: Sequence[Path | str]) -> Source:
     """A script's own functions are imported from its file."""
-    module, name = _split(function)
+    (module, name), paths = _split(function), tuple(str(Path(folder).absolute()) for folder in folders)
     file = getattr(sys.modules["__main__"], "__file__", None) if module == "__main__" else None
-    return (module, name, folders) if file is None else (Path(file).stem, name, (str(Path(file).absolute().parent), *folders))
+    return (module, name, paths) if file is None else (Path(file).stem, name, (str(Path(file).absolute().parent), *paths))
 
 
 def _split(function: object) -> tuple[str, str]:
