@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -177,44 +176,6 @@ async def test_log_probs_come_in_the_order_of_the_samples(node: ScriptedNode, cl
     log_probs = await client.compute_log_probs(samples)
     assert [one[0] for one in log_probs] == [-float(index) for index in range(20)]
     assert log_probs[0].dtype == np.float32
-
-
-@pytest.mark.parametrize(
-    ("call", "field"),
-    [
-        (lambda client: client.generate([]), "prompts"),
-        (lambda client: client.generate([[2**31]]), r"prompts\[0\]"),
-        (lambda client: client.forward_backward([]), "samples"),
-        (lambda client: client.forward_backward(SAMPLE), "samples: is of type TrainingSample"),
-        (lambda client: client.forward_backward([SAMPLE], log_probs_of=[1]), "log_probs_of"),
-        # It waited until the deadline, ten minutes by default.
-        (lambda client: client.forward_backward([SAMPLE], role="critic"), "role"),
-        (lambda client: client.compute_log_probs([SAMPLE], role=3), "role"),
-        (lambda client: client.acquire("rollout"), "phase"),
-        (lambda client: client.save(None), "path"),
-        (lambda client: client.export_model("/tmp/\udcff"), "path"),
-        (lambda client: client.forward_backward([SAMPLE, TrainingSample([1.5], [2])]), r"samples\[1\]"),
-        (lambda client: client.generate([np.zeros(5_000_000, dtype=np.int32)]), r"prompts\[0\]"),
-    ],
-)
-async def test_what_cannot_be_sent_is_named_before_anything_is_sent(node: ScriptedNode, client: AsyncClient, call, field: str):
-    with pytest.raises(InvalidArgument, match=field):
-        await call(client)
-    assert node.num_changeovers == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        ({}, "target"),
-        ({"target": "127.0.0.1:1", "timeout_s": float("nan")}, "timeout_s"),
-        ({"target": "127.0.0.1:1", "recovery_timeout_s": -1}, "recovery_timeout_s"),
-        ({"target": "127.0.0.1:1", "credentials": "lab"}, "credentials"),
-    ],
-)
-def test_an_argument_with_which_no_call_would_succeed_is_named_at_once(arguments: dict[str, Any], field: str):
-    with pytest.raises(InvalidArgument, match=field):
-        Client(**arguments)
 
 
 async def test_watch_gives_the_state_and_then_what_changes(node: ScriptedNode, client: AsyncClient):

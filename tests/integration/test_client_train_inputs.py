@@ -102,11 +102,6 @@ def test_a_runs_own_configuration_finds_the_rewards_from_where_it_began(
     assert "train.dataset has 1 rows that can be trained" in capsys.readouterr().err
 
 
-def test_a_plan_says_how_many_rows_it_has_judged(config: Path, capsys: pytest.CaptureFixture[str]):
-    main(["plan", str(config)])
-    assert "train.dataset has 1 rows that can be trained" in capsys.readouterr().err
-
-
 def test_the_longest_sample_is_the_longest_prompt_with_a_whole_completion(config: Path):
     (config.parent / "train.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "abcdefg"}\n{"prompt": "a"}\n')
     assert read_rl(load_config(config)).longest_sample == 7 + 32

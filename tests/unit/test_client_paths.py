@@ -9,19 +9,24 @@ from tasuki.rpc.access import ClientPaths
 from tasuki.rpc.methods import PathUse
 from tasuki.wire.errors import InvalidArgument, PermissionDenied
 
+_TRAIN = '[train]\ndataset = "d"\noutput_dir = "out"\n[train.reward]\nfunction = "a:b"\n'
+_OUTSIDE = ("other/a", "runs", "runs-2/a", "state/a", "state/run/restart-trainer", "state/checkpoints", "")
+
 
 @pytest.fixture
 def paths(tmp_path: Path) -> ClientPaths:
-    for name in ("state/checkpoints", "runs", "given", "elsewhere"):
+    for name in ("state/checkpoints", "runs/deep", "given", "elsewhere"):
         (tmp_path / name).mkdir(parents=True)
-    write = (tmp_path / "state/checkpoints", tmp_path / "runs")
+    for link in ("runs/link", "runs/deep/link", "short"):
+        (tmp_path / link).symlink_to(tmp_path / "elsewhere")
+    write = (tmp_path / "state/checkpoints", tmp_path / "runs", tmp_path / "short")
     return ClientPaths(state_dir=tmp_path / "state", write=write, read=(tmp_path / "given",))
 
 
-@pytest.mark.parametrize("name", ["runs/a", "runs/new/b", "state/checkpoints/c"])
-@pytest.mark.parametrize("use", PathUse)
-def test_paths_below_a_writable_folder_are_allowed(paths: ClientPaths, tmp_path: Path, name: str, use: PathUse) -> None:
-    paths.check(f"{tmp_path}/{name}", use=use)
+@pytest.mark.parametrize("name", ["runs/a", "runs/new/b", "state/checkpoints/c", "short/a", "elsewhere/a"])
+def test_paths_below_a_writable_folder_are_allowed_by_each_of_its_names(paths: ClientPaths, tmp_path: Path, name: str) -> None:
+    for use in PathUse:
+        paths.check(f"{tmp_path}/{name}", use=use)
 
 
 def test_a_readable_folder_is_not_written(paths: ClientPaths, tmp_path: Path) -> None:
@@ -32,11 +37,17 @@ def test_a_readable_folder_is_not_written(paths: ClientPaths, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["elsewhere/a", "runs", "runs-2/a", "state/a", "state/run/restart-trainer", "state/checkpoints", ""]
+    ("name", "kind", "problem"),
+    [
+        *((name, PermissionDenied, "below no folder") for name in _OUTSIDE),
+        *((name, PermissionDenied, "leads through a link") for name in ("runs/link/a", "runs/link", "runs/deep/link/a")),
+        ("runs/../runs/a", InvalidArgument, r"without `\.\.`"),
+        (f"runs/{'a' * 300}/b", InvalidArgument, "cannot be looked at"),
+    ],
 )
-def test_paths_outside_are_refused(paths: ClientPaths, tmp_path: Path, name: str) -> None:
+def test_other_paths_are_refused(paths: ClientPaths, tmp_path: Path, name: str, kind: type[Exception], problem: str) -> None:
     for use in PathUse:
-        with pytest.raises(PermissionDenied, match="below no folder"):
+        with pytest.raises(kind, match=problem):
             paths.check(f"{tmp_path}/{name}", use=use)
 
 
@@ -46,51 +57,21 @@ def test_other_text_is_a_typed_error(paths: ClientPaths, text: str) -> None:
         paths.check(text, use=PathUse.WRITE)
 
 
-def test_dots_are_refused_even_where_they_lead_back(paths: ClientPaths, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"without `\.\.`"):
-        paths.check(f"{tmp_path}/runs/../runs/a", use=PathUse.WRITE)
-
-
-def test_a_name_that_no_system_takes_is_a_typed_error(paths: ClientPaths, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="cannot be looked at"):
-        paths.check(f"{tmp_path}/runs/{'a' * 300}/b", use=PathUse.WRITE)
-
-
-@pytest.mark.parametrize("name", ["runs/link/a", "runs/link", "runs/deep/link/a"])
-def test_links_below_a_folder_are_not_followed(paths: ClientPaths, tmp_path: Path, name: str) -> None:
-    (tmp_path / "runs/deep").mkdir()
-    for link in ("runs/link", "runs/deep/link"):
-        (tmp_path / link).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(PermissionDenied, match="leads through a link"):
-        paths.check(f"{tmp_path}/{name}", use=PathUse.WRITE)
-
-
-def test_a_folder_that_is_a_link_is_known_by_both_names(paths: ClientPaths, tmp_path: Path) -> None:
-    (tmp_path / "short").symlink_to(tmp_path / "elsewhere")
-    linked = ClientPaths(state_dir=tmp_path / "state", write=(tmp_path / "short",), read=())
-    linked.check(f"{tmp_path}/short/a", use=PathUse.WRITE)
-    linked.check(f"{tmp_path}/elsewhere/a", use=PathUse.WRITE)
-
-
-def test_a_state_folder_inside_a_writable_one_stays_closed(tmp_path: Path) -> None:
-    config = tmp_path / "node.toml"
-    config.write_text(
-        'state_dir = "out/node"\n[model]\npath = "m"\n'
-        '[train]\ndataset = "d"\noutput_dir = "out"\n[train.reward]\nfunction = "a:b"\n'
-    )
+@pytest.mark.parametrize(
+    ("state_dir", "tables", "written", "read", "refused"),
+    [
+        ("out/node", _TRAIN, ["out/checkpoints", "out/node/checkpoints"], [], ["out/node", "out/node/run", "out/node/logs"]),
+        ("node", '[paths]\nwrite = ["saved"]\nread = ["given"]\n', ["saved"], ["given"], ["node/checkpoints", "given"]),
+    ],
+    ids=["a state folder inside a writable one", "named folders in place of the default ones"],
+)
+def test_folders_follow_from_the_configuration(
+    tmp_path: Path, state_dir: str, tables: str, written: list[str], read: list[str], refused: list[str]
+) -> None:
+    (config := tmp_path / "node.toml").write_text(f'state_dir = "{state_dir}"\n[model]\npath = "m"\n{tables}')
     paths = ClientPaths.of(load_config(config))
-    paths.check(f"{tmp_path}/out/checkpoints/1", use=PathUse.WRITE)
-    paths.check(f"{tmp_path}/out/node/checkpoints/1", use=PathUse.WRITE)
-    for name in ("out/node/a", "out/node/run/planted", "out/node/logs/a"):
+    for name, use in [*((name, PathUse.WRITE) for name in written), *((name, PathUse.READ) for name in read)]:
+        paths.check(f"{tmp_path}/{name}/1", use=use)
+    for name in refused:
         with pytest.raises(PermissionDenied):
-            paths.check(f"{tmp_path}/{name}", use=PathUse.WRITE)
-
-
-def test_named_folders_replace_the_default_ones(tmp_path: Path) -> None:
-    config = tmp_path / "node.toml"
-    config.write_text('state_dir = "node"\n[model]\npath = "m"\n[paths]\nwrite = ["saved"]\nread = ["given"]\n')
-    paths = ClientPaths.of(load_config(config))
-    paths.check(f"{tmp_path}/saved/1", use=PathUse.WRITE)
-    paths.check(f"{tmp_path}/given/1", use=PathUse.READ)
-    with pytest.raises(PermissionDenied):
-        paths.check(f"{tmp_path}/node/checkpoints/1", use=PathUse.WRITE)
+            paths.check(f"{tmp_path}/{name}/1", use=PathUse.WRITE)

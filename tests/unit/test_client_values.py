@@ -1,7 +1,7 @@
 """Conversions of the client: from generated to training samples, and values that cannot be sent."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.client import generation
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.encode import loss_of_part, loss_to_proto, training_sample_to_proto
+from tasuki.client.sync_client import Client
 from tasuki.client.types import FinishReason, Sample, SamplingParams, TrainingSample
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument
@@ -28,6 +29,7 @@ SAMPLE = Sample(
     policy_version=7,
     temperature=0.5,
 )
+TRAINED = TrainingSample([1, 2], [3, 4], rollout_log_probs=[-0.5, -0.25], advantages=1.0)
 
 
 def test_a_training_sample_of_a_sample_has_all_that_rollout_knows_of_it() -> None:
@@ -103,12 +105,53 @@ def test_a_text_in_place_of_token_ids_is_answered_with_how_to_tokenize_it(prompt
 
 
 @pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda: CLIENT.generate([]), "prompts"),
+        (lambda: CLIENT.generate([[2**31]]), "prompts[0].token_ids"),
+        (lambda: CLIENT.generate([np.zeros(5_000_000, dtype=np.int32)]), "prompts[0]"),
+        (lambda: CLIENT.forward_backward([]), "samples"),
+        (lambda: CLIENT.forward_backward(cast(Any, TRAINED)), "samples"),
+        (lambda: CLIENT.forward_backward([TRAINED], log_probs_of=[1]), "log_probs_of"),
+        # It waited until the deadline, ten minutes by default.
+        (lambda: CLIENT.forward_backward([TRAINED], role=cast(Any, "critic")), "role"),
+        (lambda: CLIENT.forward_backward([TRAINED, TrainingSample(cast(Any, [1.5]), [2])]), "samples[1].prompt_token_ids"),
+        (lambda: CLIENT.compute_log_probs([TRAINED], role=cast(Any, 3)), "role"),
+        (lambda: CLIENT.acquire(cast(Any, "rollout")), "phase"),
+        (lambda: CLIENT.save(cast(Any, None)), "path"),
+        (lambda: CLIENT.export_model("/tmp/\udcff"), "path"),
+        (lambda: CLIENT.optim_step(schedule_step=-1), "schedule_step"),
+        (lambda: CLIENT.optim_step(learning_rate=cast(Any, "0.1")), "learning_rate"),
+        (lambda: CLIENT.begin_run(keep_optimizer=cast(Any, "no")), "keep_optimizer"),
+        (lambda: CLIENT.changeovers(limit=cast(Any, "all")), "limit"),
+    ],
+)
+def test_a_call_that_cannot_be_sent_is_named_before_the_node_is_asked(
+    call: Callable[[], Coroutine[Any, Any, object]], field: str
+) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        asyncio.run(call())
+    assert refused.value.metadata["field"] == field
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({}, "target"),
+        ({"target": "127.0.0.1:1", "timeout_s": NAN}, "timeout_s"),
+        ({"target": "127.0.0.1:1", "recovery_timeout_s": -1}, "recovery_timeout_s"),
+        ({"target": "127.0.0.1:1", "credentials": "lab"}, "credentials"),
+    ],
+)
+def test_an_argument_with_which_no_call_would_succeed_is_named_at_once(arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        Client(**arguments)
+    assert refused.value.metadata["field"] == field
+
+
+@pytest.mark.parametrize(
     ("send", "field"),
     [
-        (lambda: asyncio.run(CLIENT.optim_step(schedule_step=-1)), "schedule_step"),
-        (lambda: asyncio.run(CLIENT.optim_step(learning_rate=cast(Any, "0.1"))), "learning_rate"),
-        (lambda: asyncio.run(CLIENT.begin_run(keep_optimizer=cast(Any, "no"))), "keep_optimizer"),
-        (lambda: asyncio.run(CLIENT.changeovers(limit=cast(Any, "all"))), "limit"),
         (lambda: loss_to_proto(cast(Any, PpoLoss())), "loss"),
         (lambda: training_sample_to_proto(cast(Any, None), index=3), "samples[3]"),
         (lambda: training_sample_to_proto(TrainingSample([1], ["2"]), index=3), "samples[3].completion_token_ids"),

@@ -1,6 +1,5 @@
 """Evaluation: valid settings, the estimate of pass@k against its definition, and figures from scores."""
 
-import itertools
 import math
 
 import numpy as np
@@ -19,13 +18,6 @@ NAN = float("nan")
 def _scores(rewards: list[float], **by_name: list[float]) -> Scores:
     named = {name: np.float32(values) for name, values in (by_name or {"reward": rewards}).items()}
     return Scores(np.float32(rewards), 0, named)
-
-
-@given(correct=st.lists(st.booleans(), min_size=1, max_size=8), data=st.data())
-def test_pass_at_k_is_the_share_of_draws_of_k_with_a_correct_one(correct: list[bool], data: st.DataObject):
-    k = data.draw(st.integers(1, len(correct)))
-    draws = [any(draw) for draw in itertools.combinations(correct, k)]
-    np.testing.assert_allclose(pass_at_k(np.array([correct]), k), [sum(draws) / len(draws)], atol=1e-12)
 
 
 @given(num_wrong=st.integers(0, 3000), num_right=st.integers(0, 3000), k=st.integers(1, 200))

@@ -42,15 +42,16 @@ def test_a_step_of_grpo_is_one_generation_and_one_update(settings: TrainConfig):
     assert (client.of("optim_step")[0].schedule_step, client.of("optim_step")[0].schedule_steps) == (0, settings.num_steps)
 
 
-def test_the_changeover_to_train_begins_before_the_rewards(settings: TrainConfig):
+@pytest.mark.parametrize("has_greedy", [False, True])
+def test_the_changeover_to_train_begins_before_the_rewards(settings: TrainConfig, has_greedy: bool):
     client, seen = LoopClient(), list[list[str]]()
 
     def reward(prompt: int, number: int) -> float:
         seen.append(client.verbs())
         return float(number)
 
-    steps_of(loop_of(client, settings, reward=reward))
-    assert seen[0] == ["acquire ROLLOUT", "generate", "begin_acquire TRAIN"]
+    steps_of(loop_of(client, remax(settings) if has_greedy else settings, reward=reward))
+    assert all(verbs == ["acquire ROLLOUT", *["generate"] * (1 + has_greedy), "begin_acquire TRAIN"] for verbs in seen)
 
 
 def test_dapo_begins_it_with_the_last_batch_that_may_be_generated(settings: TrainConfig):
@@ -66,17 +67,6 @@ def test_dapo_begins_it_with_the_last_batch_that_may_be_generated(settings: Trai
     assert len(client.of("generate")) == 1 and "begin_acquire TRAIN" not in client.verbs(), (
         "the rewards say that it was the last"
     )
-
-
-def test_remax_begins_it_after_the_greedy_completions(settings: TrainConfig):
-    client, seen = LoopClient(), list[list[str]]()
-
-    def reward(prompt: int, number: int) -> float:
-        seen.append(client.verbs())
-        return float(number)
-
-    steps_of(loop_of(client, remax(settings), reward=reward))
-    assert all(verbs == ["acquire ROLLOUT", "generate", "generate", "begin_acquire TRAIN"] for verbs in seen)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "remax", "ppo"])

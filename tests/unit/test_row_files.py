@@ -126,11 +126,7 @@ def test_parquet_without_its_library_names_the_extra(tmp_path: Path, monkeypatch
 
 
 def test_a_column_that_parquet_has_twice_is_refused(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow.parquet import write_table
-
-    write_table(
-        pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["prompt", "prompt"]), tmp_path / "a.parquet"
-    )
+    columns = [pyarrow.array(["a"]), pyarrow.array(["b"])]
+    write_table(pyarrow.Table.from_arrays(columns, ["prompt", "prompt"]), tmp_path / "a.parquet")
     with pytest.raises(InvalidArgument, match=r"a\.parquet: .* it has `prompt` twice"):
         read_jsonl(tmp_path / "a.parquet")

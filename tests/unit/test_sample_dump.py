@@ -154,15 +154,6 @@ def test_the_oldest_steps_go_when_the_files_are_too_large(tmp_path: Path):
     assert sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir()) <= 20_000
 
 
-def test_a_step_is_written_after_a_pause_that_closing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tasuki.client.sample_dump._PAUSE_S", 60.0)
-    with SampleDump(tmp_path) as dump:
-        dump.write(shown_step(0))
-        time.sleep(0.1)
-        assert not list(tmp_path.iterdir())
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000000.jsonl"]
-
-
 def test_a_full_disk_is_told_once_and_samples_come_again_when_there_is_room(tmp_path: Path):
     told: list[str] = []
     with tmpfs(tmp_path / "disk", num_kib=256) as disk:
@@ -176,14 +167,3 @@ def test_a_full_disk_is_told_once_and_samples_come_again_when_there_is_room(tmp_
         left = {path.name for path in (disk.folder / "samples").iterdir()}
         assert "step-000002.jsonl" in left and "step-000000.jsonl" not in left
     assert len(told) == 1 and "No space left" in told[0] and "the run continues" in told[0]
-
-
-def test_a_step_interrupted_in_its_updates_has_its_file(settings: TrainConfig):
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    folder = settings.output_dir / "samples"
-    settings.output_dir.mkdir(exist_ok=True)
-    with pytest.raises(KeyboardInterrupt):
-        run(settings, LoopClient(before_update=interrupted))
-    assert [line["completion"] for line in lines(folder / "step-000000.jsonl")][:2] == ["4 0 0", "4 0 1"]
