@@ -12,7 +12,8 @@ import pytest
 
 from tasuki.dashboard.feed import Feed
 from tasuki.dashboard.places import place_of
-from tasuki.dashboard.server import json_of
+from tasuki.dashboard.samples import list_steps, read_step
+from tasuki.dashboard.server import figures, json_of
 from tasuki.wire.errors import InvalidArgument
 from tests.dashboard import RECORDED
 
@@ -43,16 +44,10 @@ def look(feed: Feed) -> None:
 
 def ask_all(feed: Feed) -> None:
     """Makes every request of the pages."""
-    told = [
-        feed.settings(),
-        feed.log(only_warnings=False),
-        feed.run(),
-        feed.node(),
-        feed.curves(first=0, last=9, points=10),
-        feed.memory(changeovers=10),
-    ]
-    step = feed.sample_steps()["steps"][0]
-    assert b"NaN" not in json_of([*told, feed.samples(step), feed.sample(step, 0)])
+    told = [figures(feed, f"/api/{name}", {}) for name in ("settings", "log", "run", "node", "curves", "memory", "samples")]
+    query = {"step": str(told[-1]["steps"][0]), "index": "0"}
+    told += [figures(feed, f"/api/samples/{name}", query) for name in ("step", "one")]
+    assert b"NaN" not in json_of(told)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "socket"])
@@ -67,13 +62,13 @@ def test_what_is_no_file_is_named_and_the_rest_is_shown(tmp_path: Path, kind: st
     ask_all(feed)
     look(feed)
     assert feed.run()["problems"] == [f"{folder / name} cannot be read: is not a regular file" for name in names]
-    assert feed.run()["steps"] == (0, 30) and feed.sample_steps()["steps"] == [0, 2, 4, 8, 16, 29]
+    assert feed.run()["steps"] == (0, 30) and list_steps(folder / "samples") == [0, 2, 4, 8, 16, 29]
     replace(folder / "metrics.jsonl", kind)
     replace(folder / "samples/step-000000.jsonl", kind)
     look(feed)
     assert f"{folder / 'metrics.jsonl'} cannot be read: is not a regular file" in feed.run()["problems"]
     with pytest.raises(InvalidArgument, match=r"step-000000.jsonl cannot be read: is not a regular file"):
-        feed.samples(0)
+        read_step(folder / "samples", 0)
 
 
 @pytest.mark.parametrize(

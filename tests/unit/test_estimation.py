@@ -7,8 +7,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tasuki.client.estimation import Estimate, Estimator, EstimatorState, estimate_advantages
-from tasuki.client.types import TrainingSample
+from tasuki.client.estimation import (
+    Estimate,
+    Estimator,
+    EstimatorState,
+    Group,
+    estimate_advantages,
+    has_loss_tokens,
+    training_samples,
+)
+from tasuki.client.step import truncated_fraction
+from tasuki.client.types import FinishReason, Sample, TrainingSample
 from tasuki.config.train_schema import AdvantageConfig
 
 NAN = float("nan")
@@ -115,3 +124,13 @@ def test_the_kl_is_to_the_policy_before_the_step_where_that_was_computed() -> No
     settings = AdvantageConfig(kl_coef=0.5)
     found = estimate(settings, of=samples(ref_log_probs=-0.75, old_log_probs=-0.75))
     assert found.metrics["reward_kl"] == 0.0
+
+
+def test_the_loss_counts_no_token_of_a_truncated_completion_and_others_keep_their_mask() -> None:
+    reasons = [FinishReason.STOP, FinishReason.LENGTH, FinishReason.CUT, FinishReason.LENGTH]
+    zeros = np.zeros(2, np.float32)
+    drawn = [Sample(0, 0, np.array([2, 3], np.int32), zeros, reason, 0, loss_mask=zeros + 1) for reason in reasons]
+    made, _ = training_samples([Group([1], drawn, np.arange(4, dtype=np.float32))], mask_truncated=True)
+    assert [list(each.loss_mask) for each in made] == [[1, 1], [0, 0], [1, 1], [0, 0]]
+    assert has_loss_tokens(made) and not has_loss_tokens([made[1], made[3]])
+    assert truncated_fraction(drawn) == 0.5

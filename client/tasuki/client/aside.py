@@ -7,8 +7,9 @@ lock held.
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, TypeVar
 
 _Answer = TypeVar("_Answer")
 
@@ -40,12 +41,12 @@ class Aside:
         pending = Pending[_Answer]()
 
         def carry_out() -> None:
+            done = Future[_Answer]()
             try:
-                answer = work()
+                done.set_result(work())
             except BaseException as error:  # noqa: BLE001 - the caller's to handle
-                pending.end(_raiser(error))
-            else:
-                pending.end(lambda: answer)
+                done.set_exception(error)
+            pending.end(done.result)
 
         self._calls.put(carry_out)
         return pending.wait()
@@ -58,10 +59,3 @@ class Aside:
     def _carry_out(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
-
-
-def _raiser(error: BaseException) -> Callable[[], NoReturn]:
-    def fail() -> NoReturn:
-        raise error
-
-    return fail

@@ -32,7 +32,7 @@ _SEQUENCES = [
     for name in types_pb2.TrainingSample.DESCRIPTOR.fields_by_name
     if name not in ("policy_version", "temperature", "version_spans", "routed_experts", "images", "image_digest")
 ]
-_WANTED = {"images": "a list of the bytes of PNG, JPEG or WebP files", "image_digest": "the sample's"}
+WANTED = {"images": "a list of the bytes of PNG, JPEG or WebP files", "image_digest": "the sample's"}
 
 
 def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
@@ -44,11 +44,6 @@ def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
     return message
 
 
-def prompt_to_proto(token_ids: TokenIds, images: Sequence[bytes], *, index: int) -> rollout_pb2.Prompt:
-    values = {"token_ids": token_ids, "images": images}
-    return message_of(rollout_pb2.Prompt, values, below=f"prompts[{index}].", wanted=_WANTED)
-
-
 def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2.TrainingSample:
     if not isinstance(sample, TrainingSample):  # callers may have no types
         raise InvalidArgument(f"samples[{index}]", f"is of type {type(sample).__name__}; give a TrainingSample")
@@ -58,7 +53,7 @@ def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2
     elif np.size(sample.advantages) == 1 < (num_tokens := len(sample.completion_token_ids)):
         problem = f"has one entry for {num_tokens} tokens; give one for each, or a plain number for the whole completion"
         raise InvalidArgument(f"samples[{index}].advantages", problem)
-    message = message_of(types_pb2.TrainingSample, values, below=f"samples[{index}].", wanted=_WANTED)
+    message = message_of(types_pb2.TrainingSample, values, below=f"samples[{index}].", wanted=WANTED)
     message.routed_experts = _route_bytes(sample.routed_experts, field=f"samples[{index}].routed_experts")
     return message
 

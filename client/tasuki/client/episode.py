@@ -22,7 +22,7 @@ from tasuki.client.generation import Part
 from tasuki.client.images import images_of
 from tasuki.client.rewards import Scores
 from tasuki.client.turns import ChatDigest, Turn, Turns, TurnSample
-from tasuki.client.types import FinishReason, Sample, SamplingParams, TrainingSample
+from tasuki.client.types import Sample, SamplingParams, TrainingSample
 from tasuki.client.version_spans import Decode, continued, stopped, unfinished
 from tasuki.client.worker_process import WorkerProcess
 from tasuki.wire.errors import InvalidArgument, PeerUnavailable
@@ -108,9 +108,7 @@ class Episode:
 
     def sample(self) -> Sample:
         """The longest branch; empty without a turn."""
-        empty = np.zeros(0, np.int32)
-        none = Sample(0, 0, empty, empty.astype(np.float32), FinishReason.CUT, 0)
-        return max(self.turns.samples(), key=lambda sample: len(sample.token_ids), default=none)
+        return max(self.turns.samples(), key=lambda sample: len(sample.token_ids), default=unfinished(()))
 
 
 def credit_turns(group: Sequence[Episode], *, discount: float, failed: float) -> None:

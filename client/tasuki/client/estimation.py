@@ -39,10 +39,8 @@ class Group:
 
     def differs(self) -> bool:
         """Whether the rewards, or those of a turn, differ. Equal rewards give no gradient."""
-        rows = [
-            self.rewards[np.newaxis],
-            *([_returns_TG([next(iter(each), None) for each in self.branches])] if self.branches else []),
-        ]
+        returns_TG = _returns_TG([next(iter(each), None) for each in self.branches])
+        rows = [self.rewards[np.newaxis], *([returns_TG] if len(returns_TG) else [])]
         return bool(np.any(advantages.has_signal(np.concatenate(rows))))
 
 
@@ -135,11 +133,8 @@ def _by_turn(
     size, by_turn = shape_PG[1], list[NDArray[np.float32]]()
     for first in range(0, len(of_episode), size):
         returns_TG = _returns_TG(of_episode[first : first + size])
-        estimated = (
-            advantages.group_mean(returns_TG, std=settings.std)
-            if settings.estimator is Estimator.GROUP_MEAN
-            else advantages.leave_one_out(returns_TG)
-        )
+        is_mean = settings.estimator is Estimator.GROUP_MEAN
+        estimated = advantages.group_mean(returns_TG, std=settings.std) if is_mean else advantages.leave_one_out(returns_TG)
         by_turn += list(np.vstack([estimated, np.zeros((1, size), np.float32)]).T)  # the last row: tokens of no turn, -1
     return [
         replace(sample, advantages=by_turn[place][sample.turns]) if isinstance(sample, TurnSample) else sample
@@ -163,33 +158,20 @@ def has_advantages(samples: Sequence[TrainingSample]) -> bool:
     return bool(np.any(np.concatenate(spread)[tokens.mask_N > 0.0]))
 
 
-def without_truncated(samples: Sequence[TrainingSample], finish_reasons: Sequence[FinishReason]) -> list[TrainingSample]:
-    """Sets the loss mask to zeros for each sample that ended by LENGTH; other samples keep their mask.
-
-    finish_reasons: one for each sample. A masked sample still counts in its group's baseline. The trainer refuses a call without
-    counted tokens: see `has_loss_tokens`.
-    Source: the overlong filtering of DAPO (arXiv:2503.14476) sec. 3.4.
-    """
-    return [
-        replace(sample, loss_mask=np.zeros(len(sample.completion_token_ids), dtype=np.float32))
-        if reason is FinishReason.LENGTH
-        else sample
-        for sample, reason in zip(samples, finish_reasons, strict=True)
-    ]
-
-
 def training_samples(groups: Sequence[Group], *, mask_truncated: bool) -> tuple[list[TrainingSample], list[int]]:
     """Builds training samples without advantages; returns them with their indices among all completions.
 
-    Empty completions and those whose reward failed are left out.
+    Empty completions and those whose reward failed are left out. mask_truncated: whether the loss counts no token of samples that
+    ended by LENGTH, which still count in their group's baseline: the overlong filtering of DAPO (arXiv:2503.14476) sec. 3.4.
     """
     generated = [sample for group in groups for sample in group.samples]
     made = [samples for group in groups for samples in group.training_samples()]
     has_reward = np.isfinite(np.concatenate([group.rewards for group in groups]))
     kept = [place for place, sample in enumerate(generated) if len(sample.token_ids) and has_reward[place]]
     samples, places = [sample for place in kept for sample in made[place]], [place for place in kept for _ in made[place]]
-    if mask_truncated:
-        samples = without_truncated(samples, [generated[place].finish_reason for place in places])
+    for index, (sample, place) in enumerate(zip(samples, places, strict=True)):
+        if mask_truncated and generated[place].finish_reason is FinishReason.LENGTH:
+            samples[index] = replace(sample, loss_mask=np.zeros(len(sample.completion_token_ids), dtype=np.float32))
     return samples, places
 
 

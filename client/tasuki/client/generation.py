@@ -52,8 +52,11 @@ def requests(
         raise InvalidArgument("sampling_params", f"is of type {type(sampling_params).__name__}; give SamplingParams(...)")
     if images and len(images) != len(prompts):
         raise InvalidArgument("images", f"has {len(images)} entries for {len(prompts)} prompts; give a list of files for each")
-    files = images or [()] * len(prompts)
-    parts = [encode.prompt_to_proto(*one, index=index) for index, one in enumerate(zip(prompts, files, strict=True))]
+    given = [{"token_ids": prompt, "images": images[index] if images else ()} for index, prompt in enumerate(prompts)]
+    parts = [
+        message_of(rollout_pb2.Prompt, values, below=f"prompts[{index}].", wanted=encode.WANTED)
+        for index, values in enumerate(given)
+    ]
     return [
         (
             start,

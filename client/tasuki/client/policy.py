@@ -42,10 +42,6 @@ class Reply:
     """The assistant's message for a chat: append it as it is, and the next turn extends this one."""
 
 
-class ToolError(Exception):
-    """What a tool has raised in its thread, as text."""
-
-
 class Policy:
     """The model that learns. Calls of one episode may run at once."""
 
@@ -140,12 +136,15 @@ class Chat:
             return f"error: there is no tool {name!r}; there are {', '.join(self._tools)}"
         try:
             inspect.signature(tool).bind(**arguments)
-            result = await tool(**arguments) if inspect.iscoroutinefunction(tool) else await _in_thread(tool, arguments)
+            if inspect.iscoroutinefunction(tool):
+                result, problem = await tool(**arguments), ""
+            else:
+                result, problem = await _in_thread(tool, arguments)
             if isinstance(result, bytes):
                 return [_image_part(result)]
-            text = result if isinstance(result, str) else json.dumps(result)
+            text = f"error: {problem}" if problem else result if isinstance(result, str) else json.dumps(result)
         except Exception as error:  # noqa: BLE001  the user's tool may raise anything
-            text = f"error: {error}" if isinstance(error, ToolError) else f"error: {type(error).__name__}: {error}"
+            text = f"error: {type(error).__name__}: {error}"
         return text[:_MAX_RESULT_CHARACTERS]
 
 
@@ -153,30 +152,24 @@ def _image_part(file: bytes) -> dict[str, str]:
     return {"type": "image", "bytes": b64encode(file).decode()}
 
 
-async def _in_thread(tool: Tool, arguments: Mapping[str, Any]) -> object:
-    """Calls a tool in a thread of its own: one that hangs takes none from others."""
+async def _in_thread(tool: Tool, arguments: Mapping[str, Any]) -> tuple[object, str]:
+    """Calls a tool in a thread of its own: one that hangs takes none from others. Returns its result, and what it has raised as text."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[Callable[[], object]] = loop.create_future()
+    done: asyncio.Future[tuple[object, str]] = loop.create_future()
 
-    def end(result: Callable[[], object]) -> None:
+    def end(result: object, problem: str) -> None:
         if not done.done():
-            done.set_result(result)
+            done.set_result((result, problem))
 
     def work() -> None:
         try:
-            result = tool(**arguments)
+            result, problem = tool(**arguments), ""
         except BaseException as error:  # noqa: BLE001  the user's tool may raise anything
-            problem = f"{type(error).__name__}: {error}"
-
-            def fail() -> object:
-                raise ToolError(problem)
-
-            loop.call_soon_threadsafe(end, fail)
-        else:
-            loop.call_soon_threadsafe(end, lambda: result)
+            result, problem = None, f"{type(error).__name__}: {error}"
+        loop.call_soon_threadsafe(end, result, problem)
 
     threading.Thread(target=work, daemon=True).start()
-    return (await done)()
+    return await done
 
 
 def tool_schema(tool: Tool) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from tasuki.config.load import load_config
 from tasuki.config.paths import RUN_CONFIG, journal_path, log_path, memory_record_path
 from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.journal import JournalTail, page
-from tasuki.dashboard.logs import PROCESSES, RestartLogs, read_logs
+from tasuki.dashboard.logs import PROCESSES, RestartLogs
 from tasuki.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.dashboard.places import RunPlace, read_settings, read_summary
-from tasuki.dashboard.samples import TokenTexts, compare, list_steps, read_picture, read_sample, read_step
+from tasuki.dashboard.samples import TokenTexts, read_sample
 from tasuki.dashboard.steps import StepColumns, draw, thinned
 from tasuki.node.node_snapshot import NodeReader, as_dict
 from tasuki.runs.progress import progress_path, read_progress
@@ -91,8 +91,6 @@ class Feed:
         self._changing = threading.Lock()
         self._parts: Parts = dict.fromkeys(("run", "steps", "samples", "changeovers", "memory", "node", "log", "progress"), 0)
         self._stop = threading.Event()
-        self._answering = threading.Lock()
-        """Held for an answer from much data, so that many at once do not need the memory of all."""
         self._settle(place())
         self._node = NodeFollower(lambda: self.place, lambda: self._tell("node"))
         self._thread = threading.Thread(target=self._look_on, name="tasuki-dashboard", daemon=True)
@@ -136,8 +134,7 @@ class Feed:
         return {**self._node.read(), "last_seconds": self._journal.last_seconds(), "restarts": self._restarts.read()}
 
     def curves(self, *, first: int, last: int, points: int) -> dict[str, Any]:
-        with self._answering:
-            found = thinned([self._steps, *self._others], first=first, last=last, points=points)
+        found = thinned([self._steps, *self._others], first=first, last=last, points=points)
         charts = draw(found.pop("series"), found["constants"])
         return {**found, "bounds": self._steps.bounds(), "charts": charts}
 
@@ -149,41 +146,17 @@ class Feed:
         )
 
     def memory(self, *, changeovers: int) -> dict[str, Any]:
-        with self._answering:
-            window = self._memory.window(self._journal.finished_stages(changeovers=changeovers), plan=self._plan)
+        window = self._memory.window(self._journal.finished_stages(changeovers=changeovers), plan=self._plan)
         return {**window, "plan_problem": self._plan_problem}
-
-    def sample_steps(self) -> dict[str, list[int]]:
-        return {"steps": list_steps(self.place.samples), "evaluations": list_steps(self.place.evaluations)}
-
-    def samples(self, step: int, *, contains: str = "") -> dict[str, Any]:
-        """Raises PathNotFound, and InvalidArgument for an unreadable file."""
-        with self._answering:
-            return read_step(self.place.samples, step, contains=contains)
-
-    def compare(self, before: int, after: int) -> dict[str, Any]:
-        """Two evaluations. Raises as `samples`."""
-        with self._answering:
-            return compare(self.place.evaluations, before, after)
 
     def settings(self) -> dict[str, Any]:
         return read_settings(self.place.output_dir, self._config)
 
-    def log(self, *, only_warnings: bool) -> dict[str, Any]:
-        with self._answering:
-            return read_logs(self.place.archive, only_warnings=only_warnings)
-
     def sample(self, step: int, index: int) -> dict[str, Any]:
         """Raises PathNotFound and InvalidArgument."""
-        with self._answering:
-            if self._tokens is None:
-                self._tokens = TokenTexts(_model_of(self.place, self._config))
-            return read_sample(self.place.samples, step, index, token_text=self._tokens)
-
-    def picture(self, step: int, index: int, place: int) -> tuple[str, bytes]:
-        """Raises as `sample`."""
-        with self._answering:
-            return read_picture(self.place.samples, step, index, place)
+        if self._tokens is None:
+            self._tokens = TokenTexts(_model_of(self.place, self._config))
+        return read_sample(self.place.samples, step, index, token_text=self._tokens)
 
     def _settle(self, place: RunPlace) -> None:
         self.place = place

@@ -9,7 +9,9 @@ import secrets
 import socket
 import ssl
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
@@ -22,7 +24,9 @@ from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.feed import Feed
 from tasuki.dashboard.followed import MALFORMED
+from tasuki.dashboard.logs import read_logs
 from tasuki.dashboard.places import RunPlace, place_of, place_of_node
+from tasuki.dashboard.samples import compare, list_steps, read_picture, read_step
 from tasuki.rpc.methods import METHODS
 from tasuki.rpc.port import HttpCaller, HttpHandler, HttpPort, read_certificate
 from tasuki.wire.address import is_beyond_loopback, is_loopback, reachable, split_host_port
@@ -33,6 +37,7 @@ _METHOD = METHODS["/tasuki.v1.CoordinatorService/GetState"]
 _BEARER = "bearer "
 _TOKEN_BYTES = 32
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_QUICK = ("/api/changes", "/api/run", "/api/node")
 _MAX_NUMBER = 2**53
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
@@ -64,7 +69,8 @@ class DashboardServer(HttpPort):
 
         Raises OSError if the address is unavailable, InvalidArgument naming a key of [security] with an unusable file.
         """
-        self.feed, self._token = feed, token
+        self.feed, self._token, self.answering = feed, token, threading.Lock()
+        """Held for an answer from much data, so that many at once do not need the memory of all."""
         self.files = _static_files()
         super().__init__(listen, _Handler, guard=guard_config)
 
@@ -106,7 +112,8 @@ class _Handler(HttpHandler):
         query, status = {name: values[-1] for name, values in parse_qs(url.query).items()}, HTTPStatus.OK
         try:
             server.check(self)
-            found = _figures(server.feed, url.path, query)
+            with nullcontext() if url.path in _QUICK else server.answering:
+                found = figures(server.feed, url.path, query)
         except TasukiError as error:
             status = next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), HTTPStatus.INTERNAL_SERVER_ERROR)
             found = {"error": error.message, "reason": error.reason}
@@ -134,8 +141,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _figures(feed: Feed, path: str, query: Query) -> object:
+def figures(feed: Feed, path: str, query: Query) -> object:
     """Answers a path below /api; a pair is a content type and bytes. Raises PathNotFound and InvalidArgument."""
+    place = feed.place
     routes: Mapping[str, Callable[[], object]] = {
         "/api/changes": feed.changes,
         "/api/run": feed.run,
@@ -146,18 +154,20 @@ def _figures(feed: Feed, path: str, query: Query) -> object:
             points=_number(query, "points", 200, least=10, most=2000),
         ),
         "/api/settings": feed.settings,
-        "/api/log": lambda: feed.log(only_warnings=query.get("warnings") == "1"),
+        "/api/log": lambda: read_logs(place.archive, only_warnings=query.get("warnings") == "1"),
         "/api/memory": lambda: feed.memory(changeovers=_number(query, "changeovers", 10, least=1)),
         "/api/changeovers": lambda: feed.changeovers(
             before=_number(query, "before", 0) if "before" in query else None,
             limit=_number(query, "limit", 50, least=1, most=200),
             only_failed=query.get("failed") == "1",
         ),
-        "/api/samples": feed.sample_steps,
-        "/api/samples/step": lambda: feed.samples(_number(query, "step"), contains=query.get("contains", "")),
-        "/api/evaluations": lambda: feed.compare(_number(query, "before"), _number(query, "after")),
+        "/api/samples": lambda: {"steps": list_steps(place.samples), "evaluations": list_steps(place.evaluations)},
+        "/api/samples/step": lambda: read_step(place.samples, _number(query, "step"), contains=query.get("contains", "")),
+        "/api/evaluations": lambda: compare(place.evaluations, _number(query, "before"), _number(query, "after")),
         "/api/samples/one": lambda: feed.sample(_number(query, "step"), _number(query, "index")),
-        "/api/samples/image": lambda: feed.picture(*(_number(query, name) for name in ("step", "index", "place"))),
+        "/api/samples/image": lambda: read_picture(
+            place.samples, *(_number(query, name) for name in ("step", "index", "place"))
+        ),
     }
     if path not in routes:
         raise PathNotFound("there is no such page")

@@ -219,17 +219,15 @@ def draw(series: Mapping[str, Mapping[int, Any]], constants: Mapping[str, object
         if not chart.is_stacked:  # those are in the order of the file, as in a step
             names.sort(key=lambda name: (name.startswith("eval/"), name))
         if names:
-            taken = [(name, left.pop(name)) for name in names]
-            charts.append(_drawn(chart.title, chart.unit, taken, is_stacked=chart.is_stacked, is_log=chart.is_log))
+            charts.append(_drawn(chart, {name: left.pop(name) for name in names}))
     rest = sorted(left.keys() - constants.keys())
-    return [*charts, *({**_drawn(name, "", [(name, left[name])]), "section": "Others"} for name in rest)]
+    return [*charts, *({**_drawn(Chart(name, "", _named(name)), {name: left[name]}), "section": "Others"} for name in rest)]
 
 
-def _drawn(
-    title: str, unit: str, taken: Sequence[tuple[str, Mapping[int, Any]]], *, is_stacked: bool = False, is_log: bool = False
-) -> dict[str, Any]:
+def _drawn(chart: Chart, taken: Mapping[str, Mapping[int, Any]]) -> dict[str, Any]:
     series: list[dict[str, Any]] = []
-    for name, runs in taken:
+    for name, runs in taken.items():
         label = name.replace("eval/", "held-out ") if name.startswith("eval/") else name.partition("/")[2] or name
-        series += [{"name": label, "run": run, **values} for run, values in runs.items() if not (is_stacked and run)]
-    return {"title": title, "unit": unit, "is_stacked": is_stacked, "is_log": is_log, "series": series}
+        series += [{"name": label, "run": run, **values} for run, values in runs.items() if not (chart.is_stacked and run)]
+    told = {"title": chart.title, "unit": chart.unit, "is_stacked": chart.is_stacked, "is_log": chart.is_log}
+    return {**told, "series": series}
