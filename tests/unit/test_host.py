@@ -5,8 +5,10 @@ import resource
 from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tasuki.memory.device_usage import device_usage
 from tasuki.memory.host import HostMemory, host_cores, host_memory, num_memory_kills
 
 GIB = 1 << 30
@@ -160,3 +162,11 @@ def test_kills_for_memory_are_those_of_the_own_group(tmp_path: Path):
     assert num_memory_kills(machine(tmp_path / "v1", old, groups="4:memory:/\n", mounts=V1.format(top="/", name="memory"))) == 3
     both = V2.replace("cgroup rw", "cgroup/unified rw") + "\n" + V1.format(top="/", name="memory")
     assert num_memory_kills(machine(tmp_path / "hybrid", old, groups="4:memory:/\n0::/\n", mounts=both)) == 3
+
+
+def test_a_rank_reports_the_host_as_the_system_sees_it() -> None:
+    usage, memory = device_usage("cpu", 3), psutil.virtual_memory()
+    assert (usage.device, usage.rank, usage.total_bytes, usage.torch_cached_bytes) == ("cpu", 3, memory.total, 0)
+    assert abs(usage.free_bytes - memory.available) < GIB // 2
+    assert abs(usage.process_bytes - psutil.Process(os.getpid()).memory_info().rss) < GIB // 16
+    assert usage.other_processes_bytes == usage.total_bytes - usage.free_bytes - usage.process_bytes

@@ -9,8 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import TrainerConfig
 from tasuki.coordinator.admission import Admission
-from tasuki.memory import arena as native
-from tasuki.memory.arena import Arena
 from tasuki.memory.host import HostMemory
 from tasuki.node import choose
 from tasuki.node.choose import check_host_budget, check_host_ranks
@@ -80,18 +78,6 @@ def test_a_budget_that_does_not_hold_what_a_rank_makes_at_its_start_is_refused_b
     assert refused.value.metadata == {"field": "memory.host_budget_bytes", "needed_bytes": str(12 * MIB)}
     assert "trainer weights 2097152, gradients 2097152, optimizer 2097152" in refused.value.message
     check_host_budget(config_of(model, budget_bytes=12 * MIB))
-
-
-def test_an_arena_without_room_says_what_it_takes_in_whole_chunks() -> None:
-    arena = Arena("weights", device="cpu", min_chunk_bytes=2 * MIB, max_chunk_bytes=64 * MIB)
-    native.set_host_budget(native.totals().mapped_bytes + MIB)
-    try:
-        with pytest.raises(OutOfGpuMemory, match=r"cpu needs 2.00 MiB for weights, 1.00 MiB free") as refused:
-            arena.allocate(3072)
-    finally:
-        native.set_host_budget(0)
-        arena.close()
-    assert refused.value.metadata["needed_bytes"] == str(2 * MIB)
 
 
 def test_a_first_publication_without_room_names_its_tag(mesh: DeviceMesh) -> None:

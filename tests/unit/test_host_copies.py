@@ -5,12 +5,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
-from tasuki.memory import arena as native
-from tasuki.memory.arena import Arena, Keep
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice, ResidentTags
 from tasuki.wire.stages import MemoryTag
-from tests.arenas import pause, resume
 
 MIB = 2**20
 BOTH = [MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER]
@@ -62,23 +59,3 @@ def test_what_stays_leaves_only_to_make_room(mesh: DeviceMesh) -> None:
     assert memory.resume_tags(BOTH) == 4 * MIB
     memory.wait_for_content()
     assert bool((local_of(kept) == 3.0).all() and (moment == 4.0).all())
-
-
-def test_host_memory_is_taken_in_steps_before_a_pause_needs_it() -> None:
-    arena = Arena("optimizer", device="cpu", min_chunk_bytes=2 * MIB, max_chunk_bytes=64 * MIB)
-    address = arena.allocate(40 * MIB)
-    assert arena.reserve_host(MIB) == 0, "nothing of it is kept"
-    arena.set_policy(Keep.CONTENT)
-    steps = [arena.reserve_host(16 * MIB) for _ in range(3)]
-    assert steps == [24 * MIB, 8 * MIB, 0]
-    pinned = arena.usage().host_copy_bytes
-    pause([arena])
-    assert arena.usage().host_copy_bytes == pinned >= 40 * MIB
-    resume([arena])
-    arena.free(address)
-    arena.close()
-
-
-def test_an_address_in_no_arena_is_not_frozen() -> None:
-    heap = torch.zeros(16)
-    assert not native.freeze(heap.data_ptr(), heap.nbytes)

@@ -208,13 +208,7 @@ class Arena:
     """One tag on one device: fixed addresses whose memory is mapped and released."""
 
     def __init__(
-        self,
-        tag: str,
-        *,
-        device: str,
-        capacity_bytes: int = 0,
-        min_chunk_bytes: int = 0,
-        max_chunk_bytes: int = 0,
+        self, tag: str, *, device: str, capacity_bytes: int = 0, min_chunk_bytes: int = 0, max_chunk_bytes: int = 0
     ) -> None:
         """Reserves `capacity_bytes` of addresses (0: twice the device's memory). Memory comes in chunks between min and max bytes."""
         self.tag, self.device = tag, device
@@ -270,35 +264,18 @@ class Arena:
         self._call("destroy_arena", self.id)
 
 
-_CPU_MIN_CHUNK_BYTES, _CPU_MAX_CHUNK_BYTES = 2 * 2**20, 64 * 2**20
-
-
 class NativeAllocator:
     """Memory of this process on one device, by tag, over csrc. Pause and resume are idempotent and all-or-nothing.
 
     Addresses never change, so exports and CUDA graphs stay valid.
     """
 
-    def __init__(
-        self,
-        *,
-        tags: Sequence[MemoryTag],
-        device: str,
-        keep: Mapping[MemoryTag, Keep] | None = None,
-        min_chunk_bytes: int = 0,
-        max_chunk_bytes: int = 0,
-    ) -> None:
-        """`keep`: parts that a pause of each tag keeps; none by default.
-
-        Chunk sizes: 0 is the default, on a GPU the measured 64 MiB to 1 GiB, on a CPU 2 to 64 MiB.
-        """
+    def __init__(self, *, tags: Sequence[MemoryTag], device: str, keep: Mapping[MemoryTag, Keep] | None = None) -> None:
+        """`keep`: parts that a pause of each tag keeps; none by default."""
         self.device = device
-        if device == "cpu":
-            # On a CPU a mapping costs the same at any size, and models are small.
-            min_chunk_bytes, max_chunk_bytes = min_chunk_bytes or _CPU_MIN_CHUNK_BYTES, max_chunk_bytes or _CPU_MAX_CHUNK_BYTES
-        self._arenas = {
-            tag: Arena(tag, device=device, min_chunk_bytes=min_chunk_bytes, max_chunk_bytes=max_chunk_bytes) for tag in tags
-        }
+        # On a GPU the library's chunks, 64 MiB to 1 GiB as measured. On a CPU a mapping costs the same at any size, and models are small.
+        chunks = {"min_chunk_bytes": 2 * 2**20, "max_chunk_bytes": 64 * 2**20} if device == "cpu" else {}
+        self._arenas = {tag: Arena(tag, device=device, **chunks) for tag in tags}
         self._own = list(self._arenas.values())
         for tag, policy in (keep or {}).items():
             self.arena(tag).set_policy(policy)
