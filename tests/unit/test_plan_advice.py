@@ -92,10 +92,6 @@ def _typed(text: str) -> object:
     return {"true": True, "unset": None}.get(text, int(text) if text.isdecimal() else float(text) if "." in text else text)
 
 
-def test_adapters_alone_are_served_where_merged_weights_do_not_fit():
-    node = node_with(gpu_bytes=48 * GB, trainer={"lora": {"rank": 32}})
-    rung, *others = advise(plan(choose(node))).ladder
-    assert (rung.setting, rung.new, rung.plan.fits, others) == ("rollout.lora", "adapter", True, [])
 
 
 def test_adapters_come_with_the_keys_that_they_need():

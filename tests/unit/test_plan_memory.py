@@ -110,8 +110,6 @@ def test_resident_services_keep_everything_in_every_stage():
         assert set(TAGS) <= set(stage.gpus[0])
 
 
-def test_stages_are_those_of_the_ring_and_the_two_phases():
-    assert [stage for stage in PLAN_STAGES if stage not in (Phase.TRAIN, Phase.ROLLOUT)] == [rule.stage for rule in RING]
 
 
 def test_what_a_stage_needs_is_what_it_adds():

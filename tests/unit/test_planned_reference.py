@@ -56,6 +56,3 @@ def test_its_bytes_are_on_the_gpu_or_on_the_host() -> None:
     assert weights(on_host)[1] - weights(none)[1] == pytest.approx(2 * shard, rel=0.02)
 
 
-def test_adapters_have_no_reference_to_place() -> None:
-    with pytest.raises(ValidationError, match=r"with \[trainer.lora\] the frozen model is the reference; remove"):
-        layout(**ADAPTERS, reference_on_host=True)

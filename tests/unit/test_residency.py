@@ -87,14 +87,6 @@ def test_room_goes_to_activations_before_it_goes_to_what_may_stay() -> None:
     assert left - kept == pytest.approx(0.086, abs=0.005)
 
 
-def test_with_most_kv_the_trainer_leaves_and_the_engines_weights_stay() -> None:
-    layout = h200s(node())
-    assert Part.ROLLOUT_WEIGHTS in staying_on(layout)
-    assert not {Part.TRAINER_WEIGHTS, Part.OPTIMIZER, Part.KV_CACHE} & staying_on(layout)
-    assert expected_seconds(plan(layout))[Stage.OFFLOAD] > 0.5
-    trained, served = (plan(layout).stage(phase).gpus[0] for phase in (Phase.TRAIN, Phase.ROLLOUT))
-    assert Part.ROLLOUT_WEIGHTS in trained and Part.KV_CACHE not in trained
-    assert Part.TRAINER_WEIGHTS not in served
 
 
 @pytest.mark.parametrize("tokens", [400_000, 1_200_000])
