@@ -1,6 +1,7 @@
 """Nodes for tests of the planner, from a few keys."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tasuki.config.schema import NodeConfig
@@ -9,16 +10,7 @@ from tasuki.planner.choose import choose
 from tasuki.planner.node import GB, Node, Strategy, node_of
 from tasuki.planner.presets import MODELS
 
-_OF_NODE = (
-    "micro_batch_tokens",
-    "logit_tokens",
-    "checkpointing",
-    "kept_layers",
-    "shares_base",
-    "kv_tokens",
-    "staying",
-    "critic",
-)
+_OF_NODE = "micro_batch_tokens", "logit_tokens", "checkpointing", "kept_layers", "shares_base", "kv_tokens", "staying", "critic"
 
 
 def config_of(**tables: Any) -> NodeConfig:
@@ -34,11 +26,12 @@ def node_with(
     host_bytes: int = 2000 * GB,
     strategy: Strategy = Strategy.STAGED,
     trainer: dict[str, Any] | None = None,
+    model_folder: str | Path = "m",
     **given: Any,
 ) -> Node:
     """A node of which nothing stays but what the engine reads, if choices do not say otherwise. given: tables, and fields of Node."""
     choices = {name: given.pop(name) for name in _OF_NODE if name in given}
-    config = config_of(trainer={"num_ranks": num_ranks} | (trainer or {}), **given)
+    config = config_of(model={"path": model_folder}, trainer={"num_ranks": num_ranks} | (trainer or {}), **given)
     shape = MODELS[model] if isinstance(model, str) else model
     node = node_of(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_bytes, strategy=strategy)
     return replace(node.keeping(node.published), **choices)

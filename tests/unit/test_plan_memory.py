@@ -1,6 +1,7 @@
 """Predictions of the planner: measured facts that it must reproduce, and invariants of every plan."""
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from tasuki.config.schema import NodeConfig
+from tasuki.models import folder_files
 from tasuki.models.shape import ModelShape
 from tasuki.planner.advice import advise, largest_kv_ratio
 from tasuki.planner.choose import choose, plan_node
 from tasuki.planner.node import GB, MIB, TAGS, Checkpointing, Node, Part, Strategy
-from tasuki.planner.plan import PLAN_STAGES, Plan, PlanStage, needed_bytes, plan
+from tasuki.planner.plan import Plan, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS
 from tasuki.planner.step_bytes import step_moments
-from tasuki.wire.stages import RING, Phase, Stage
+from tasuki.wire.stages import Phase, Stage
 from tests.extent import examples
 from tests.planned import node_with
 from tests.unit.test_model_shape import write_model
@@ -73,6 +75,7 @@ def test_a_step_is_predicted_within_1_percent_of_what_two_h200s_showed(is_compil
         assert plan_gpu.predict(node)[Phase.TRAIN, "driver"] / GB == pytest.approx(measured, rel=0.01), case
 
 
+KL = {"dataset": "d.jsonl", "output_dir": "o", "reward": {"function": "r.py:r"}, "loss": {"kl_coef": 0.1}}
 BIG = {"rollout": {"tp_size": 8, "kv_ratio": 0.9}, "micro_batch_tokens": 16_384}
 
 
@@ -108,8 +111,6 @@ def test_resident_services_keep_everything_in_every_stage():
     planned = plan(h200s("qwen2.5-7b", strategy=Strategy.RESIDENT, rollout={"kv_ratio": 0.5}))
     for stage in planned.stages:
         assert set(TAGS) <= set(stage.gpus[0])
-
-
 
 
 def test_what_a_stage_needs_is_what_it_adds():
@@ -214,3 +215,47 @@ def test_moments_on_the_host_take_nothing_of_a_gpu_in_any_stage():
         assert Part.OPTIMIZER not in after.gpus[0]
         assert before.gpu_bytes - after.gpu_bytes == before.gpus[0].get(Part.OPTIMIZER, 0)
         assert after.host[Part.OPTIMIZER] == pytest.approx(8 * MODELS["qwen2.5-7b"].num_parameters, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_reference", "on_host"),
+    [
+        ({}, False, False),
+        ({"train": KL}, True, False),
+        ({"train": KL, "trainer": {"reference_on_host": True}}, True, True),
+        ({"trainer": {"reference_on_host": False}}, True, False),
+        ({"trainer": {"reference_on_host": True}}, True, True),
+        ({"train": KL, "trainer": {"lora": {"rank": 8}}}, False, False),
+    ],
+    ids=str,
+)
+def test_a_reference_is_planned_where_a_key_says_that_it_is_used(settings: dict[str, Any], has_reference: bool, on_host: bool):
+    found = node_with(num_ranks=2, **settings)
+    assert (found.has_reference, found.has_reference and found.config.reference_is_on_host) == (has_reference, on_host)
+
+
+def test_the_bytes_of_a_reference_are_on_the_gpu_or_on_the_host() -> None:
+    def weights(**trainer: bool) -> tuple[int, int]:
+        training = plan(node_with(num_ranks=2, trainer=trainer)).stage(Phase.TRAIN)
+        return training.gpus[0][Part.TRAINER_WEIGHTS], training.host[Part.TRAINER_WEIGHTS]
+
+    none, on_gpu, on_host = weights(), weights(reference_on_host=False), weights(reference_on_host=True)
+    shard = MODELS["qwen2.5-7b"].num_parameters  # two bytes each, over two ranks
+    assert on_gpu[0] - none[0] == pytest.approx(shard, abs=2**30), "in chunks of up to 1 GiB"
+    assert on_host[0] == none[0]
+    assert on_host[1] - none[1] == pytest.approx(2 * shard, rel=0.02)
+
+
+def test_the_models_copy_takes_the_bytes_of_its_files_on_the_host_in_every_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    os.truncate(tmp_path / "model.safetensors", 15 * GB)  # sparse
+    (tmp_path / "model.bin").write_bytes(b"not read")
+    plain = plan(node_with(host_bytes=500 * GB, model_folder=tmp_path))
+    monkeypatch.setattr(folder_files, "is_on_network", lambda folder: True)
+    copied = plan(node_with(host_bytes=500 * GB, model_folder=tmp_path))
+    for now, then in zip(copied.stages, plain.stages, strict=True):
+        assert now.host_bytes - then.host_bytes == now.host[Part.MODEL_COPY] == 15 * GB + 2
+        assert now.gpu_bytes == then.gpu_bytes

@@ -87,8 +87,6 @@ def test_room_goes_to_activations_before_it_goes_to_what_may_stay() -> None:
     assert left - kept == pytest.approx(0.086, abs=0.005)
 
 
-
-
 @pytest.mark.parametrize("tokens", [400_000, 1_200_000])
 def test_no_choice_that_fits_costs_less(tokens: int) -> None:
     layout = h200s(node(rollout={"engine": {"max_total_tokens": tokens}}))
