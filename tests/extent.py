@@ -18,7 +18,7 @@ _LONG = {
     "e2e": ("arithmetic engine_metrics flat image_agents images mixtures ppo residency resume secrets starting_points"),
     "integration": (
         "adapter_steps certified_names checkpointing compiled_blocks critic_exactness dashboard_live dashboard_page exiting_processes "
-        "expert_load expert_parallel fleet fleet_doctor fleet_membership fleet_rollout_front fleet_trainer fleet_trainer_front "
+        "expert_load expert_parallel fleet fleet_doctor fleet_rollout_front fleet_trainer fleet_trainer_front "
         "gloo_peers grpcurl hub journal_kills launch loss_curves loss_cuts many_changeovers model_copy node_replicas node_restarts "
         "port_attacks port_reload port_roles port_server prefix_sharing prometheus quantized_adamw rank_store recorded_ahead "
         "reference_on_host replayed_steps replicas reward_processes "

@@ -69,10 +69,6 @@ def namespaces(number: int) -> Iterator[list[Place]]:
             _ip("netns", "delete", name)
 
 
-def one_namespace(num_nodes: int) -> list[Place]:
-    return [LOOPBACK] * num_nodes
-
-
 @contextmanager
 def places_of(number: int) -> Iterator[Sequence[Place]]:
     """Networks of `number` nodes: a namespace each if this process may create them."""
@@ -81,7 +77,7 @@ def places_of(number: int) -> Iterator[Sequence[Place]]:
             yield places
     else:
         warnings.warn("no namespaces without root: all nodes share one network", stacklevel=2)
-        yield one_namespace(number)
+        yield [LOOPBACK] * number
 
 
 @contextmanager

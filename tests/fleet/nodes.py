@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,13 +138,6 @@ class RealFleet:
             node.signal(signal.SIGTERM)  # the second signal ends a grace period
         for node in running:
             node.wait(60)
-
-
-def wait_for(is_so: Callable[[], bool], *, seconds: float = 120.0) -> None:
-    ends = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < ends
-        time.sleep(0.2)
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.node.services import EXIT_FLEET_ENDED
 from tasuki.wire.process_tree import parent_and_state
 from tests.fleet.network import can_make_namespaces, places_of
-from tests.fleet.nodes import real_fleet, wait_for
+from tests.fleet.nodes import real_fleet
+from tests.limits import wait_for
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -41,7 +42,7 @@ def test_a_lost_node_ends_all_with_the_fleets_exit_code(folder: Path, task: Path
         if when == "up":
             fleet.wait_until_up()
         else:
-            wait_for(lambda: fleet.num_members() == 2)
+            wait_for(lambda: fleet.num_members() == 2, 120)
             assert "the node is up" not in fleet.nodes[0].log.read_text()
         fleet.nodes[1].signal(signal.SIGKILL)
         assert fleet.nodes[0].wait(60) == EXIT_FLEET_ENDED, fleet.logs()
@@ -74,9 +75,9 @@ def test_trainers_that_do_not_reach_each_other_end_both_nodes_in_time_and_ask_fo
 def test_a_node_that_its_operator_stops_asks_for_no_other_attempt_and_the_others_learn_why(folder: Path, task: Path) -> None:
     with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
         fleet.start(ranks=[0])
-        wait_for(lambda: "waiting for node 1 of 2 to join" in fleet.nodes[0].log.read_text())
+        wait_for(lambda: "waiting for node 1 of 2 to join" in fleet.nodes[0].log.read_text(), 120)
         fleet.start(ranks=[1])
-        wait_for(lambda: fleet.num_members() == 2)
+        wait_for(lambda: fleet.num_members() == 2, 120)
         fleet.tasuki("down", "--state-dir", fleet.nodes[1].state_dir)
         assert [node.wait(60) for node in fleet.nodes] == [EXIT_FLEET_ENDED, 0], fleet.logs()
         assert "FLEET_ENDED: fleet: the fleet has ended: node 1 was stopped by its operator" in fleet.nodes[0].log.read_text()

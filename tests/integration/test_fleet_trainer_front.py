@@ -23,7 +23,6 @@ from tasuki.wire.errors import (
     NoGradients,
     PathExists,
     PeerUnavailable,
-    StaleEpoch,
     TasukiError,
     VersionOrder,
 )
@@ -204,16 +203,6 @@ async def test_samples_are_dealt_once_and_the_answer_is_that_of_the_whole_call(f
         assert [row.log_probs[0] for row in answer.log_probs] == [-103.0, -100.0, -101.0]
 
 
-async def test_a_refusal_comes_before_any_node_begins_and_names_the_callers_sample(folder: Path) -> None:
-    async with front(folder) as (nodes, stub, _):
-        given = samples([4, 1, 2, 3])
-        given[2].ClearField("completion_token_ids")
-        error = await refused(forward_backward(stub, given))
-        assert isinstance(error, InvalidArgument)
-        assert error.metadata["field"] == "samples[2].completion_token_ids" and "samples[2]" in error.message
-        assert not any("ForwardBackward" in node.calls for node in nodes)
-
-
 @pytest.mark.parametrize("name", ["BeginRun", "OptimStep", "LoadCheckpoint"])
 async def test_a_command_that_one_node_refuses_begins_on_none(folder: Path, name: str) -> None:
     async with front(folder) as (nodes, stub, _):
@@ -227,21 +216,6 @@ async def test_a_command_that_one_node_refuses_begins_on_none(folder: Path, name
         error = await refused(getattr(stub, name)(request, timeout=TIMEOUT_S))
         assert isinstance(error, VersionOrder) and error.metadata["node_rank"] == "1"
         assert not any(name in node.calls for node in nodes)
-
-
-async def test_a_repeat_at_another_life_of_the_fleet_gets_the_nodes_first_answers(folder: Path) -> None:
-    async with front(folder) as (nodes, stub, fleet):
-        await forward_backward(stub, samples([3, 1, 2]))
-        first = await stub.OptimStep(step(), timeout=TIMEOUT_S)
-        again = TrainerFront(fleet, epoch=EPOCH + 1, deal=deal(2))
-        add = add_TrainerServiceServicer_to_server
-        async with served(folder / "again", service="trainer", add=add, make=lambda: again) as channel:
-            other = TrainerServiceStub(channel)
-            repeated = await other.OptimStep(step(epoch=EPOCH + 1), timeout=TIMEOUT_S)
-            assert repeated.version == first.version == 1
-            error = await refused(other.OptimStep(step("another"), timeout=TIMEOUT_S))
-            assert isinstance(error, StaleEpoch)
-        assert [node.policy_version for node in nodes] == [1, 1]
 
 
 async def test_versions_that_differ_are_an_error(folder: Path) -> None:

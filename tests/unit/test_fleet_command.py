@@ -1,4 +1,4 @@
-"""Checks of `tasuki fleet up` before anything starts: the source of [fleet], and refusals."""
+"""Checks of a fleet's node, and of a run on it, before anything starts: the source of [fleet], addresses, folders."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,13 @@ import pytest
 
 from tasuki.cli.__main__ import USER_ERROR, exit_code_of
 from tasuki.cli.fleet import fleet_config, up
-from tasuki.config.load import load_beside_node
+from tasuki.config.load import load_beside_node, load_config
+from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.paths import client_target, config_path, fleet_target, node_targets
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.node.services import EXIT_FLEET_ENDED, EXIT_REFUSED, node_services
+from tasuki.node.start import check_place, check_run
 from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, NotJoined, PeerUnavailable, TasukiError
 
 ENVIRONMENT = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-a", "TASUKI_FLEET": "first", "TASUKI_ATTEMPT": "3"}
@@ -105,3 +107,40 @@ def test_a_trainer_that_does_not_reach_the_other_nodes_asks_for_another_attempt(
 
     monkeypatch.setattr("tasuki.cli.fleet.start_node", start)
     assert exit_code_of(lambda: up(read(tmp_path), grace_s=0.0)) == code
+
+
+RUN = '[train]\ndataset = "rows.jsonl"\noutput_dir = "run"\n[train.reward]\nfunction = "a:b"\n'
+PORTS = ("listen=0.0.0.0:5005",)
+SECURITY = ("security.cert=cert.pem", "security.key=cert.key", "security.client_ca=ca.pem")
+
+
+def placed(folder: Path, *overrides: str, rank: int = 1, table: str = RUN) -> NodeConfig:
+    file = folder / "node.toml"
+    file.write_text(f'state_dir = "state"\n[model]\npath = "model"\n{table}')
+    fleet = ("fleet.name=lab", "fleet.num_nodes=2", f"fleet.node_rank={rank}", "fleet.leader=node-a:29400")
+    return load_config(file, overrides=[*fleet, *SECURITY, *overrides])
+
+
+def test_a_node_that_the_leader_cannot_call_is_refused_by_key(tmp_path: Path) -> None:
+    check_place(placed(tmp_path, *PORTS))
+    check_place(placed(tmp_path, "fleet.leader=127.0.0.1:29400"))
+    for listen, shown in (("unix", "unix"), ("127.0.0.1:5006", "127.0.0.1:5006")):
+        with pytest.raises(InvalidArgument, match=f'listen = "{shown}" cannot be called from node 0, at node-a') as refused:
+            check_place(placed(tmp_path, *PORTS, f"listen={listen}"))
+        assert refused.value.metadata["field"] == "listen"
+
+
+def test_an_interface_that_the_machine_lacks_is_refused_by_key(tmp_path: Path) -> None:
+    check_place(placed(tmp_path, *PORTS, "fleet.interface=lo"))
+    with pytest.raises(InvalidArgument, match='"eth99" has no address on this machine; .*lo.* have one') as refused:
+        check_place(placed(tmp_path, *PORTS, "fleet.interface=eth99"))
+    assert refused.value.metadata["field"] == "fleet.interface"
+
+
+def test_a_run_is_refused_by_the_folders_of_the_node_that_runs(tmp_path: Path) -> None:
+    config = placed(tmp_path, *PORTS, rank=0)
+    with StateLock.take(config.state_dir, name=NODE_LOCK):
+        save_config(config, config_path(config.state_dir))
+        check_run(config)
+        with pytest.raises(InvalidArgument, match="train.output_dir: "):
+            check_run(placed(tmp_path, *PORTS, "train.output_dir=elsewhere", rank=0))

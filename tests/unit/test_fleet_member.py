@@ -8,26 +8,18 @@ import pytest
 
 from tasuki.config.schema import FleetConfig, NodeConfig
 from tasuki.fleet.membership import config_digest, config_keys, this_member
-from tasuki.fleet.nodes import callable_node, check_member, check_rank
+from tasuki.fleet.nodes import callable_node, check_member
 from tasuki.rpc.access import FleetFence, fleet_metadata
 from tasuki.rpc.methods import METHODS
 from tasuki.v1.fleet_pb2 import FleetCommand, FleetNode, JoinRequest
-from tasuki.wire.errors import FleetMismatch, InvalidArgument, PathNotFound, TasukiError
+from tasuki.wire.errors import FleetMismatch, InvalidArgument, PathNotFound
 
 CONFIG = FleetConfig(name="run-1", num_nodes=4, node_rank=0, leader="10.0.0.1:50050", attempt=2)
 PACKAGES = {"torch": "2.11.0", "nvidia-nccl-cu13": "2.28.9"}
 LEADER = FleetNode(
-    boot_id="b0",
-    coordinator_target="10.0.0.1:1",
-    trainer_target="10.0.0.1:2",
-    rollout_target="10.0.0.1:3",
-    version="0.1.0",
-    config_digest="c",
-    num_ranks=8,
-    num_gpus=8,
-    model_digest="m",
-    packages=PACKAGES,
-)
+    boot_id="b0", coordinator_target="10.0.0.1:1", trainer_target="10.0.0.1:2", rollout_target="10.0.0.1:3", version="0.1.0",
+    config_digest="c", num_ranks=8, num_gpus=8, model_digest="m", packages=PACKAGES,
+)  # fmt: skip
 
 
 def replace(node: FleetNode, **changed: Any) -> FleetNode:
@@ -42,53 +34,31 @@ def replace(node: FleetNode, **changed: Any) -> FleetNode:
 NODE = replace(LEADER, node_rank=3, boot_id="b3")
 
 
-def check(member: FleetNode = NODE, **changed: Any) -> None:
+def join(member: FleetNode = NODE, **changed: Any) -> None:
     given = {"num_nodes": 4, "name": "run-1", "attempt": 2, **changed}
     check_member(JoinRequest(node=member, **given), LEADER, config=CONFIG)
 
 
-def refusal(member: FleetNode = NODE, **changed: Any) -> TasukiError:
-    with pytest.raises(TasukiError) as caught:
-        check(member, **changed)
-    return caught.value
-
-
 @pytest.mark.parametrize(
-    ("field", "found", "words"),
+    ("of_node", "of_request", "field", "words"),
     [
-        ("version", "0.2.0", "has 0.2.0, the fleet has 0.1.0; install"),
-        ("num_gpus", 0, "has 0, the fleet has 8"),
-        ("model_digest", "n", "node 3 has a different model from the leader; give all nodes the same model folder"),
+        ({"version": "0.2.0"}, {}, "version", "has 0.2.0, the fleet has 0.1.0; install"),
+        ({"num_gpus": 0}, {}, "num_gpus", "has 0, the fleet has 8"),
+        ({"model_digest": "n"}, {}, "model_digest", "node 3 has a different model from the leader; give all nodes the same model folder"),
+        ({"packages": {**PACKAGES, "nvidia-nccl-cu13": "2.27.5"}}, {}, "packages", "2.27.5, the fleet has nvidia-nccl-cu13 2.28.9"),
+        ({"packages": {"torch": "2.11.0"}}, {}, "packages", "has nvidia-nccl-cu13 none, the fleet has nvidia-nccl-cu13 2.28.9; install"),
+        ({}, {"name": "run-2"}, "name", "start all nodes with the same [fleet]"),
+        ({}, {"num_nodes": 2}, "num_nodes", "has 2, the fleet has 4"),
+        ({"node_rank": 4}, {}, "node_rank", "has 4, the fleet has below 4"),
     ],
-)
-def test_a_node_that_differs_is_refused_by_field(field: str, found: object, words: str) -> None:
-    error = refusal(replace(NODE, **{field: found}))
-    assert isinstance(error, FleetMismatch)
-    assert (error.metadata["field"], error.metadata["node_rank"], error.metadata["found"]) == (field, "3", str(found))
-    assert error.metadata["expected"] == str(getattr(LEADER, field))
-    assert words in error.message
-
-
-def test_a_node_with_another_package_is_refused_by_its_name() -> None:
-    check()
-    for packages, found in (({**PACKAGES, "nvidia-nccl-cu13": "2.27.5"}, "2.27.5"), ({"torch": "2.11.0"}, "none")):
-        error = refusal(replace(NODE, packages=packages))
-        assert f"has nvidia-nccl-cu13 {found}, the fleet has nvidia-nccl-cu13 2.28.9; install the same" in error.message
-        assert error.metadata["field"] == "packages"
-
-
-def test_another_fleet_another_size_and_a_rank_beyond_it_are_refused() -> None:
-    assert refusal(name="run-2").metadata["field"] == "name"
-    assert refusal(num_nodes=2).metadata["field"] == "num_nodes"
-    assert refusal(replace(NODE, node_rank=4)).metadata["field"] == "node_rank"
-
-
-def test_a_rank_belongs_to_one_start_of_a_node() -> None:
-    check_rank(NODE, None)
-    check_rank(NODE, replace(NODE, coordinator_target="10.0.0.9:1"))
-    with pytest.raises(FleetMismatch) as caught:
-        check_rank(NODE, replace(NODE, boot_id="other"))
-    assert caught.value.metadata["field"] == "node_rank"
+)  # fmt: skip
+def test_a_node_that_differs_is_refused_by_field(of_node: dict[str, Any], of_request: dict[str, Any], field: str, words: str):
+    join()
+    member = replace(NODE, **of_node)
+    with pytest.raises(FleetMismatch) as refused:
+        join(member, **of_request)
+    assert (refused.value.metadata["field"], refused.value.metadata["node_rank"]) == (field, str(member.node_rank))
+    assert words in refused.value.message
 
 
 def test_an_address_that_listens_everywhere_is_that_of_the_caller() -> None:
