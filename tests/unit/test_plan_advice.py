@@ -92,8 +92,6 @@ def _typed(text: str) -> object:
     return {"true": True, "unset": None}.get(text, int(text) if text.isdecimal() else float(text) if "." in text else text)
 
 
-
-
 def test_adapters_come_with_the_keys_that_they_need():
     # A reference of its own is refused beside adapters, experts cannot have any, and adapters are trained in float32.
     node = node_with(
