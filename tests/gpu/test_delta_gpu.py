@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tasuki.models.shape import DeltaNet
-from tasuki.trainer.attention import delta_trial
+from tasuki.trainer.attention import trial
 from tasuki.trainer.attention.delta import FlaDelta, PlainDelta
-from tasuki.trainer.attention.delta_trial import choose_delta, fault_of
+from tasuki.trainer.attention.trial import choose_delta, delta_fault
 from tests.models import make_model
 from tests.unit.test_packed_attention import pack, policy_of
 
@@ -36,7 +36,7 @@ def test_a_wrong_kernel_is_found_out() -> None:
         def __init__(self, cu_seqlens_S: torch.Tensor) -> None:
             super().__init__(cu_seqlens_S[[0, -1]])
 
-    fault = fault_of(Carrying, DELTA, dtype=torch.bfloat16, device=CUDA)
+    fault = delta_fault(Carrying, DELTA, dtype=torch.bfloat16, device=CUDA)
     assert fault is not None and "is off by" in fault
 
 
@@ -81,8 +81,8 @@ def test_a_model_in_bfloat16_scores_and_learns_as_in_plain_torch() -> None:
 
 
 def test_missing_kernels_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delta_trial, "fault_of", lambda *_, **__: "ImportError: No module named 'fla'")
+    monkeypatch.setattr(trial, "delta_fault", lambda *_, **__: "ImportError: No module named 'fla'")
     choose_delta.cache_clear()
-    with pytest.raises(delta_trial.UnsupportedModel, match="need flash-linear-attention"):
+    with pytest.raises(trial.UnsupportedModel, match="need flash-linear-attention"):
         choose_delta(DELTA, dtype=torch.bfloat16, device=CUDA)
     choose_delta.cache_clear()

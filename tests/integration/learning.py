@@ -18,8 +18,8 @@ from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.checkpoint import Trained
 from tasuki.trainer.data.cost import SampleCost
 from tasuki.trainer.data.micro_batch import MicroBatch, micro_batch
+from tasuki.trainer.data.plan import Sharing, plan_shared
 from tasuki.trainer.data.samples import Samples
-from tasuki.trainer.data.shared_plan import Sharing, plan_shared
 from tasuki.trainer.learner import Learner, trained_roles
 from tasuki.trainer.ranks.wire import merge_parts
 from tasuki.trainer.roles import Role

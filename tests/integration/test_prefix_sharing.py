@@ -16,8 +16,8 @@ from tasuki.planner.step_bytes import _attention_output
 from tasuki.trainer.backends.fsdp.activations import OnDevice
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
 from tasuki.trainer.data.micro_batch import token_batch
+from tasuki.trainer.data.plan import Sharing, plan_shared
 from tasuki.trainer.data.samples import Samples
-from tasuki.trainer.data.shared_plan import Sharing, plan_shared
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.v1 import loss_pb2

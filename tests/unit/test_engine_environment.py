@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.rollout.environment import cache_variables, foreign_variables
-from tasuki.trainer.environment import foreign_variables as foreign_to_ranks
+from tasuki.trainer.launch import foreign_variables as foreign_to_ranks
 
 
 @pytest.mark.parametrize(

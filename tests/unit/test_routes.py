@@ -24,7 +24,7 @@ from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.data.checks import check_routed
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
-from tasuki.trainer.data.shared_plan import _groups_of_prompts
+from tasuki.trainer.data.plan import _groups_of_prompts
 from tasuki.trainer.ranks.wire import decode_columns, encode_samples
 from tasuki.trainer.service import requests
 from tasuki.trainer.service.requests import decode_samples

@@ -11,9 +11,8 @@ from tasuki.models.family import Model, full_attention
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.data.cost import SampleCost, sample_cost
 from tasuki.trainer.data.micro_batch import pack
-from tasuki.trainer.data.plan import MicroBatchPlan
+from tasuki.trainer.data.plan import MicroBatchPlan, Sharing, plan_shared
 from tasuki.trainer.data.samples import NO_PREFIX, Samples
-from tasuki.trainer.data.shared_plan import Sharing, plan_shared
 from tests.unit.test_prefix_sharing import make_samples
 
 QWEN = sample_cost(Model(shape=MODELS["qwen2.5-7b"], attention=full_attention(MODELS["qwen2.5-7b"])))

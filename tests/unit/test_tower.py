@@ -18,7 +18,7 @@ from tasuki.planner.trainer_bytes import checkpoint_bytes, frozen_bytes, gradien
 from tasuki.trainer.backends.fsdp.lora.adapters import adapted_parameters, add_adapters
 from tasuki.trainer.data.cost import SampleCost, sample_cost
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
-from tasuki.trainer.data.shared_plan import Sharing, _groups_of_prompts, plan_shared
+from tasuki.trainer.data.plan import Sharing, _groups_of_prompts, plan_shared
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 from tests.models import make_model, with_tower
 from tests.planned import node_with

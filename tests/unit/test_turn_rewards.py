@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasuki.algorithms.estimator import Estimator
+from tasuki.algorithms.setting import Estimator
 from tasuki.client.episode import Episode, credit_turns
 from tasuki.client.estimation import EstimatorState, Group, estimate_advantages
 from tasuki.client.policy import Policy, Reply

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.sampling import RANGES
+from tasuki.algorithms.setting import RANGES
 from tasuki.client.messages import message_of
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.wire.errors import InvalidArgument

@@ -12,9 +12,8 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.estimator import Std
 from tasuki.algorithms.samples import Floats, Integers, check_shape, from_rows, sample_ids, to_rows
-from tasuki.algorithms.setting import SettingError
+from tasuki.algorithms.setting import SettingError, Std
 
 # Prevents large advantages in a group whose rewards differ only by rounding.
 _STD_FLOOR = 1e-6

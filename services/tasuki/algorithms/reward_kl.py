@@ -6,9 +6,9 @@ Shape suffixes: N completion tokens, concatenated by sample; S samples.
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.estimator import KL_HORIZON, MAX_KL_ERROR
 from tasuki.algorithms.loss_types import KlEstimator
 from tasuki.algorithms.samples import Floats, Integers, check_shape, sample_ids
+from tasuki.algorithms.setting import KL_HORIZON, MAX_KL_ERROR
 
 # As in the loss: larger values carry no information.
 _MAX_LOG_RATIO = 20.0

@@ -9,11 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, model_validator
 
-from tasuki.algorithms.estimator import KL_HORIZON, MAX_KL_ERROR, Estimator, Std
 from tasuki.algorithms.loss_types import COMMON, Correction, LossConfig, OldPolicy
 from tasuki.algorithms.losses.value import ValueLoss
-from tasuki.algorithms.sampling import LEAST_TEMPERATURE
-from tasuki.algorithms.setting import SettingError
+from tasuki.algorithms.setting import KL_HORIZON, LEAST_TEMPERATURE, MAX_KL_ERROR, Estimator, SettingError, Std
 from tasuki.config.table import Bool, Float, Int, PositiveFloat, PositiveInt, Schema
 
 _MAX_INT32 = 2**31 - 1

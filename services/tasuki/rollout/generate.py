@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tasuki.algorithms.sampling import GREEDY_BELOW, RANGES
+from tasuki.algorithms.setting import GREEDY_BELOW, RANGES
 from tasuki.models.images import ImageProcessor, Prepared
 from tasuki.models.tokenizer import TOKENIZER_FILE
 from tasuki.rollout.model import ModelFacts

@@ -20,8 +20,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.memory import staying_tags, wait_to_leave
 from tasuki.rpc.process_start import StartSeconds
-from tasuki.trainer.environment import cache_variables, nccl_log_variables, socket_variables
-from tasuki.trainer.launch import Launch, read_launch
+from tasuki.trainer.launch import Launch, cache_variables, nccl_log_variables, read_launch, socket_variables
 from tasuki.wire.errors import InvalidArgument, TasukiError
 from tasuki.wire.stages import Service
 

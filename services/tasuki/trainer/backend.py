@@ -4,9 +4,8 @@ All ranks make the same calls in the same order. A backend handles models, meshe
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +18,13 @@ from tasuki.v1.ranks_pb2 import RankPublished
 from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
 
 
-@dataclass(frozen=True, slots=True)
-class LearnerFacts:
-    """The learner's part of a checkpoint, besides tensors."""
+class Progress(NamedTuple):
+    """What a checkpoint says of a role, besides tensors."""
 
-    versions: Mapping[Role, int]
-    """Number of optimizer steps in each role's weights."""
-    schedule_starts: Mapping[Role, int] = field(default_factory=dict)
-    """Version at which each role's schedule starts."""
+    version: int
+    """Number of optimizer steps in its weights."""
+    schedule_start: int
+    """Version at which its schedule starts."""
 
 
 class Memory(Protocol):
@@ -116,7 +114,7 @@ class Backend(Protocol):
         """Injects a fault for tests of recovery."""
         ...
 
-    def save_checkpoint(self, path: Path, *, facts: LearnerFacts, save_id: str | None = None) -> int:
+    def save_checkpoint(self, path: Path, *, progress: Mapping[Role, Progress], save_id: str | None = None) -> int:
         """Writes everything needed to continue training. Returns the bytes. Raises PathExists, DiskFull, InvalidArgument.
 
         save_id: of a save of several nodes. Writes beside `path`, for `durable.saves.publish`; returns 0 if another node writes to the
@@ -124,11 +122,11 @@ class Backend(Protocol):
         """
         ...
 
-    def check_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
-        """Facts that load_checkpoint would return. Raises every error visible without reading tensors."""
+    def check_checkpoint(self, path: Path) -> Mapping[Role, Progress]:
+        """What load_checkpoint would return. Raises every error visible without reading tensors."""
         ...
 
-    def load_checkpoint(self, path: Path, *, have: LearnerFacts, progressed: Callable[[], None]) -> LearnerFacts:
+    def load_checkpoint(self, path: Path, *, progressed: Callable[[], None]) -> Mapping[Role, Progress]:
         """Loads a checkpoint, all or nothing. progressed: called while reading. Raises PathNotFound, InvalidArgument."""
         ...
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from tasuki.algorithms.batch import LossSum, Metric
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.objective import policy_loss, value_loss
 from tasuki.config.trainer_schema import OptimizerConfig, TrainerConfig
-from tasuki.trainer.backend import Backend, LearnerFacts
+from tasuki.trainer.backend import Backend, Progress
 from tasuki.trainer.data.micro_batch import MicroBatch, TokenBatch
 from tasuki.trainer.roles import Role
 from tasuki.v1.ranks_pb2 import RankLossReport, RankPublished
@@ -144,11 +143,12 @@ class Learner:
 
     def save_checkpoint(self, path: Path, *, save_id: str | None = None) -> int:
         """Saves a checkpoint or, with `save_id`, writes one for a later publication. Returns the bytes written."""
-        return self.backend.save_checkpoint(path, facts=self._facts(), save_id=save_id)
+        progress = {role: Progress(state.version, state.schedule_start) for role, state in self.roles.items()}
+        return self.backend.save_checkpoint(path, progress=progress, save_id=save_id)
 
     def check_checkpoint(self, path: Path) -> int:
         """Returns the policy version of a checkpoint if it could be loaded."""
-        return self.backend.check_checkpoint(path, have=self._facts()).versions[Role.POLICY]
+        return self.backend.check_checkpoint(path)[Role.POLICY].version
 
     def load_checkpoint(self, path: Path, *, as_version: int | None = None) -> None:
         """Loads a checkpoint and clears the gradients. On error nothing has changed.
@@ -156,9 +156,9 @@ class Learner:
         as_version: the policy's version; by default the checkpoint's, or one above the present one if that is newer.
         """
         newest = self.policy_version
-        facts = self.backend.load_checkpoint(path, have=self._facts(), progressed=self._progressed)
+        loaded = self.backend.load_checkpoint(path, progressed=self._progressed)
         for role, state in self.roles.items():
-            state.version, state.schedule_start = facts.versions[role], facts.schedule_starts[role]
+            state.version, state.schedule_start = loaded[role]
             self.discard_gradients(role)
         policy = self.roles[Role.POLICY]
         if as_version is None:
@@ -166,12 +166,6 @@ class Learner:
         # The schedule goes on from the checkpoint's step.
         policy.schedule_start += as_version - policy.version
         policy.version = as_version
-
-    def _facts(self) -> LearnerFacts:
-        return LearnerFacts(
-            versions={role: state.version for role, state in self.roles.items()},
-            schedule_starts={role: state.schedule_start for role, state in self.roles.items()},
-        )
 
     def _loss(self, role: Role, batch: MicroBatch, *, config: LossConfig, kept: list[Tensor] | None) -> LossSum:
         if role is Role.CRITIC:
@@ -189,17 +183,21 @@ def trained_roles(config: TrainerConfig) -> Mapping[Role, OptimizerConfig]:
 
 
 def scheduled_rate(config: OptimizerConfig, step: int, *, num_steps: int | None) -> float:
-    """Learning rate of the step after `step` completed ones of `num_steps`. Raises InvalidArgument without a length that is needed."""
+    """Learning rate of the step after `step` completed ones of `num_steps`.
+
+    Rises linearly to its peak, reached in the first step after the warm-up, then is constant or falls to 0 at `num_steps`. Raises
+    InvalidArgument without a length that the schedule needs.
+    """
+    peak, warmup_steps = config.learning_rate, config.warmup_steps
     if config.lr_schedule != "constant" and not num_steps:
         problem = f'is needed with trainer.lr_schedule = "{config.lr_schedule}": give the number of steps, or the learning_rate of each'
         raise InvalidArgument("schedule_steps", problem)
-    return learning_rate_at(
-        step,
-        peak=config.learning_rate,
-        schedule=config.lr_schedule,
-        warmup_steps=config.warmup_steps,
-        total_steps=num_steps,
-    )
+    if step < warmup_steps:
+        return peak * (step + 1) / (warmup_steps + 1)
+    if config.lr_schedule == "constant" or not num_steps:
+        return peak
+    progress = min(1.0, (step - warmup_steps) / max(1, num_steps - warmup_steps))
+    return peak * (1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
 def _merged(one: Mapping[str, Metric], other: Mapping[str, Metric]) -> dict[str, Metric]:
@@ -218,26 +216,3 @@ def _report(loss: Tensor, metrics: Mapping[str, Metric]) -> RankLossReport:
             for total, weight, (name, metric) in parts
         },
     )
-
-
-def learning_rate_at(
-    step: int,
-    *,
-    peak: float,
-    schedule: Literal["constant", "linear", "cosine"],
-    warmup_steps: int,
-    total_steps: int | None,
-) -> float:
-    """Learning rate of the step after `step` completed ones.
-
-    Rises linearly to `peak`, reached in the first step after the warm-up, then is constant or falls to 0 at `total_steps`.
-    """
-    if step < warmup_steps:
-        return peak * (step + 1) / (warmup_steps + 1)
-    if schedule == "constant":
-        return peak
-    assert total_steps is not None, "the caller requires it for this schedule"
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    if schedule == "linear":
-        return peak * (1.0 - progress)
-    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -27,7 +27,7 @@ from tasuki.rpc.process_start import StartSeconds
 from tasuki.rpc.server import RpcServer
 from tasuki.trainer.data.checks import BatchLimits
 from tasuki.trainer.data.cost import SampleCost, sample_cost
-from tasuki.trainer.data.shared_plan import Sharing
+from tasuki.trainer.data.plan import Sharing
 from tasuki.trainer.durable.restore import agree_on_log, restore
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.launch import Launch
@@ -36,9 +36,8 @@ from tasuki.trainer.rank import run_rank
 from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.replicas import is_fleet, join_store
 from tasuki.trainer.roles import Role
-from tasuki.trainer.service.metrics import TrainerMetrics
 from tasuki.trainer.service.servicer import MemoryServicer, TrainerServicer
-from tasuki.trainer.service.state import TrainerState, roles_by_name
+from tasuki.trainer.service.state import TrainerMetrics, TrainerState, roles_by_name
 from tasuki.trainer.service.training import Training
 from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
 from tasuki.v1.ranks_pb2 import RankReady

@@ -12,8 +12,7 @@ import torch
 from sglang.srt.managers.schedule_batch import MM_PAD_SHIFT_VALUE, Modality, MultimodalDataItem, MultimodalProcessorOutput
 
 from tasuki.algorithms.levels import pixels_of
-from tasuki.models.image_tokens import image_positions
-from tasuki.models.images import Prepared
+from tasuki.models.images import Prepared, image_positions
 from tasuki.rollout.generate import EngineRequest
 
 _Embed = Callable[[Any, list[MultimodalDataItem]], torch.Tensor]

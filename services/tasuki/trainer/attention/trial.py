@@ -1,8 +1,9 @@
-"""Trials of attention kernels on the target device: which one computes a network, and whether it can share prompts."""
+"""Trials of kernels on the target device: which one computes a network's attention, whether it can share prompts, and gated delta nets."""
 
 import functools
 import logging
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -10,20 +11,22 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from tasuki.models.family import Attention
-from tasuki.models.shape import ModelShape
+from tasuki.models.shape import DeltaNet, ModelShape
+from tasuki.trainer.attention.delta import DeltaKernel, DeltaSequences, FlaDelta, PlainDelta
 from tasuki.trainer.attention.flash import HEAD_DIM_STEP, MAX_HEAD_DIM
 from tasuki.trainer.attention.packed import AttentionBackend, Sequences, sequences_of
 from tasuki.trainer.data.micro_batch import TokenBatch, token_batch
 from tasuki.trainer.data.samples import NO_PREFIX, Samples
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 
 _log = logging.getLogger("tasuki.trainer")
 # In bfloat16, a kernel's output and gradients differ from float32's by less than 0.01 in norm.
 _TOLERANCE = 0.02
-# Lengths of the trial sequences: around tiles of 64 and 128 tokens, and a single token.
-_LENGTHS = (1, 127, 129, 64, 300)
+# Lengths of the trial sequences: around tiles of 64 and 128 tokens or chunks of 64, and a single token.
+_LENGTHS, _DELTA_LENGTHS = (1, 127, 129, 64, 300), (1, 63, 65, 64, 200)
 _SHORT_WINDOW = 100
 # Two prompts, a sample that shares none, and a sample with a single completion token.
 _PREFIXES = (0, 0, 1, NO_PREFIX, 1, 0)
@@ -122,15 +125,23 @@ def _error(
         leaves.append(torch.randn(shape.num_heads, generator=generator, device=device).to(dtype))
     sequences = partial(sequences_of, batch=batch, has_sinks=attention.has_sinks)
     settings = {"scale": attention.query_scale, "window": window, "softcap": None}
+    return _fault_of(
+        lambda: _with_gradients(sequences(backend), leaves, grad, **settings),
+        lambda: _with_gradients(sequences("sdpa"), [x.float() for x in leaves], grad.float(), **settings),
+        names=("its output", "its dq", "its dk", "its dv", "its dsinks"),
+    )
+
+
+def _fault_of(kernel: Callable[[], list[Tensor]], plain: Callable[[], list[Tensor]], *, names: Iterable[str]) -> str | None:
+    """Errors of a kernel's outputs and gradients, compared with plain torch in float32. None if they are small."""
     try:
-        found = _with_gradients(sequences(backend), leaves, grad, **settings)
+        found = kernel()
     except Exception as error:  # noqa: BLE001  a compiler's, a driver's or an import's, whatever it is: the kernel is not usable
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    expected = _with_gradients(sequences("sdpa"), [x.float() for x in leaves], grad.float(), **settings)
-    for name, one, other in zip(("output", "dq", "dk", "dv", "dsinks"), found, expected, strict=False):
+    for name, one, other in zip(names, found, plain(), strict=False):
         difference = float((one.float() - other).norm() / other.norm())
         if not difference < _TOLERANCE:
-            return f"its {name} is off by {difference:.3f} in norm"
+            return f"{name} is off by {difference:.3f} in norm"
     return None
 
 
@@ -153,3 +164,50 @@ def _batch(device: torch.device) -> TokenBatch:
         prefix_S=np.array(_PREFIXES, dtype=np.int32),
     )
     return token_batch(samples, device=device)
+
+
+@functools.cache
+def choose_delta(delta: DeltaNet, *, dtype: torch.dtype, device: torch.device) -> DeltaKernel:
+    """Plain torch on a CPU. On a GPU flash-linear-attention's kernels, once they are correct in a trial, which compiles them.
+
+    Raises UnsupportedModel if they are missing or wrong: plain torch would take many times as long as the rest of a step.
+    """
+    if device.type == "cpu":
+        return PlainDelta
+    started = time.monotonic()
+    fault = delta_fault(FlaDelta, delta, dtype=dtype, device=device)
+    if fault is not None:
+        problem = f"gated delta nets need tilelang and flash-linear-attention 0.6, which pip installs; here they fail: {fault}"
+        raise UnsupportedModel(f"model.path: {problem}", field="model.path")
+    _log.info("event=delta_net kernels=fla seconds=%.1f", time.monotonic() - started)
+    return FlaDelta
+
+
+def delta_fault(kernel: DeltaKernel, delta: DeltaNet, *, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Errors of outputs and gradients, compared with plain torch in float32. None if they are small."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads, key_size, value_size = delta.num_value_heads, delta.key_head_dim, delta.value_head_dim
+    widths = ((heads, key_size), (heads, key_size), (heads, value_size), (heads,), (heads,), (heads, value_size))
+    q, k, v, decay, beta, grad = (
+        torch.randn(sum(_DELTA_LENGTHS), *width, generator=generator, device=device) for width in widths
+    )
+    recurrence = [q.to(dtype), k.to(dtype), v.to(dtype), -softplus(decay) * 0.3, beta.sigmoid().to(dtype)]
+    x_TC = torch.randn(sum(_DELTA_LENGTHS), delta.conv_size, generator=generator, device=device).to(dtype)
+    weight_CW = torch.randn(delta.conv_size, delta.kernel_size, generator=generator, device=device).to(dtype)
+    cu_seqlens_S = torch.tensor([0, *_DELTA_LENGTHS], device=device).cumsum(0, dtype=torch.int32)
+    inputs = [*recurrence, x_TC, weight_CW]
+    grads = [grad.to(dtype), torch.randn(x_TC.shape, generator=generator, device=device).to(dtype)]
+    names = ("recurrence", "convolution", "dq", "dk", "dv", "dg", "dbeta", "dx", "dw")
+    return _fault_of(
+        lambda: _delta_with_gradients(kernel(cu_seqlens_S), inputs, grads),
+        lambda: _delta_with_gradients(PlainDelta(cu_seqlens_S), [x.float() for x in inputs], [x.float() for x in grads]),
+        names=names,
+    )
+
+
+def _delta_with_gradients(sequences: DeltaSequences, inputs: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+    """Outputs of recurrence and convolution, and the gradients of all inputs."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    q, k, v, decay_TH, beta_TH, x_TC, weight_CW = leaves
+    outs = [sequences.recur(q, k, v, decay_TH=decay_TH, beta_TH=beta_TH), sequences.convolve(x_TC, weight_CW)]
+    return [*(out.detach() for out in outs), *torch.autograd.grad(outs, leaves, grads)]

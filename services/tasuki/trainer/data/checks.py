@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss import CriticLoss
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.algorithms.sampling import GREEDY_BELOW
+from tasuki.algorithms.setting import GREEDY_BELOW
 from tasuki.models.images import ImageProcessor
 from tasuki.models.routes import RouteShape
 from tasuki.trainer.data.samples import Samples, starts

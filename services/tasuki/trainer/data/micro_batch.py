@@ -14,7 +14,7 @@ from torch import Tensor
 from tasuki.algorithms.aggregation import denominator, token_weights
 from tasuki.algorithms.batch import LossBatch
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.models.image_tokens import image_positions
+from tasuki.models.images import image_positions
 from tasuki.models.routes import Routes
 from tasuki.trainer.data.samples import NO_PREFIX, SampleImages, Samples, ranges, starts
 

@@ -18,7 +18,6 @@ from tasuki.models.families import read_model_shape
 from tasuki.models.folder_files import INDEX_FILE, file_digest, other_files
 from tasuki.models.stored_tensors import BLOCKS, FP8, FP8_BLOCK, FP8_SCALES, SCALES, SINGLE_FILE, read_stored, untrained_tensors
 from tasuki.models.tokenizer import CHAT_TEMPLATES
-from tasuki.trainer.durable.mxfp4 import dequantized
 from tasuki.weights.shards import Shard
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -60,7 +59,7 @@ def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
                 scales = opened[stored_as.scales].get_slice(shard.name + SCALES)
                 for index, local in enumerate(shard.local, start=shard.offsets[0]):
                     expert = (each[index : index + 1][0].to(local.device) for each in (blocks, scales))
-                    local.copy_(dequantized(*expert).T[part[1:]])
+                    local.copy_(_dequantized(*expert).T[part[1:]])
 
 
 def _scaled(matrix: Tensor, scales: Tensor, rows: slice, columns: slice) -> Tensor:
@@ -69,6 +68,17 @@ def _scaled(matrix: Tensor, scales: Tensor, rows: slice, columns: slice) -> Tens
         blocks = torch.arange(part.start, part.stop, device=scales.device) // FP8_BLOCK
         scales = scales.index_select(dim, blocks)
     return matrix.float() * scales.to(matrix.device)
+
+
+def _dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
+    """[R, 32 G] float32 of MXFP4, exact also in bfloat16: 32 values of 4 bits (e2m1) with one exponent (e8m0).
+
+    blocks: [R, G, 16] uint8, the first of two values in the lower half. scales: [R, G] uint8.
+    Source: OCP Microscaling Formats v1.0, sec. 5.
+    """
+    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=blocks.device)
+    fours = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    return torch.ldexp(torch.cat([positive, -positive])[fours.int()], (scales.int() - 127).unsqueeze(-1)).flatten(-2)
 
 
 def _fill(local: Tensor, stored: Tensor) -> None:

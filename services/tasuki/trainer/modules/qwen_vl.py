@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     AutoModelForCausalLM,
     Qwen2_5_VLTextConfig,
@@ -16,6 +17,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3VLTextConfig,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
@@ -31,7 +33,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel, Qwe
 
 from tasuki.algorithms.levels import pixels_of
 from tasuki.trainer.data.micro_batch import TokenBatch
-from tasuki.trainer.modules.tower_attention import IMPLEMENTATION
+
+# With "flash" in its name transformers gives it the bounds of all sequences.
+_ATTENTION = "tasuki_flash_by_length"
 
 
 class _MRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
@@ -98,7 +102,7 @@ def _add_tower(causal_lm: Any, config: Any, of_config: Any, of_tower: Any) -> No
         tower = of_config(**vision)
         tower._attn_implementation = "sdpa"
         causal_lm.visual = of_tower(tower).requires_grad_(False)
-        causal_lm.visual.config._attn_implementation = IMPLEMENTATION
+        causal_lm.visual.config._attn_implementation = _ATTENTION
 
 
 AutoModelForCausalLM.register(Qwen2_5_VLTextConfig, Qwen2_5_VLForCausalLM)
@@ -146,3 +150,35 @@ def text_inputs(causal_lm: nn.Module, batch: TokenBatch) -> dict[str, Any]:
         "visual_pos_masks": mask_T.unsqueeze(0),
         "deepstack_visual_embeds": [features[images.rows_I] for features in found.deepstack_features],
     }
+
+
+def _attend_by_length(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: Tensor,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Results [1, P, H, D] of images or windows whose bounds are `cu_seq_lens_q`. query, key, value: [1, H, P, D].
+
+    One call for all of equal length, where transformers makes one for each.
+    """
+    bounds_S = cu_seq_lens_q.long()
+    starts_S, lengths_S = bounds_S[:-1], bounds_S.diff()
+    lengths = lengths_S.unique().tolist()
+    rows = [(starts_S[lengths_S == length, None] + torch.arange(length, device=query.device)).flatten() for length in lengths]
+    results: list[Tensor] = []
+    for length, rows_P in zip(lengths, rows, strict=True):
+        packed = (each[0] if len(lengths) == 1 else each[0].index_select(1, rows_P) for each in (query, key, value))
+        q, k, v = (each.unflatten(1, (-1, length)).transpose(0, 1) for each in packed)
+        results.append(scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2).flatten(0, 1))
+    if len(lengths) == 1:
+        return results[0].unsqueeze(0), None
+    return torch.cat(results)[torch.cat(rows).argsort()].unsqueeze(0), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, _attend_by_length)

@@ -23,9 +23,8 @@ from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service import requests
-from tasuki.trainer.service.metrics import TrainerMetrics
 from tasuki.trainer.service.saving import Saving
-from tasuki.trainer.service.state import TrainerState, raise_unless_next, stage_after_withdrawal
+from tasuki.trainer.service.state import TrainerMetrics, TrainerState, raise_unless_next, stage_after_withdrawal
 from tasuki.trainer.service.training import Training
 from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2, weights_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer

@@ -1,19 +1,34 @@
-"""State of the trainer's front, shared by its two servicers."""
+"""State of the trainer's front, shared by its two servicers, and its Prometheus metrics."""
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+from prometheus_client import CollectorRegistry
+
 from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.metrics import (
+    LOG_PROB_GAP,
+    POLICY_VERSION,
+    STALENESS,
+    TRAINER_SAMPLES,
+    TRAINER_STEPS,
+    TRAINER_TOKENS,
+    GpuSeconds,
+)
+from tasuki.trainer.data.samples import Samples, starts
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
-from tasuki.v1.trainer_pb2 import RoleState
+from tasuki.v1.trainer_pb2 import ForwardBackwardResponse, OptimStepResponse, RoleState
 from tasuki.wire.errors import GradientsPending, StageOrder, WrongPhase
 from tasuki.wire.stages import START, MemoryTag, Service, Stage, allowed_after
 
 _LOADED = (None, Stage.LOAD_TRAINER)
+_VERSIONS = (0, 1, 2, 4, 8, 16, 32)
+_GAPS = {"log_prob_gap": "mean", "log_prob_gap_max": "max"}
 
 
 @dataclass(slots=True)
@@ -88,3 +103,35 @@ def _stage_order(asked: str, *, after: Stage | None) -> StageOrder:
         after=place,
         allowed=allowed,
     )
+
+
+class TrainerMetrics:
+    """Metrics of callers' commands; a restart's replay is not counted again."""
+
+    def __init__(self, registry: CollectorRegistry, *, num_gpus: int, policy_version: Callable[[], int]) -> None:
+        self._gpu_seconds = GpuSeconds(registry, num_gpus=num_gpus)
+        self._tokens, self._samples = TRAINER_TOKENS.counter(registry), TRAINER_SAMPLES.counter(registry)
+        self._steps, self._gap = TRAINER_STEPS.counter(registry), LOG_PROB_GAP.gauge(registry)
+        self._staleness = STALENESS.histogram(registry, buckets=_VERSIONS)
+        POLICY_VERSION.gauge(registry).set_function(policy_version)
+
+    def using(self, use: str) -> AbstractContextManager[None]:
+        """Counts the time while the ranks work. use: "forward_backward", "optim_step", "score", "checkpoint"."""
+        return self._gpu_seconds.using(use)
+
+    def learned(self, role: Role, samples: Samples, answer: ForwardBackwardResponse, *, policy_version: int) -> None:
+        self._tokens.labels(role).inc(answer.num_tokens)
+        self._samples.labels(role).inc(answer.num_samples)
+        if role is not Role.POLICY:
+            return
+        age_N = np.repeat(policy_version - samples.policy_version_S.astype(np.int64), samples.num_completion_S)
+        if "version_lag" in samples.columns:
+            age_N += samples.columns["version_lag"].astype(np.int64)
+        for age in age_N[starts(samples.num_completion_S)].tolist():  # a sample's oldest token is its first
+            self._staleness.observe(age)
+        for name, stat in _GAPS.items():
+            if name in answer.metrics:
+                self._gap.labels(stat).set(answer.metrics[name])
+
+    def stepped(self, role: Role, answer: OptimStepResponse) -> None:
+        self._steps.labels(role, "skipped" if answer.is_skipped else "done").inc()

@@ -12,9 +12,8 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.models.routes import RouteShape
 from tasuki.trainer.data import checks
 from tasuki.trainer.data.cost import SampleCost
-from tasuki.trainer.data.plan import MicroBatchPlan
+from tasuki.trainer.data.plan import MicroBatchPlan, Sharing, plan_shared
 from tasuki.trainer.data.samples import Samples
-from tasuki.trainer.data.shared_plan import Sharing, plan_shared
 from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.ranks.wire import ROLE_MESSAGES, decode_loss, decode_scores, encode_samples, merge_metrics, merge_parts
 from tasuki.trainer.roles import Role

@@ -20,39 +20,15 @@ from tasuki.trainer.modules.pointwise import GatedMlp
 from tasuki.trainer.modules.routing import Router, routing_operators
 
 Layer = Callable[..., Any]
-Contexts = tuple[TorchDispatchMode, TorchDispatchMode]
 _TOKENS_DIM = 1
 
 
 class Results(Protocol):
-    """Keeps results of operators of one layer, in order."""
+    """Keeps results of operators of one layer, in order: on the device a deque."""
 
-    def put(self, tensors: Sequence[Tensor]) -> None: ...
+    def append(self, tensors: Sequence[Tensor], /) -> None: ...
 
-    def take(self) -> Sequence[Tensor]: ...
-
-
-class OnDevice:
-    """Implements Results where they are."""
-
-    def __init__(self) -> None:
-        self._results: deque[Sequence[Tensor]] = deque()
-
-    def put(self, tensors: Sequence[Tensor]) -> None:
-        self._results.append(tensors)
-
-    def take(self) -> Sequence[Tensor]:
-        return self._results.popleft()
-
-
-def replaying(results_of: Callable[[], Mapping[OpOverload, Results]]) -> Callable[[], Contexts]:
-    """`context_fn` of a checkpoint that keeps the results of some operators. results_of: called once per forward pass of a layer."""
-
-    def contexts() -> Contexts:
-        results, others = results_of(), deque[tuple[Any, list[Any]]]()
-        return _Keeping(results, others), _Replaying(results, others)
-
-    return contexts
+    def popleft(self) -> Sequence[Tensor]: ...
 
 
 class _Mode(TorchDispatchMode):
@@ -73,7 +49,7 @@ class _Keeping(_Mode):
         if func in self._results:
             leaves, structure = tree_flatten(result)
             # Autograd sets the history of a result on the tensor itself.
-            self._results[func].put([leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)])
+            self._results[func].append([leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)])
             self._others.append((structure, [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]))
         return result
 
@@ -83,7 +59,7 @@ class _Replaying(_Mode):
         if func not in self._results:
             return func(*args, **(kwargs or {}))
         structure, others = self._others.popleft()
-        tensors = iter(self._results[func].take())
+        tensors = iter(self._results[func].popleft())
         return tree_unflatten([next(tensors) if other is None else other[0] for other in others], structure)
 
 
@@ -114,19 +90,22 @@ def _checkpoint(checkpointing: Checkpointing, index: int, on_host: HostActivatio
     return recomputing(layer, attention_operators() if checkpointing is Checkpointing.ATTENTION else ())
 
 
-def recomputing(module: nn.Module, kept: Iterable[OpOverload] = (), *, results: Callable[[], Results] = OnDevice) -> Layer:
+def recomputing(module: nn.Module, kept: Iterable[OpOverload] = (), *, results: Callable[[], Results] = deque) -> Layer:
     """Wraps a function of `module` so that backward recomputes it, except the choice of experts and the operators in `kept`.
 
     results: creates what keeps those operators' results.
     """
     kept, choices = list(kept), routing_operators() if any(isinstance(each, Router) for each in module.modules()) else []
 
-    def results_of() -> Mapping[OpOverload, Results]:
-        return dict.fromkeys(kept, results()) | dict.fromkeys(choices, OnDevice())
+    def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+        of_operators: dict[OpOverload, Results] = dict.fromkeys(kept, results())
+        of_operators |= {choice: deque[Sequence[Tensor]]() for choice in choices}
+        others = deque[tuple[Any, list[Any]]]()
+        return _Keeping(of_operators, others), _Replaying(of_operators, others)
 
     # Modules repeat the random numbers of adapters' dropout by themselves.
     recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    return partial(recomputed, context_fn=replaying(results_of)) if kept or choices else recomputed
+    return partial(recomputed, context_fn=contexts) if kept or choices else recomputed
 
 
 class _InHostMemory:
@@ -136,10 +115,10 @@ class _InHostMemory:
         self._on_host, self._layer = on_host, layer
         self._places: deque[tuple[int, int]] = deque()
 
-    def put(self, tensors: Sequence[Tensor]) -> None:
+    def append(self, tensors: Sequence[Tensor], /) -> None:
         self._places.append((self._on_host.store(self._layer, tensors), len(tensors)))
 
-    def take(self) -> Sequence[Tensor]:
+    def popleft(self) -> Sequence[Tensor]:
         first, count = self._places.popleft()
         return [self._on_host.load(self._layer, index) for index in range(first, first + count)]
 

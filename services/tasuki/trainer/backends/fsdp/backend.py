@@ -26,14 +26,13 @@ from tasuki.planner.node import Checkpointing, node_of
 from tasuki.planner.step_bytes import TRIAL_TOKENS, offloaded_per_token
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
-from tasuki.trainer.backend import LearnerFacts
+from tasuki.trainer.backend import Progress
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing, tile_mlps
 from tasuki.trainer.backends.fsdp.checkpoint import (
     CheckpointFacts,
     Trained,
     check_checkpoint,
     checkpoint_facts,
-    learner_facts,
     load_checkpoint,
     save_checkpoint,
     training_state,
@@ -261,19 +260,17 @@ class FsdpBackend:
         assert self._export is not None
         self._export.damage()
 
-    def save_checkpoint(self, path: Path, *, facts: LearnerFacts, save_id: str | None = None) -> int:
+    def save_checkpoint(self, path: Path, *, progress: Mapping[Role, Progress], save_id: str | None = None) -> int:
         self.memory.wait_for_content()
-        return save_checkpoint(path, tensors=training_state(self._trained), facts=self._facts(facts), save_id=save_id)
+        return save_checkpoint(path, tensors=training_state(self._trained), facts=self._facts(progress), save_id=save_id)
 
-    def check_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
-        return learner_facts(check_checkpoint(path, tensors=training_state(self._trained), have=self._facts(have)))
+    def check_checkpoint(self, path: Path) -> Mapping[Role, Progress]:
+        return check_checkpoint(path, tensors=training_state(self._trained), have=self._facts()).progress
 
-    def load_checkpoint(self, path: Path, *, have: LearnerFacts, progressed: Callable[[], None]) -> LearnerFacts:
+    def load_checkpoint(self, path: Path, *, progressed: Callable[[], None]) -> Mapping[Role, Progress]:
         self.memory.wait_for_content()
-        have_facts = self._facts(have)
-        return learner_facts(
-            load_checkpoint(path, tensors=training_state(self._trained), have=have_facts, progressed=progressed)
-        )
+        tensors = training_state(self._trained)
+        return load_checkpoint(path, tensors=tensors, have=self._facts(), progressed=progressed).progress
 
     def export_model(self, path: Path) -> int:
         self.memory.wait_for_content()
@@ -379,8 +376,8 @@ class FsdpBackend:
     def _weights(self) -> AbstractContextManager[None]:
         return self.memory.region(MemoryTag.WEIGHTS)
 
-    def _facts(self, facts: LearnerFacts) -> CheckpointFacts:
-        return checkpoint_facts(self._trained, facts=facts, config=self._node.trainer, num_ranks=self._mesh.size())
+    def _facts(self, progress: Mapping[Role, Progress] | None = None) -> CheckpointFacts:
+        return checkpoint_facts(self._trained, progress=progress, config=self._node.trainer, num_ranks=self._mesh.size())
 
     def _make_export(self, memory: ExportMemory) -> WeightExport:
         rank, causal_lm = self._mesh.get_local_rank(), self._policy.causal_lm

@@ -22,7 +22,7 @@ from tasuki.config.trainer_schema import TrainerConfig
 from tasuki.models.families import find_family
 from tasuki.models.family import computing_keys
 from tasuki.models.shape import ROUTER_BIAS
-from tasuki.trainer.backend import LearnerFacts
+from tasuki.trainer.backend import Progress
 from tasuki.trainer.backends.fsdp.lora.adapters import trained_parameters
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
 from tasuki.trainer.backends.fsdp.optimizer.adamw import ShardedAdamW
@@ -85,6 +85,10 @@ class CheckpointFacts:
     num_ranks: Annotated[int, Field(ge=1, lt=2**31)]
     roles: dict[Role, RoleFacts]
     optimizer_8bit: bool = False
+
+    @property
+    def progress(self) -> dict[Role, Progress]:
+        return {role: Progress(each.version, each.schedule_start) for role, each in self.roles.items()}
 
 
 _Fields = TypeAdapter(dict[str, Any])
@@ -308,23 +312,22 @@ def _moved_biases(trained: Trained) -> dict[str, Tensor]:
 
 
 def checkpoint_facts(
-    trained: Mapping[Role, Trained], *, facts: LearnerFacts, config: TrainerConfig, num_ranks: int
+    trained: Mapping[Role, Trained], *, progress: Mapping[Role, Progress] | None, config: TrainerConfig, num_ranks: int
 ) -> CheckpointFacts:
-    """Facts to store in a checkpoint. config: of the networks."""
-    configs = {Role.POLICY: config.lora}
-    if config.critic is not None:
-        configs[Role.CRITIC] = config.critic_lora
+    """Facts to store in a checkpoint, or to compare with its own, whose progress may be any. config: of the networks."""
     roles: dict[Role, RoleFacts] = {}
-    for role, lora in configs.items():
+    for role, lora in {Role.POLICY: config.lora, Role.CRITIC: config.critic_lora}.items():
+        if role not in trained:
+            continue
         model = trained[role].network.causal_lm.config
         assert model.architectures, "the model was loaded by its architecture"
-        rank, alpha = (None, None) if lora is None else (lora.rank, lora.alpha)
+        version, schedule_start = (0, 0) if progress is None else progress[role]
         roles[role] = RoleFacts(
-            facts.versions[role],
-            facts.schedule_starts[role],
+            version,
+            schedule_start,
             model.architectures[0],
-            lora_rank=rank,
-            lora_alpha=alpha,
+            lora_rank=None if lora is None else lora.rank,
+            lora_alpha=None if lora is None else lora.alpha,
             lora_use_rslora=lora is not None and lora.use_rslora,
             lora_more={} if lora is None else lora.model_dump(mode="json", include=_MORE, exclude_defaults=True),
             model=computing_settings(model),
@@ -337,11 +340,3 @@ def computing_settings(model: PreTrainedConfig) -> dict[str, Any]:
     assert model.architectures
     keys = computing_keys(find_family(model.architectures[0]))
     return json.loads(json.dumps({key: value for key, value in model.to_dict().items() if key in keys}))
-
-
-def learner_facts(facts: CheckpointFacts) -> LearnerFacts:
-    """The learner's part of the facts."""
-    return LearnerFacts(
-        versions={role: each.version for role, each in facts.roles.items()},
-        schedule_starts={role: each.schedule_start for role, each in facts.roles.items()},
-    )

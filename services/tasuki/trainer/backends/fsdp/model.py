@@ -22,10 +22,9 @@ from tasuki.models.config_json import read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import TOWER_KEYS, Model
 from tasuki.models.stored_tensors import check_head, read_stored
-from tasuki.trainer.attention.delta_trial import choose_delta
 from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
-from tasuki.trainer.attention.trial import choose_kernel, fault_with_shared_prompts
+from tasuki.trainer.attention.trial import choose_delta, choose_kernel, fault_with_shared_prompts
 from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts, ungathered_parameters
 from tasuki.trainer.backends.fsdp.host_buffers import HostShards
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters, initialize_magnitudes, load_adapters

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tasuki.trainer.backends.fsdp.lora.adapters import Adapter, adapted_parameters, family_of
-from tasuki.trainer.backends.fsdp.lora.dora import row_norms
+from tasuki.trainer.backends.fsdp.lora.adapters import Adapter, adapted_parameters, family_of, row_norms
 from tasuki.weights.checksum import MODULUS
 from tasuki.weights.copies import ViewChecksum, prepare_checksums
 from tasuki.weights.export import Place

@@ -207,14 +207,14 @@ _Moment = Tensor | tuple[QuantizedMoment, slice]
 
 def _parts(parameter: Parameter, state: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor, list[_Moment]]]:
     """Parts of this rank's shard: values, gradients, and both moments or accessors to them."""
-    values, gradient = _local(parameter), _local(cast(Tensor, parameter.grad))
+    values, gradient = local_part(parameter), local_part(cast(Tensor, parameter.grad))
     if not values.numel():
         return
     if "exp_avg" in state:
-        yield values, gradient, [_local(state[name]) for name in MOMENTS]
+        yield values, gradient, [local_part(state[name]) for name in MOMENTS]
         return
     quantized = [
-        QuantizedMoment(_local(state[f"{name}_codes"]), _local(state[f"{name}_scales"]), is_signed=name == "exp_avg")
+        QuantizedMoment(local_part(state[f"{name}_codes"]), local_part(state[f"{name}_scales"]), is_signed=name == "exp_avg")
         for name in MOMENTS
     ]
     values, gradient = _matrix(values), _matrix(gradient)
@@ -238,6 +238,6 @@ def _matrix(shard: Tensor) -> Tensor:
     return shard.view(math.prod(shard.shape[:-1]), shard.shape[-1])
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's part."""
     return cast(DTensor, tensor.detach()).to_local()

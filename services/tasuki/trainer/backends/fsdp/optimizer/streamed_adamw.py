@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from tasuki.config.trainer_schema import OptimizerConfig
 from tasuki.trainer.backends.fsdp.host_buffers import Copy, copy_stream, release_buffers, start_copy, take_buffers
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
-from tasuki.trainer.backends.fsdp.optimizer.adamw import ShardedAdamW
+from tasuki.trainer.backends.fsdp.optimizer.adamw import ShardedAdamW, local_part
 from tasuki.trainer.replicas import mesh_device
 
 BLOCK_BYTES = 256 << 20
@@ -46,7 +46,7 @@ class _Piece:
     """Offsets of both moments in the block, in bytes."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        return _local(tensor).view(-1)[self.start : self.end]
+        return local_part(tensor).view(-1)[self.start : self.end]
 
     def moment(self, memory: Tensor, place: int) -> Tensor:
         """memory: [num_bytes of the block] uint8."""
@@ -120,7 +120,7 @@ class StreamedAdamW(ShardedAdamW):
         for home, memory in zip(self._homes, self._host, strict=True):
             memory.zero_()
             for parameter, places in zip(home.parameters, home.places, strict=True):
-                first, second = (_view(memory, place, _local(parameter)) for place in places)
+                first, second = (_view(memory, place, local_part(parameter)) for place in places)
                 spec = cast(DTensor, parameter)._spec
                 self.optimizer.state[parameter] = {
                     "step": torch.zeros((), device=self._device),
@@ -162,7 +162,7 @@ def _homes(parameters: Sequence[Parameter]) -> Iterator[_Home]:
     places: list[tuple[int, int]] = []
     end = 0
     for parameter in parameters:
-        size = -(-_local(parameter).nbytes // _ALIGNMENT) * _ALIGNMENT
+        size = -(-local_part(parameter).nbytes // _ALIGNMENT) * _ALIGNMENT
         if chosen and end + 2 * size > BLOCK_BYTES:
             yield _Home(chosen, places, max(end, _ALIGNMENT))
             chosen, places, end = [], [], 0
@@ -175,11 +175,13 @@ def _homes(parameters: Sequence[Parameter]) -> Iterator[_Home]:
 def _blocks(home: _Home, host: Tensor) -> Iterator[_Block]:
     """Yields a whole home, or the single parameter of a larger one piece by piece. host: [num_bytes of the home] uint8."""
     if home.num_bytes <= BLOCK_BYTES:
-        pieces = [_Piece(one, 0, _local(one).numel(), places) for one, places in zip(home.parameters, home.places, strict=True)]
+        pieces = [
+            _Piece(one, 0, local_part(one).numel(), places) for one, places in zip(home.parameters, home.places, strict=True)
+        ]
         yield _Block(pieces, [(host, 0)])
         return
     (parameter,), (places,) = home.parameters, home.places
-    local, half = _local(parameter), BLOCK_BYTES // 2
+    local, half = local_part(parameter), BLOCK_BYTES // 2
     for start in range(0, local.nbytes, half):
         num_bytes = min(half, local.nbytes - start)
         piece = _Piece(parameter, start // local.itemsize, (start + num_bytes) // local.itemsize, (0, half))
@@ -189,8 +191,3 @@ def _blocks(home: _Home, host: Tensor) -> Iterator[_Block]:
 
 def _view(memory: Tensor, place: int, like: Tensor) -> Tensor:
     return memory[place : place + like.nbytes].view(like.dtype).view(like.shape)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """This rank's part."""
-    return cast(DTensor, parameter.detach()).to_local()
