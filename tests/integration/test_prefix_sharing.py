@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.planner.kept_bytes import kept_with_attention
 from tasuki.planner.step_bytes import _attention_output
-from tasuki.trainer.backends.fsdp.activations import OnDevice
+from tasuki.trainer.backends.fsdp.activations import _Keeping
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.plan import Sharing, plan_shared
@@ -109,7 +110,7 @@ def test_kept_results_of_both_calls_of_attention_are_planned(
     num_tokens = num_prompt + GROUP_SIZE * num_completion
     stayed: list[int] = []
     kept: list[int] = []
-    room, put = HostActivations._room, OnDevice.put
+    room, keep = HostActivations._room, _Keeping.__torch_dispatch__
 
     def spied_room(self: HostActivations, layer: int, source: torch.Tensor) -> torch.Tensor | None:
         held = room(self, layer, source)
@@ -117,12 +118,14 @@ def test_kept_results_of_both_calls_of_attention_are_planned(
             stayed.append(source.nbytes)
         return held
 
-    def spied_put(self: OnDevice, tensors: Any) -> None:
-        kept.extend(tensor.nbytes for tensor in tensors)
-        put(self, tensors)
+    def spied_keep(self: _Keeping, func: Any, *rest: Any) -> Any:
+        result = keep(self, func, *rest)
+        if func in self._results:
+            kept.extend(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return result
 
     monkeypatch.setattr(HostActivations, "_room", spied_room)
-    monkeypatch.setattr(OnDevice, "put", spied_put)
+    monkeypatch.setattr(_Keeping, "__torch_dispatch__", spied_keep)
     settings = {"checkpointing": checkpointing, "micro_batch_tokens": num_tokens, "prefix_sharing": True}
     learner = start_learner(model, mesh=mesh, **settings)
     learn(learner, Role.POLICY, decode_samples(samples), config=LossConfig(), max_tokens=num_tokens)

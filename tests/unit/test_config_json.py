@@ -70,6 +70,17 @@ def table_of(architecture: str = "LlamaForCausalLM", **values: object) -> dict[s
     }
 
 
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size", "max_position_embeddings"]
+)
+def test_a_key_that_a_model_lacks_is_named(key: str) -> None:
+    table = table_of()
+    del table[key]
+    with pytest.raises(InvalidArgument) as refused:
+        read_model(table)
+    assert refused.value.metadata["field"] == key
+
+
 @pytest.mark.parametrize("architecture", FAMILIES)
 @pytest.mark.parametrize("key", ["is_causal", "rope_is_neox_style"])
 def test_a_key_that_is_true_by_default_is_absent_or_true(architecture: str, key: str) -> None:
@@ -104,6 +115,12 @@ OF_EVERY_FAMILY = (
     ("architecture", "key", "value"),
     [
         *((architecture, key, value) for architecture in FAMILIES for key, value in OF_EVERY_FAMILY),
+        ("LlamaForCausalLM", "hidden_size", -1),
+        ("LlamaForCausalLM", "hidden_size", 10**30),
+        ("LlamaForCausalLM", "vocab_size", "many"),
+        ("LlamaForCausalLM", "num_key_value_heads", 3),
+        ("LlamaForCausalLM", "num_hidden_layers", 10**9),
+        ("LlamaForCausalLM", "head_dim", 0),
         ("LlamaForCausalLM", "mlp_bias", 0),
         ("LlamaForCausalLM", "attention_bias", 1),
         ("Glm4MoeForCausalLM", "first_k_dense_replace", -1),

@@ -71,20 +71,6 @@ def test_weights_give_the_mean_that_they_stand_for_over_any_cut(
     np.testing.assert_allclose(losses_N @ weights_N, _aggregated(losses, masks, config.aggregation), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.aggregation)
-def test_all_masked_gives_zero_weights(config: LossConfig) -> None:
-    mask_N, num_completion_S = np.zeros(3), np.array([1, 2])
-    total = denominator(mask_N, num_completion_S, config=config)
-    assert (token_weights(mask_N, num_completion_S, config=config, denominator=total) == 0).all()
-
-
-def test_no_samples_give_no_weights() -> None:
-    for config in CONFIGS:
-        nothing = np.zeros(0, dtype=np.int64)
-        assert denominator(nothing, nothing, config=config) == 0.0
-        assert token_weights(nothing, nothing, config=config, denominator=0.0).shape == (0,)
-
-
 def test_a_given_denominator_replaces_the_calls_own_count() -> None:
     config = LossConfig(denominator=100.0)
     mask_N, num_completion_S = np.ones(4), np.array([4])

@@ -74,17 +74,6 @@ def test_what_transformers_refuses_of_a_configuration_is_refused_without_it(kind
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_attention_is_that_of_the_module(kind: str) -> None:
-    module = module_of(kind)
-    attention = model_of(module).attention
-    layers = [layer.self_attn for layer in module.model.layers if hasattr(layer, "self_attn")]
-    assert [layer.scaling for layer in layers] == [attention.query_scale] * len(layers)
-    assert [getattr(layer, "sliding_window", None) for layer in layers] == list(attention.windows)[: len(layers)]
-    assert {getattr(layer, "attn_logit_softcapping", None) for layer in layers} == {attention.logit_softcap}
-    assert all(layer.is_causal for layer in layers)
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
 def test_buffers_have_their_values_after_a_module_was_emptied(kind: str) -> None:
     expected = dict(module_of(kind, device="cpu").named_buffers())
     module = module_of(kind)

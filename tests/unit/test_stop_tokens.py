@@ -24,11 +24,6 @@ def test_what_is_no_token_id_is_refused_by_its_file(tmp_path: Path, value: objec
         read_stop_token_ids(tmp_path, vocab_size=131)
 
 
-def test_a_folder_that_transformers_wrote_is_read(tmp_path: Path) -> None:
-    char_tokenizer().save_pretrained(tmp_path)
-    assert read_stop_token_ids(tmp_path, vocab_size=131) == (EOS,)
-
-
 def test_a_byte_order_mark_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf{}")
     with pytest.raises(InvalidArgument, match="config.json begins with a byte-order mark"):
