@@ -59,6 +59,24 @@ NEEDED: dict[str, dict[str, Any]] = {
 }
 
 
+TINY = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+}
+
+
+def write_model(folder: Path, **changes: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(TINY | changes))
+    return folder
+
+
 def table_of(architecture: str = "LlamaForCausalLM", **values: object) -> dict[str, Any]:
     """The text alone of a vision model."""
     return {

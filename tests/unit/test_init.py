@@ -13,7 +13,7 @@ from tasuki.cli.train import check_data
 from tasuki.config.load import load_config
 from tests.sparse_weights import write_sparse_weights
 from tests.unit.memory_folder import write_tokenizer
-from tests.unit.test_model_shape import write_model
+from tests.unit.test_config_json import write_model
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tasuki.planner.step_bytes import step_moments
 from tasuki.wire.stages import Phase, Stage
 from tests.extent import examples
 from tests.planned import node_with
-from tests.unit.test_model_shape import write_model
+from tests.unit.test_config_json import write_model
 from tools.bench import plan_gpu
 
 
