@@ -1,35 +1,35 @@
-"""Test scripts, run in the ranks of one launch."""
+"""Functions of tests, run by the ranks of one launch."""
 
 import os
-import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import torch.distributed as dist
+
 from tasuki.trainer.launch import Launch
+from tasuki.trainer.replicas import start_mesh
 from tests.integration.forked import processes
 
-FOLDER = Path(__file__).resolve().parent
 TIMEOUT_S = 300.0
 
 
-def run_ranks(script: str, *arguments: object, num_ranks: int) -> None:
-    """Runs a script of this folder in `num_ranks` CPU processes until all have succeeded."""
-    argv = [str(FOLDER / script), *map(str, arguments)]
+def run_ranks(work: Callable[..., None], *arguments: object, num_ranks: int) -> None:
+    """Calls `work` with a mesh and the arguments in `num_ranks` CPU processes, until all have succeeded."""
     deadline = time.monotonic() + TIMEOUT_S
     with tempfile.TemporaryDirectory(prefix="tasuki-ranks-") as folder:
         ranks = [
-            processes.Process(target=_run_rank, args=(argv, rank, num_ranks, os.getpid(), Path(folder)), daemon=True)
+            processes.Process(target=_run_rank, args=(work, arguments, rank, num_ranks, os.getpid(), Path(folder)), daemon=True)
             for rank in range(num_ranks)
         ]
         for rank in ranks:
             rank.start()
         try:
             while running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
-                assert wait(running, timeout=deadline - time.monotonic()), f"{script} has not ended in {TIMEOUT_S:g} s"
+                assert wait(running, timeout=deadline - time.monotonic()), f"{work.__name__} has not ended in {TIMEOUT_S:g} s"
                 assert not any(rank.exitcode for rank in ranks), "\n".join(
                     log.read_text()[-4000:] for log in sorted(Path(folder).glob("*.log"))
                 )
@@ -39,13 +39,16 @@ def run_ranks(script: str, *arguments: object, num_ranks: int) -> None:
                 rank.join()
 
 
-def _run_rank(argv: Sequence[str], rank: int, num_ranks: int, parent: int, folder: Path) -> None:
-    """Runs the script in one rank, as the launcher starts it."""
+def _run_rank(
+    work: Callable[..., None], arguments: tuple[object, ...], rank: int, num_ranks: int, parent: int, folder: Path
+) -> None:
+    """Runs in one rank, as the launcher starts it."""
     error_fd = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY, 0o600)
     os.dup2(error_fd, sys.stderr.fileno())
     launch = Launch(
         rank=rank, local_rank=rank, num_ranks=num_ranks, launcher_fd=os.pidfd_open(parent), store_path=folder / "store"
     )
     os.environ |= {**launch.environment(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    sys.argv = list(argv)
-    runpy.run_path(argv[0], run_name="__main__")
+    mesh = start_mesh("cpu", launch=launch, gpu=0, num_threads=1, timeout_s=60)
+    work(mesh, *arguments)
+    dist.destroy_process_group()

@@ -8,11 +8,18 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from tests.integration.curve_ranks import NUM_STEPS, SETTINGS
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
 from tests.integration.launched import run_ranks
+from tests.integration.learning import learn, start_learner
+from tests.integration.test_prefix_sharing import grouped_samples
 from tests.models import make_model, save_checkpoint
 
 KINDS = ("qwen2",)
@@ -22,12 +29,49 @@ ROUNDING = 1e-5
 Curve = Sequence[tuple[float, float]]
 
 
+NUM_STEPS = 20
+MAX_TOKENS = 64
+SETTINGS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "default": {},
+        "one micro-batch": {"max_tokens": 4096},
+        "checkpointing = attention": {"checkpointing": "attention"},
+        "checkpointing = full": {"checkpointing": "full"},
+        "checkpointing = offloaded": {"checkpointing": "offloaded"},
+        "moments = host": {"moments": "host"},
+        "mlp_tile_tokens = 16": {"mlp_tile_tokens": 16},
+        "prefix_sharing": {"prefix_sharing": True},
+        "moments = 8bit": {"moments": "8bit"},
+    },
+    2: {"two ranks": {}, "sequence_parallel = 2": {"sequence_parallel": 2}},
+}
+"""Settings by number of ranks. All but `max_tokens` belong to the table [trainer]."""
+
+
+def curve(model: Path, *, mesh: DeviceMesh, max_tokens: int = MAX_TOKENS, **trainer: Any) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step."""
+    given = {"learning_rate": 1e-3, "micro_batch_tokens": 4096, "checkpointing": "none", **trainer}
+    learner = start_learner(model, mesh=mesh, **given)
+    samples, steps = decode_samples(grouped_samples()), list[tuple[float, float]]()
+    for _ in range(NUM_STEPS):
+        loss = learn(learner, Role.POLICY, samples, config=LossConfig(), max_tokens=max_tokens).loss
+        steps.append((loss, learner.optim_step(Role.POLICY).grad_norm))
+    return steps
+
+
+def write_curves(mesh: DeviceMesh, output: Path, models: Sequence[Path]) -> None:
+    for model in models:
+        found = {name: curve(model, mesh=mesh, **settings) for name, settings in SETTINGS[mesh.size()].items()}
+        if dist.get_rank() == 0:
+            (output / f"{model.name}-{mesh.size()}.json").write_text(json.dumps(found))
+
+
 def curves(kinds: Sequence[str], folder: Path) -> dict[str, dict[str, Curve]]:
     """Returns curves by family and setting."""
     models = [save_checkpoint(make_model(kind, seed=0), folder / kind) for kind in kinds]
     found: dict[str, dict[str, Curve]] = {kind: {} for kind in kinds}
     for num_ranks in SETTINGS:
-        run_ranks("curve_ranks.py", folder, *map(str, models), num_ranks=num_ranks)
+        run_ranks(write_curves, folder, models, num_ranks=num_ranks)
         for kind in kinds:
             found[kind] |= json.loads((folder / f"{kind}-{num_ranks}.json").read_text())
     return found

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torchao.optim.adam import single_param_adam
 from torchao.optim.quant_utils import create_dynamic_map, dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
 from torchao.optim.subclass_8bit import OptimState8bit
@@ -24,7 +23,7 @@ from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import MemoryTag
-from tests.integration.forked import processes
+from tests.integration.launched import run_ranks
 from tests.integration.learning import fsdp, learn, start_learner, trained, whole_gradients, whole_parameters
 from tests.integration.one_rank import mesh, model
 from tests.integration.plain_critic import value_samples
@@ -163,21 +162,14 @@ def test_a_run_begins_with_fresh_moments(model: Path, mesh: DeviceMesh) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def _save_on_two_ranks(rank: int, model: Path, folder: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
-    learner = start(model, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+def save_after_two_steps(mesh: DeviceMesh, model: Path, folder: Path) -> None:
+    learner = start(model, mesh)
     step(learner, 2)
     learner.save_checkpoint(folder / "two")
-    dist.destroy_process_group()
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one(model: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
-    ranks = [processes.Process(target=_save_on_two_ranks, args=(rank, model, tmp_path)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(120)
-    assert [rank.exitcode for rank in ranks] == [0, 0]
+    run_ranks(save_after_two_steps, model, tmp_path, num_ranks=2)
     resumed, whole = start(model, mesh), start(model, mesh)
     resumed.load_checkpoint(tmp_path / "two")
     step(whole, 2)

@@ -1,28 +1,39 @@
 """Steps of mixtures against transformers, with every two settings together that change how a layer is computed."""
 
+from __future__ import annotations
+
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tasuki.models.families import read_model_shape
 from tasuki.models.routes import RouteShape
 from tasuki.models.shape import EXPERTS
 from tasuki.trainer.backends.fsdp.lora.adapters import in_file
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
+from tasuki.v1.types_pb2 import TrainingSample, VersionSpan
 from tests.extent import IS_WHOLE
+from tests.integration import trainer_samples as plain
 from tests.integration.launched import run_ranks
-from tests.integration.replayed_ranks import NUM_GROUPS, routed_samples
+from tests.integration.learning import learn, metric, start_learner, whole_gradients
 from tests.integration.trainer_samples import PlainStep, plain_step_of
-from tests.models import make_model, save_checkpoint
+from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 from tests.routes import balancing_loss, force, hidden_states
 
 KINDS = {
@@ -46,6 +57,56 @@ AXES: dict[str, tuple[Any, ...]] = {
     "router_aux_loss_coef": (0.0, AUX_LOSS_COEF),
     "mlp_tile_tokens": (None, 5),
 }
+
+
+NUM_GROUPS, GROUP_SIZE = 4, 3
+
+
+def routed_samples(shape: RouteShape) -> tuple[list[TrainingSample], list[NDArray[np.int64]]]:
+    """Groups with one prompt each, drawn by two versions, and the experts of their tokens, [tokens - 1, sparse layers, K], at random."""
+    samples = plain.make_samples(NUM_GROUPS * GROUP_SIZE, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE)
+    generator, routes = np.random.default_rng(7), list[NDArray[np.int64]]()
+    num_chosen, num_layers = shape.experts_per_token, shape.num_layers
+
+    def rows(num_tokens: int) -> NDArray[np.int64]:
+        scores = generator.random((num_tokens, num_layers, shape.num_experts))
+        return scores.argsort(-1)[..., :num_chosen]
+
+    prompts = [(generator.integers(3, VOCAB_SIZE, size=12 + group), rows(12 + group)) for group in range(NUM_GROUPS)]
+    for index, sample in enumerate(samples):
+        token_ids, prompt_rows = prompts[index % NUM_GROUPS]
+        num_tokens = len(sample.completion_token_ids)
+        sample.prompt_token_ids[:] = token_ids.tolist()
+        sample.policy_version = 0
+        if num_tokens > 1:
+            spans = ((1, 0), (num_tokens - 1, 0))
+            sample.version_spans.extend(VersionSpan(num_tokens=num, policy_version=version) for num, version in spans)
+        whole = np.concatenate([prompt_rows, rows(num_tokens - 1)])
+        sample.routed_experts = whole.astype(shape.dtype).tobytes()
+        routes.append(whole[:, shape.sparse_layers])
+    return samples, routes
+
+
+def run_steps(mesh: DeviceMesh, output: Path, cases: Sequence[dict[str, Any]]) -> None:
+    for index, case in enumerate(cases):
+        run_step(case, output=output / str(index), mesh=mesh)
+
+
+def run_step(case: dict[str, Any], *, output: Path, mesh: DeviceMesh) -> None:
+    """case: the model's folder, settings of [trainer], and whether the samples carry their experts."""
+    learner, model = start_learner(Path(case["model"]), mesh=mesh, **case["settings"]), read_model_shape(Path(case["model"]))
+    shape = RouteShape.of(model)
+    assert shape is not None
+    samples = decode_samples(routed_samples(shape)[0], routes=shape if case["is_replayed"] else None)
+    # The auxiliary loss is over what all ranks compute at once.
+    max_tokens = 4096 if "router_aux_loss_coef" in case["settings"] else 64
+    report = learn(learner, Role.POLICY, samples, config=plain.LOSS, max_tokens=max_tokens)
+    gradients = whole_gradients(learner, Role.POLICY)
+    learner.backend.close()
+    if dist.get_rank() == 0:
+        save_file(gradients, output.with_suffix(".safetensors"))
+        metrics = {name: metric(report, name) for name in report.metrics}
+        output.with_suffix(".json").write_text(json.dumps({"loss": report.loss, "metrics": metrics}))
 
 
 def is_possible(case: dict[str, Any]) -> bool:
@@ -104,7 +165,7 @@ def steps(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, t
     found: dict[int, tuple[dict[str, Any], Path]] = {}
     for first in range(0, len(CASES), 16):  # a launch has its own time limit
         output, some = tmp_path_factory.mktemp("steps"), CASES[first : first + 16]
-        run_ranks("replayed_ranks.py", output, json.dumps([asked(models, case) for case in some]), num_ranks=2)
+        run_ranks(run_steps, output, [asked(models, case) for case in some], num_ranks=2)
         for index in range(len(some)):
             found[first + index] = json.loads((output / f"{index}.json").read_text()), output / f"{index}.safetensors"
     return found

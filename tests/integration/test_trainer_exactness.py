@@ -5,20 +5,28 @@ those that are cut in a way of their own; the long tests run all, `make chaos` f
 """
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from tasuki.trainer.data.plan import plan_micro_batches
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
 from tests.extent import IS_WHOLE, crossed, repeated
+from tests.integration import trainer_samples as plain
 from tests.integration.launched import run_ranks
+from tests.integration.learning import COST, learn, metric, start_learner, whole_gradients, whole_parameters
 from tests.integration.trainer_samples import TEMPERATURE, PlainStep, make_samples, plain_step
-from tests.integration.trainer_steps import NUM_SAMPLES
 from tests.models import CONFIGS, HYBRID, TELLING, VOCAB_SIZE, make_model, save_checkpoint
-from tests.vision import put_images
+from tests.vision import put_images, take_images
 
 BUDGETS = (23, 64, 4096)
 """Tokens per micro-batch, padding included: one long sample, a few, all."""
@@ -64,6 +72,49 @@ REPEATS = {(2, "glm4"), (2, "qwen3_5"), (2, "qwen2_5_vl"), (2, "qwen3_vl"), (3, 
 SELECTED = repeated(CASES, is_repeat=lambda *case: case[:2] in REPEATS or (case[0] == 2 and case[1] in {*CONFIGS} - TELLING))
 
 
+NUM_SAMPLES = 23
+
+
+def run_steps(mesh: DeviceMesh, output: Path, cases: Sequence[tuple[Path, int, int]]) -> None:
+    for model, max_tokens, sequence_parallel in cases:
+        run_step(model, max_tokens=max_tokens, sequence_parallel=sequence_parallel, output=output, mesh=mesh)
+
+
+def run_step(model: Path, *, max_tokens: int, sequence_parallel: int, output: Path, mesh: DeviceMesh) -> None:
+    """Makes one optimizer step in micro-batches; rank 0 writes the results."""
+    learner = start_learner(
+        model,
+        mesh=mesh,
+        learning_rate=plain.LEARNING_RATE,
+        eps=plain.EPS,
+        weight_decay=plain.WEIGHT_DECAY,
+        max_grad_norm=plain.MAX_GRAD_NORM,
+        # Tensors kept for backward must not change a result.
+        sequence_parallel=sequence_parallel,
+        expert_parallel=model.name.endswith("_spread"),
+        train_tower=model.name.endswith("_tower_images"),
+        checkpointing="full" if max_tokens == plain.CHECKPOINTED_MAX_TOKENS else "none",
+    )
+    messages = plain.make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE)
+    images = None
+    if model.name.endswith("_images"):
+        put_images(messages)
+        images = take_images(messages)
+    samples = replace(decode_samples(messages), images=images)
+    report = learn(learner, Role.POLICY, samples, config=plain.LOSS, max_tokens=max_tokens)
+    tensors = {f"gradient.{name}": tensor for name, tensor in whole_gradients(learner, Role.POLICY).items()}
+    step = learner.optim_step(Role.POLICY)
+    tensors |= {f"parameter.{name}": tensor for name, tensor in whole_parameters(learner, Role.POLICY).items()}
+    if dist.get_rank() == 0:
+        stem = f"{model.name}-{max_tokens}-{sequence_parallel}"
+        save_file(tensors, output / f"{stem}.safetensors")
+        lengths = samples.num_tokens_S.tolist()
+        plan = plan_micro_batches(lengths, num_ranks=mesh.size() // sequence_parallel, max_tokens=max_tokens, cost=COST)
+        metrics = {name: metric(report, name) for name in report.metrics}
+        facts = {"metrics": metrics, "grad_norm": step.grad_norm, "num_micro_batches": len(plan[0])}
+        (output / f"{stem}.json").write_text(json.dumps(facts))
+
+
 @pytest.fixture(scope="module")
 def cases(request: pytest.FixtureRequest) -> list[tuple[int, str, int, int]]:
     """The cases of the tests that were asked for."""
@@ -103,8 +154,8 @@ def steps(cases: list[tuple[int, str, int, int]], models: Path, tmp_path_factory
     """Folders of results by number of ranks, from one launch each."""
     outputs = {num_ranks: tmp_path_factory.mktemp("steps") for num_ranks in {case[0] for case in cases}}
     for num_ranks, output in outputs.items():
-        of_ranks = [f"{models / kind}:{max_tokens}:{sharing}" for each, kind, max_tokens, sharing in cases if each == num_ranks]
-        run_ranks("trainer_steps.py", output, *of_ranks, num_ranks=num_ranks)
+        of_ranks = [(models / kind, *numbers) for each, kind, *numbers in cases if each == num_ranks]
+        run_ranks(run_steps, output, of_ranks, num_ranks=num_ranks)
     return outputs
 
 
