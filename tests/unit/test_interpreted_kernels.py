@@ -1,14 +1,19 @@
-"""Triton kernels of the weight exchange give exact results, also without a GPU."""
+"""GPU kernels under Triton's interpreter, in a process that enables it before anything imports Triton."""
 
 import subprocess
 import sys
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+import pytest
+
+from tests.conftest import ENVIRONMENT, ROOT
+
+FOLDER = Path(__file__).parent / "interpreted"
+PYTEST = ["pytest", "-q", "-p", "no:cacheprovider", *map(str, sorted(FOLDER.glob("*.py")))]
 
 
-def test_kernels_copy_sum_and_merge() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.interpreted_kernels"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
+@pytest.mark.parametrize("module", [PYTEST, ["tests.interpreted_kernels"]], ids=lambda module: module[0])
+def test_kernels_compute_what_plain_torch_computes(module: list[str]) -> None:
+    command, environment = [sys.executable, "-m", *module], ENVIRONMENT | {"TRITON_INTERPRET": "1"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and (module is not PYTEST or " passed" in ran.stdout), ran.stdout[-3000:] + ran.stderr[-2000:]

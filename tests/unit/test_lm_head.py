@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as some
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tasuki.algorithms import lm_head, vocabulary_tiles
+from tasuki.algorithms.vocabulary_tiles import ALIGNMENT, most_logits, tile_width
 from tests.lm_head_cases import make_case, relative_error
 
 # Relative error of gradients, in norm. Those of bfloat16 are rounded once, at the end.
@@ -155,3 +158,28 @@ def test_a_frozen_weight_costs_no_product_and_the_last_tile_is_computed_once(
     assert operations.num_products == products_of_a_tile * 4 - 1
     assert case.hidden_NH.grad is not None and torch.equal(case.hidden_NH.grad, expected_grad)
     assert (case.weight_VH.grad is None) == bool(num_frozen)
+
+
+SIZES = {
+    "num_places": some.integers(1, 200_000),
+    "hidden_size": some.integers(1, 16_384),
+    "vocab_size": some.integers(1, 300_000),
+    "device": some.sampled_from(sorted(vocabulary_tiles.TILE_VALUES)),
+}
+
+
+@given(**SIZES)
+def test_a_tile_is_aligned_or_all_and_no_larger_than_told(num_places: int, hidden_size: int, vocab_size: int, device: str):
+    width = tile_width(num_places, hidden_size=hidden_size, vocab_size=vocab_size, device=device)
+    assert width == vocab_size or (0 < width < vocab_size and width % ALIGNMENT == 0)
+    most = most_logits(num_places, hidden_size=hidden_size, vocab_size=vocab_size, device=device)
+    assert num_places * width <= most <= vocabulary_tiles.TILE_VALUES[device] + num_places * ALIGNMENT
+
+
+@given(more=some.integers(1, 1000), **SIZES)
+def test_more_places_never_have_fewer_logits(more: int, num_places: int, hidden_size: int, vocab_size: int, device: str):
+    few, many = (
+        most_logits(count, hidden_size=hidden_size, vocab_size=vocab_size, device=device)
+        for count in (num_places, num_places + more)
+    )
+    assert few <= many

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasuki.algorithms.aggregation import denominator, token_weights
+from tasuki.algorithms.aggregation import call_denominator, denominator, token_weights
 from tasuki.algorithms.batch import LossSum, Metric
 from tasuki.algorithms.loss_types import Aggregation, Correction, LossConfig, OldPolicy
 from tasuki.algorithms.losses.value import ValueLoss
@@ -69,6 +69,15 @@ def test_weights_give_the_mean_that_they_stand_for_over_any_cut(
     assert (weights_N[mask_N == 0] == 0).all()
     losses_N = np.array([x for loss in losses for x in loss])
     np.testing.assert_allclose(losses_N @ weights_N, _aggregated(losses, masks, config.aggregation), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [(Aggregation.TOKEN_MEAN, 4.0), (Aggregation.SEQUENCE_MEAN_TOKEN_MEAN, 2.0), (Aggregation.SEQUENCE_MEAN_TOKEN_SUM, 2.0)],
+)
+def test_the_divisor_counts_the_whole_call(aggregation: Aggregation, expected: float) -> None:
+    masks = [[], [1.0, 0.0], [0.0]]
+    assert call_denominator(masks, [3, 2, 1], config=LossConfig(aggregation=aggregation)) == expected
 
 
 def test_a_given_denominator_replaces_the_calls_own_count() -> None:

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from tasuki.planner.step_bytes import _width
 from tasuki.planner.trainer_bytes import trained_shards
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
 from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts
+from tasuki.trainer.backends.fsdp.lora import merged_weights
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, base_parameters, set_dropout, trained_parameters
+from tasuki.trainer.backends.fsdp.lora.merged_weights import _grouped
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.sealed_json import sealed
@@ -264,3 +267,12 @@ def test_adapters_of_latent_attention_are_served_merged(lora: str, tmp_path: Pat
     with nullcontext() if lora == "merged" else pytest.raises(InvalidArgument, match="latent attention") as refused:
         check_model(config, shape)
     assert refused is None or refused.value.metadata["field"] == "rollout.lora"
+
+
+def test_weights_of_one_rank_are_gathered_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def weight(rank: int, width: int, scaling: float = 1.0) -> Any:
+        return SimpleNamespace(a=torch.empty(rank, width), scaling=scaling)
+
+    monkeypatch.setattr(merged_weights, "_GROUP_BYTES", 4 * 8 * 100)
+    weights = [weight(8, 60), weight(8, 40), weight(8, 1), weight(8, 300), weight(4, 2), weight(4, 3), weight(4, 1, 2.0)]
+    assert [[each.a.shape[1] for each in group] for group in _grouped(weights)] == [[60, 40], [1], [300], [2, 3], [1]]

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.rpc.commands import CommandGate, digest
-from tasuki.rpc.failpoints import NO_FAILPOINTS
+from tasuki.rpc.failpoints import NO_FAILPOINTS, Action, Failpoints, plant
 from tasuki.trainer.durable.restore import recipe, restore
 from tasuki.trainer.durable.training_log import TrainingLog, read_training_log
 from tasuki.trainer.roles import Role
@@ -18,7 +18,7 @@ from tasuki.trainer.service.state import TrainerState
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
 from tasuki.v1.types_pb2 import ROLE_POLICY, CommandId, TrainingSample
-from tasuki.wire.errors import GradientsNotFinite, InvalidArgument, PathNotFound, TasukiError
+from tasuki.wire.errors import DiskFull, GradientsNotFinite, InvalidArgument, PathNotFound, TasukiError
 
 HEADER = struct.Struct("<IIB")
 
@@ -246,3 +246,51 @@ async def test_a_log_of_other_settings_is_refused(path: Path, config: NodeConfig
     with pytest.raises(TasukiError, match="another model or other"):
         await restore(CountingTraining(), log, config=other)
     log.close()
+
+
+async def test_full_disk_refuses_a_command_before_it_is_carried_out(path: Path, tmp_path: Path) -> None:
+    log = TrainingLog(path, failpoints=Failpoints("trainer", folder=tmp_path))
+    await write(log, learn("a"))
+    plant(tmp_path, "trainer", "log.begin", Action.FULL)
+    with pytest.raises(DiskFull, match="No space left on device; nothing was trained"):
+        async with log.command(learn("b")):
+            pytest.fail("the block is entered")
+    await write(log, learn("c"))
+    log.close()
+    assert ids(path) == ["a", "c"]
+
+
+async def test_a_mark_that_cannot_be_written_stops_training_until_the_trainer_is_restarted(path: Path, tmp_path: Path) -> None:
+    log = TrainingLog(path, failpoints=Failpoints("trainer", folder=tmp_path))
+    await write(log, learn("a"))
+    plant(tmp_path, "trainer", "log.commit", Action.FULL)
+    with pytest.raises(DiskFull, match="the trainer is ahead of it"):
+        await write(log, step("b"))
+    with pytest.raises(DiskFull, match="lacks a completed command"):
+        await write(log, learn("c"))
+    with pytest.raises(DiskFull, match="lacks a completed command"):
+        log.check_not_behind()  # as before saving a checkpoint
+    log.close()
+    assert ids(path) == ["a"]
+
+
+async def test_full_disk_at_a_saved_checkpoint_leaves_the_log_as_it_was_and_warns(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = TrainingLog(path, failpoints=Failpoints("trainer", folder=tmp_path))
+    await write(log, learn("a"), step("b"))
+    plant(tmp_path, "trainer", "log.replace", Action.FULL)
+    checkpoint = TrainingRecord(checkpoint=trainer_pb2.LoadCheckpointRequest(path="/c"))
+    await log.saved(checkpoint)
+    aside = path.with_suffix(".part")
+    assert not aside.exists()
+    assert [record.request_id for record in read_training_log(path)] == ["a", "b"]
+    aside.mkdir()  # no file can be opened there, as on a read-only disk
+    await log.saved(checkpoint)
+    aside.rmdir()
+    assert caplog.text.count("event=log_not_shortened checkpoint='/c'") == 2
+    assert [record.request_id for record in read_training_log(path)] == ["a", "b"]
+    await write(log, learn("c"))
+    await log.saved(checkpoint)
+    log.close()
+    assert ids(path) == ["", "c"]
