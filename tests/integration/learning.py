@@ -6,6 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss_types import LossConfig
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.config.schema import NodeConfig
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.checkpoint import Trained
@@ -23,8 +25,10 @@ from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner, trained_roles
 from tasuki.trainer.ranks.wire import merge_parts
 from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
 from tasuki.v1.ranks_pb2 import RankLossReport
 from tests.choices import choices_for
+from tests.integration.plain_critic import value_samples
 
 # In these tests' models the cost of a sample is its number of tokens.
 COST = SampleCost(linear=1.0, quadratic=0.0)
@@ -120,3 +124,21 @@ def whole_parameters(learner: Learner, role: Role) -> dict[str, Tensor]:
         name.removeprefix("causal_lm."): cast(DTensor, param.detach()).full_tensor().clone()
         for name, param in trained(learner, role).network.named_parameters()
     }
+
+
+def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+LOSSES = {Role.POLICY: LossConfig(), Role.CRITIC: LossConfig(loss=ValueLoss())}
+
+
+def train(learner: Learner, num_steps: int) -> None:
+    """Makes steps of policy and critic, with the same samples."""
+    samples = decode_samples(value_samples(9))
+    for _ in range(num_steps):
+        for role, config in LOSSES.items():
+            learn(learner, role, samples, config=config)
+            learner.optim_step(role)

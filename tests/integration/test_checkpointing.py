@@ -20,7 +20,7 @@ from tasuki.trainer.service.requests import decode_samples
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import InvalidArgument
 from tests.extent import IS_WHOLE
-from tests.integration.learning import fsdp, learn, start_learner, whole_gradients, whole_parameters
+from tests.integration.learning import assert_equal, learn, start_learner, whole_gradients, whole_parameters
 from tests.integration.one_rank import mesh
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 from tests.operators import CountedOperators
@@ -72,14 +72,10 @@ def gradients_of(learner: Learner, role: Role, samples: Samples) -> dict[str, Te
     return whole_gradients(learner, role)
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
-
-
 def test_no_choice_changes_a_bit_of_a_gradient(model: Path, mesh: DeviceMesh) -> None:
+    kept = [*((rung, NUM_LAYERS - 1) for rung in RUNGS[1:]), (Checkpointing.OFFLOADED, NUM_LAYERS)]
     learners = [start(model, mesh, rung) for rung in RUNGS]
+    learners += [start(model, mesh, rung, choices={"kept_layers": kept_layers}) for rung, kept_layers in kept]
     for step in range(NUM_STEPS):
         samples = samples_of(step)
         expected, *others = (gradients_of(learner, Role.POLICY, samples) for learner in learners)
@@ -102,14 +98,6 @@ def test_no_choice_changes_a_bit_of_adapter_or_critic_gradients(model: Path, mes
                 assert_equal(found, expected)
             for learner in learners:
                 learner.optim_step(role)
-
-
-@pytest.mark.parametrize("rung", RUNGS[1:])
-def test_all_layers_may_keep_everything(model: Path, mesh: DeviceMesh, rung: Checkpointing) -> None:
-    expected = gradients_of(start(model, mesh, Checkpointing.NONE), Role.POLICY, samples_of(0))
-    for kept_layers in (NUM_LAYERS - 1, NUM_LAYERS):
-        learner = start(model, mesh, rung, choices={"kept_layers": kept_layers})
-        assert_equal(gradients_of(learner, Role.POLICY, samples_of(0)), expected)
 
 
 @pytest.mark.parametrize(("rung", "runs"), list(zip(RUNGS, (1, 1, 2, 1), strict=True)))
@@ -138,8 +126,3 @@ def test_a_host_without_room_for_the_inputs_is_told_at_the_start(model: Path, me
     with pytest.raises(InvalidArgument, match=f'trainer.checkpointing: "offloaded" needs {needed_bytes} bytes') as refused:
         start(model, mesh, Checkpointing.OFFLOADED, micro_batch_tokens=num_tokens)
     assert refused.value.metadata == {"field": "trainer.checkpointing", "needed_bytes": str(needed_bytes)}
-
-
-def test_a_small_model_keeps_everything_by_default(model: Path, mesh: DeviceMesh) -> None:
-    learner = start_learner(model, mesh=mesh)
-    assert fsdp(learner)._choices.checkpointing == Checkpointing.NONE

@@ -24,7 +24,7 @@ from tasuki.v1 import loss_pb2
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import MemoryTag
 from tests.extent import IS_WHOLE, only_whole
-from tests.integration.learning import fsdp, learn, start_learner, trained, whole_gradients, whole_parameters
+from tests.integration.learning import assert_equal, fsdp, learn, start_learner, trained, whole_gradients, whole_parameters
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, samples_of_now, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.models import CONFIGS, HYBRID, VOCAB_SIZE, make_model, save_checkpoint
@@ -140,7 +140,7 @@ def test_weights_that_left_and_came_back_and_a_checkpoint_are_the_same_to_compil
         sleeper.backend.memory.resume_tags([MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER])
         slept_loss, slept_gradients = step_of(sleeper, Role.POLICY, step)
         assert slept_loss == loss
-        assert all(torch.equal(slept_gradients[name], gradient) for name, gradient in gradients.items())
+        assert_equal(slept_gradients, gradients)
     sleeper.save_checkpoint(tmp_path / "saved")
     plain = start_learner(models["qwen3_moe"], mesh=mesh, **SETTINGS)
     shards = [local_shards(trained(learner, Role.POLICY).network.get_submodule("causal_lm")) for learner in (plain, sleeper)]
@@ -152,7 +152,7 @@ def test_weights_that_left_and_came_back_and_a_checkpoint_are_the_same_to_compil
     loss, gradients = step_of(awake, Role.POLICY, 3)
     resumed_loss, resumed_gradients = step_of(resumed, Role.POLICY, 3)
     assert resumed_loss == loss
-    assert all(torch.equal(resumed_gradients[name], gradient) for name, gradient in gradients.items())
+    assert_equal(resumed_gradients, gradients)
 
 
 def test_a_machine_without_a_compiler_is_told_at_the_start(

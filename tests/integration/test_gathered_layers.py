@@ -16,7 +16,7 @@ from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
-from tests.integration.learning import fsdp, learn, start_learner, trained, whole_gradients
+from tests.integration.learning import assert_equal, fsdp, learn, start_learner, trained, whole_gradients
 from tests.integration.one_rank import mesh, model
 from tests.integration.plain_critic import value_samples
 
@@ -84,9 +84,3 @@ def test_a_call_that_fails_between_forward_and_backward_leaves_no_old_weights(
     for each in (learner, other):
         learn(each, Role.POLICY, SAMPLES, config=LOSS)
     assert_equal(*(whole_gradients(each, Role.POLICY) for each in (learner, other)))
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name

@@ -11,8 +11,6 @@ from torchao.optim.adam import single_param_adam
 from torchao.optim.quant_utils import create_dynamic_map, dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from tasuki.algorithms.loss_types import LossConfig
-from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.planner.node import Part
 from tasuki.planner.trainer_bytes import moment_block, trainer_tags
 from tasuki.trainer.backends.fsdp.optimizer import adamw
@@ -24,14 +22,23 @@ from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import MemoryTag
 from tests.integration.launched import run_ranks
-from tests.integration.learning import fsdp, learn, start_learner, trained, whole_gradients, whole_parameters
+from tests.integration.learning import (
+    LOSSES,
+    assert_equal,
+    fsdp,
+    learn,
+    start_learner,
+    train,
+    trained,
+    whole_gradients,
+    whole_parameters,
+)
 from tests.integration.one_rank import mesh, model
 from tests.integration.plain_critic import value_samples
 from tests.models import make_model, save_checkpoint
 
 __all__ = ["mesh", "model"]
 
-LOSSES = {Role.POLICY: LossConfig(), Role.CRITIC: LossConfig(loss=ValueLoss())}
 RATE, DECAY = 1e-3, 0.1
 SETTINGS = {"learning_rate": RATE, "weight_decay": DECAY, "critic": {"learning_rate": 1e-2}}
 
@@ -44,14 +51,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(model: Path, mesh: DeviceMesh, *, is_8bit: bool = True, **settings: Any) -> Learner:
     return start_learner(model, mesh=mesh, moments="8bit" if is_8bit else "gpu", **SETTINGS | settings)
-
-
-def step(learner: Learner, num_steps: int) -> None:
-    samples = decode_samples(value_samples(9))
-    for _ in range(num_steps):
-        for role, config in LOSSES.items():
-            learn(learner, role, samples, config=config)
-            learner.optim_step(role)
 
 
 def state_of(learner: Learner, role: Role = Role.POLICY) -> dict[str, dict[str, Tensor]]:
@@ -116,8 +115,8 @@ def test_steps_are_those_of_torchao(model: Path, mesh: DeviceMesh) -> None:
 def test_a_run_is_close_to_one_with_moments_in_full(model: Path, mesh: DeviceMesh, settings: dict[str, Any]) -> None:
     rounded, full = (start(model, mesh, is_8bit=is_8bit, **settings) for is_8bit in (True, False))
     before = whole_parameters(full, Role.POLICY)
-    step(rounded, 8)
-    step(full, 8)
+    train(rounded, 8)
+    train(full, 8)
     found, expected = (whole_parameters(learner, Role.POLICY) for learner in (rounded, full))
     moved = sum((expected[name] - old).float().square().sum() for name, old in before.items()).sqrt()
     apart = sum((expected[name] - found[name]).float().square().sum() for name in before).sqrt()
@@ -137,7 +136,7 @@ def test_memory_is_a_quarter_and_as_planned_and_sleeps(mesh: DeviceMesh, tmp_pat
     rounded, whole = (usage[MemoryTag.OPTIMIZER] for usage in usages)
     assert rounded == trainer_tags(fsdp(learner)._planned)[Part.OPTIMIZER]
     assert rounded < 0.3 * whole
-    step(learner, 1)
+    train(learner, 1)
     before = {name: {key: tensor.clone() for key, tensor in state.items()} for name, state in state_of(learner).items()}
     fsdp(learner).memory.pause_tags(TAGS)
     fsdp(learner).memory.resume_tags(TAGS)
@@ -157,14 +156,12 @@ def test_a_run_begins_with_fresh_moments(model: Path, mesh: DeviceMesh) -> None:
     assert len(set(gradients)) == 1
     for each in (learner, other):
         each.optim_step(Role.POLICY)
-    found, expected = (whole_parameters(each, Role.POLICY) for each in (learner, other))
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+    assert_equal(*(whole_parameters(each, Role.POLICY) for each in (learner, other)))
 
 
 def save_after_two_steps(mesh: DeviceMesh, model: Path, folder: Path) -> None:
     learner = start(model, mesh)
-    step(learner, 2)
+    train(learner, 2)
     learner.save_checkpoint(folder / "two")
 
 
@@ -172,15 +169,15 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(model: Path, mesh: DeviceMes
     run_ranks(save_after_two_steps, model, tmp_path, num_ranks=2)
     resumed, whole = start(model, mesh), start(model, mesh)
     resumed.load_checkpoint(tmp_path / "two")
-    step(whole, 2)
+    train(whole, 2)
     for role in LOSSES:
         for name, state in state_of(whole, role).items():
             for key, tensor in state.items():
                 found = state_of(resumed, role)[name][key]
                 if key.endswith("_codes"):
                     assert ((found.to_local().int() - tensor.to_local().int()).abs() <= 1).float().mean() > 0.99, (name, key)
-    step(resumed, 1)
-    step(whole, 1)
+    train(resumed, 1)
+    train(whole, 1)
     found, expected = (whole_parameters(each, Role.POLICY) for each in (resumed, whole))
     for name, tensor in expected.items():
         assert (found[name] - tensor).abs().mean() < 2e-2 * RATE, name

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tasuki.algorithms.loss_types import LossConfig
-from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.memory.host import host_memory
 from tasuki.trainer.backends.fsdp import host_buffers
 from tasuki.trainer.backends.fsdp.optimizer import streamed_adamw
@@ -17,16 +15,13 @@ from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
 from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
-from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import MemoryTag
-from tests.integration.learning import fsdp, learn, start_learner, trained, whole_parameters
+from tests.integration.learning import LOSSES, assert_equal, fsdp, start_learner, train, trained, whole_parameters
 from tests.integration.one_rank import mesh, model
-from tests.integration.plain_critic import value_samples
 
 __all__ = ["mesh", "model"]
 
-LOSSES = {Role.POLICY: LossConfig(), Role.CRITIC: LossConfig(loss=ValueLoss())}
 SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1, "critic": {"learning_rate": 1e-2}}
 
 
@@ -40,29 +35,18 @@ def start(model: Path, mesh: DeviceMesh, *, on_host: bool, **settings: Any) -> L
     return start_learner(model, mesh=mesh, moments="host" if on_host else "gpu", **SETTINGS | settings)
 
 
-def step(learner: Learner, num_steps: int) -> None:
-    samples = decode_samples(value_samples(9))
-    for _ in range(num_steps):
-        for role, config in LOSSES.items():
-            learn(learner, role, samples, config=config)
-            learner.optim_step(role)
-
-
-def assert_equal(one: Learner, other: Learner) -> None:
+def assert_alike(one: Learner, other: Learner) -> None:
     for role in LOSSES:
-        found, expected = (whole_parameters(learner, role) for learner in (one, other))
-        assert found.keys() == expected.keys()
-        for name, tensor in expected.items():
-            assert torch.equal(found[name], tensor), (role, name)
+        assert_equal(*(whole_parameters(learner, role) for learner in (one, other)))
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}, {"param_dtype": "bfloat16"}], ids=["whole", "lora", "bf16"])
 def test_steps_are_those_of_moments_on_the_device(model: Path, mesh: DeviceMesh, settings: dict[str, Any]) -> None:
     streamed, resident = (start(model, mesh, on_host=on_host, **settings) for on_host in (True, False))
     before = {role: whole_parameters(streamed, role) for role in LOSSES}
-    step(streamed, 4)
-    step(resident, 4)
-    assert_equal(streamed, resident)
+    train(streamed, 4)
+    train(resident, 4)
+    assert_alike(streamed, resident)
     for role, parameters in before.items():
         assert any(not torch.equal(whole_parameters(streamed, role)[name], old) for name, old in parameters.items())
 
@@ -77,24 +61,24 @@ def test_there_are_several_blocks_and_the_tag_is_empty(model: Path, mesh: Device
     assert any(block.pieces[0].start for block in optimizer._blocks), "a parameter larger than a block"
     usage = {MemoryTag.of(each.tag): each.total_bytes for each in fsdp(learner).memory.usage()}
     assert usage[MemoryTag.OPTIMIZER] == 0 < usage[MemoryTag.GRADIENTS]
-    step(learner, 1)
+    train(learner, 1)
     fsdp(learner).memory.pause_tags(TAGS)
     fsdp(learner).memory.resume_tags(TAGS)
     resident = start(model, mesh, on_host=False)
-    step(learner, 1)
-    step(resident, 2)
-    assert_equal(learner, resident)
+    train(learner, 1)
+    train(resident, 2)
+    assert_alike(learner, resident)
 
 
 @pytest.mark.parametrize("saved_on_host", [True, False])
 def test_a_checkpoint_goes_on_either_way(model: Path, mesh: DeviceMesh, tmp_path: Path, saved_on_host: bool) -> None:
     learner, other = (start(model, mesh, on_host=on_host) for on_host in (saved_on_host, not saved_on_host))
-    step(learner, 2)
+    train(learner, 2)
     learner.save_checkpoint(tmp_path / "two")
     other.load_checkpoint(tmp_path / "two")
-    step(learner, 2)
-    step(other, 2)
-    assert_equal(learner, other)
+    train(learner, 2)
+    train(other, 2)
+    assert_alike(learner, other)
 
 
 def test_a_host_without_room_for_the_moments_is_told_at_the_start(
