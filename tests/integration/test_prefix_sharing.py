@@ -15,7 +15,7 @@ from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.planner.kept_bytes import kept_with_attention
 from tasuki.planner.step_bytes import _attention_output
 from tasuki.trainer.backends.fsdp.activations import _Keeping
-from tasuki.trainer.backends.fsdp.host_activations import HostActivations
+from tasuki.trainer.backends.fsdp.host_buffers import HostActivations
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.plan import Sharing, plan_shared
 from tasuki.trainer.data.samples import Samples

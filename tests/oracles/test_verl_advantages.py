@@ -9,7 +9,7 @@ from padded_cases import SEEDS, SMALL_GAPS, Padded, assert_same, padded
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 
-from tasuki.algorithms import advantages, reward_kl
+from tasuki.algorithms import advantages
 from tasuki.algorithms.loss_types import KlEstimator
 
 G = 4
@@ -105,9 +105,9 @@ def test_kl_in_the_reward(estimator: KlEstimator, name: str) -> None:
         scores_S = np.random.default_rng(seed).normal(size=len(case.num_completion_S))
         theirs_ST = -0.1 * penalties_ST
         theirs_ST[torch.arange(len(scores_S)), case.num_completion_S - 1] += torch.tensor(scores_S)
-        ours_N = reward_kl.token_rewards(
+        ours_N = advantages.token_rewards(
             scores_S,
-            reward_kl.kl_penalties(
+            advantages.kl_penalties(
                 case.flat(case.log_probs_ST).numpy(), case.flat(case.ref_log_probs_ST).numpy(), estimator=estimator
             ),
             case.num_completion_S,
@@ -123,6 +123,6 @@ def test_adaptive_coefficient() -> None:
     theirs = core_algos.AdaptiveKLController(init_kl_coef=0.2, target_kl=6.0, horizon=10_000)
     for _ in SEEDS:
         kl, num_samples = generator.uniform(0, 15), int(generator.integers(1, 1024))
-        ours = reward_kl.adapted_coef(ours, kl, target=6.0, num_samples=num_samples)
+        ours = advantages.adapted_coef(ours, kl, target=6.0, num_samples=num_samples)
         theirs.update(kl, num_samples)
         assert ours == pytest.approx(theirs.value, rel=1e-12)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.algorithms import advantages, reward_kl
+from tasuki.algorithms import advantages
 from tasuki.algorithms.loss_types import KlEstimator
 from tasuki.algorithms.setting import SettingError
 
@@ -98,18 +98,18 @@ def test_explained_variance() -> None:
 def test_kl_penalties(estimator: KlEstimator) -> None:
     gaps = [0.0, 0.5, -0.5, 3.0]
     value = {"k1": lambda d: d, "k2": lambda d: d * d / 2}.get(estimator, lambda d: math.exp(-d) + d - 1)
-    result_N = reward_kl.kl_penalties(np.array(gaps) - 2.0, np.full(4, -2.0), estimator=estimator)
+    result_N = advantages.kl_penalties(np.array(gaps) - 2.0, np.full(4, -2.0), estimator=estimator)
     np.testing.assert_allclose(result_N, [value(gap) for gap in gaps], rtol=1e-9, atol=1e-12)
 
 
 def test_huge_gaps_have_finite_penalties() -> None:
     for estimator in KlEstimator:
-        result_N = reward_kl.kl_penalties(np.array([0.0, -5000.0]), np.array([-5000.0, 0.0]), estimator=estimator)
+        result_N = advantages.kl_penalties(np.array([0.0, -5000.0]), np.array([-5000.0, 0.0]), estimator=estimator)
         assert np.isfinite(result_N).all()
 
 
 def test_the_reward_falls_on_the_last_counted_token() -> None:
-    result_N = reward_kl.token_rewards(
+    result_N = advantages.token_rewards(
         np.array([1.0, 2.0, math.nan, 4.0, 8.0]),
         np.array([0.5, 1.0, 9.0, 0.25, 9.0, 1.0, 1.0]),
         np.array([3, 0, 1, 1, 2]),
@@ -118,12 +118,12 @@ def test_the_reward_falls_on_the_last_counted_token() -> None:
     )
     np.testing.assert_allclose(result_N, [-0.05, 0.9, 0.0, math.nan, 0.0, -0.1, 7.9], rtol=1e-6)
     nothing = np.zeros(0)
-    assert reward_kl.token_rewards(nothing, nothing, nothing.astype(np.int64), coef=0.1).shape == (0,)
+    assert advantages.token_rewards(nothing, nothing, nothing.astype(np.int64), coef=0.1).shape == (0,)
 
 
 def test_the_adaptive_coefficient_follows_the_clipped_error() -> None:
     for kl, change in ((6.6, 0.1), (60.0, 0.2), (0.0, -0.2)):
-        coef = reward_kl.adapted_coef(0.2, kl, target=6.0, num_samples=500)
+        coef = advantages.adapted_coef(0.2, kl, target=6.0, num_samples=500)
         assert coef == pytest.approx(0.2 * (1 + change * 0.05))
 
 
@@ -147,10 +147,10 @@ FIVE, ONE, LENGTHS = np.ones(5), np.ones(1), np.array([2, 3])
         (lambda: advantages.gae(FIVE, ONE, LENGTHS, discount=1.0, lam=1.0), "values_N"),
         (lambda: advantages.gae(FIVE, FIVE, LENGTHS, discount=1.0, lam=1.0, loss_mask_N=ONE), "loss_mask_N"),
         (lambda: advantages.explained_variance(FIVE, ONE), "returns_N"),
-        (lambda: reward_kl.kl_penalties(FIVE, ONE), "ref_log_probs_N"),
-        (lambda: reward_kl.token_rewards(ONE, FIVE, LENGTHS, coef=0.1), "rewards_S"),
-        (lambda: reward_kl.token_rewards(np.ones(2), ONE, LENGTHS, coef=0.1), "penalties_N"),
-        (lambda: reward_kl.token_rewards(np.ones(2), FIVE, LENGTHS, coef=0.1, loss_mask_N=ONE), "loss_mask_N"),
+        (lambda: advantages.kl_penalties(FIVE, ONE), "ref_log_probs_N"),
+        (lambda: advantages.token_rewards(ONE, FIVE, LENGTHS, coef=0.1), "rewards_S"),
+        (lambda: advantages.token_rewards(np.ones(2), ONE, LENGTHS, coef=0.1), "penalties_N"),
+        (lambda: advantages.token_rewards(np.ones(2), FIVE, LENGTHS, coef=0.1, loss_mask_N=ONE), "loss_mask_N"),
         (lambda: advantages.explained_variance(FIVE, FIVE, loss_mask_N=ONE), "loss_mask_N"),
     ],
 )

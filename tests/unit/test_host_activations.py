@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tasuki.trainer.backends.fsdp.host_activations import HostActivations
-from tasuki.trainer.backends.fsdp.host_buffers import pin
+from tasuki.trainer.backends.fsdp.host_buffers import HostActivations, pin
 
 
 class Runtime:

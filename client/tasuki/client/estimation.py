@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.algorithms import advantages
-from tasuki.algorithms.advantages import RunningBaseline
-from tasuki.algorithms.reward_kl import adapted_coef, kl_penalties, token_rewards
+from tasuki.algorithms.advantages import RunningBaseline, adapted_coef, kl_penalties, token_rewards
 from tasuki.algorithms.setting import Estimator
 from tasuki.client.turns import TurnSample
 from tasuki.client.types import FinishReason, Sample, TrainingSample

@@ -1,4 +1,4 @@
-"""Advantages from rewards, with a reward baseline or a critic's values.
+"""Advantages from rewards, with a reward baseline or a critic's values; the KL divergence to the reference as part of the reward.
 
 Shape suffixes: P prompts, G completions of each; S samples; N completion tokens, concatenated by sample. Arithmetic is in float64.
 A non-finite reward marks a failure: its sample is excluded from every mean and deviation, and gets advantage 0.
@@ -12,12 +12,15 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.algorithms.loss_types import KlEstimator
 from tasuki.algorithms.samples import Floats, Integers, check_shape, from_rows, sample_ids, to_rows
-from tasuki.algorithms.setting import SettingError, Std
+from tasuki.algorithms.setting import KL_HORIZON, MAX_KL_ERROR, SettingError, Std
 
 # Prevents large advantages in a group whose rewards differ only by rounding.
 _STD_FLOOR = 1e-6
 _VARIANCE_FLOOR = 1e-8
+# As in the loss: larger values carry no information.
+_MAX_LOG_RATIO = 20.0
 
 
 def group_mean(rewards_PG: Floats, *, std: Std = "none") -> NDArray[np.float32]:
@@ -66,7 +69,7 @@ def globally_whitened(
 ) -> NDArray[np.float32]:
     """[N]: the discounted sum of rewards from each token on, whitened over the batch's counted tokens; 0 elsewhere.
 
-    rewards_N: [N], for example from `reward_kl.token_rewards`; num_completion_S: [S]. Masked tokens are not steps: they discount
+    rewards_N: [N], for example from `token_rewards`; num_completion_S: [S]. Masked tokens are not steps: they discount
     nothing. A sample with a NaN reward is excluded.
     Source: REINFORCE++ (arXiv:2501.03262).
     """
@@ -146,7 +149,7 @@ def gae(
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Generalized advantages [N], not whitened (see `whitened`), and returns [N]: advantages plus values.
 
-    rewards_N: [N], the reward of each token, as from `reward_kl.token_rewards`; values_N: [N], the critic's value of the state in which
+    rewards_N: [N], the reward of each token, as from `token_rewards`; values_N: [N], the critic's value of the state in which
     the token was chosen; the state after the last token has value 0. num_completion_S: [S].
     Masked tokens are not steps: advantages skip them, and their own are 0. A sample with a NaN reward gets advantages 0 and its values
     as returns.
@@ -265,3 +268,57 @@ def soft_overlong_penalty(
     assert 0 < buffer_tokens <= max_completion_tokens
     excess_S = np.asarray(num_completion_S, dtype=np.float64) - (max_completion_tokens - buffer_tokens)
     return (0.0 - np.clip(excess_S / buffer_tokens, 0.0, 1.0)).astype(np.float32)
+
+
+def kl_penalties(
+    log_probs_N: Floats, ref_log_probs_N: Floats, *, estimator: KlEstimator = KlEstimator.K1
+) -> NDArray[np.float64]:
+    """[N]: estimate of KL(policy || reference) for each token. K3_STRAIGHT_THROUGH equals K3 here: in a reward only values matter.
+
+    Source: Schulman (http://joschu.net/blog/kl-approx.html); k1 is the penalty of InstructGPT (arXiv:2203.02155) eq. 2.
+    """
+    check_shape(ref_log_probs_N, np.shape(log_probs_N), name="ref_log_probs_N")
+    log_ratio_N = np.asarray(ref_log_probs_N, dtype=np.float64) - np.asarray(log_probs_N, dtype=np.float64)
+    log_ratio_N = np.clip(log_ratio_N, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    match estimator:
+        case KlEstimator.K1:
+            return -log_ratio_N
+        case KlEstimator.K2:
+            return 0.5 * np.square(log_ratio_N)
+        case KlEstimator.K3 | KlEstimator.K3_STRAIGHT_THROUGH:
+            return np.expm1(log_ratio_N) - log_ratio_N
+
+
+def token_rewards(
+    rewards_S: Floats,
+    penalties_N: Floats,
+    num_completion_S: Integers,
+    *,
+    coef: float,
+    loss_mask_N: Floats | None = None,
+) -> NDArray[np.float32]:
+    """[N]: minus `coef` times the penalty of each counted token, plus the sample's reward on its last counted token.
+
+    rewards_S: [S], NaN for failed ones, which makes the last token's reward NaN; penalties_N: [N] from `kl_penalties`;
+    num_completion_S: [S]. A sample without a counted token has no reward.
+    Source: Ziegler et al. (arXiv:1909.08593) eq. 2.
+    """
+    is_counted_N = np.ones(len(penalties_N), dtype=bool) if loss_mask_N is None else np.asarray(loss_mask_N) > 0.0
+    check_shape(rewards_S, (len(num_completion_S),), name="rewards_S")
+    for name, x_N in (("penalties_N", penalties_N), ("loss_mask_N", is_counted_N)):
+        check_shape(x_N, (int(np.sum(num_completion_S)),), name=name)
+    rewards_N = np.where(is_counted_N, -coef * np.asarray(penalties_N, dtype=np.float64), 0.0)
+    ids_N = sample_ids(num_completion_S)
+    places = np.flatnonzero(is_counted_N)
+    last_places = places[np.append(ids_N[places][1:] != ids_N[places][:-1], True)] if len(places) else places
+    rewards_N[last_places] += np.asarray(rewards_S, dtype=np.float64)[ids_N[last_places]]
+    return rewards_N.astype(np.float32)
+
+
+def adapted_coef(coef: float, kl: float, *, target: float, num_samples: int) -> float:
+    """The KL coefficient after a batch of `num_samples` with this mean KL divergence, in units of the target.
+
+    Source: Ziegler et al. (arXiv:1909.08593) sec. 2.2; the horizon as in their code.
+    """
+    error = min(max(kl / target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
+    return coef * (1.0 + error * num_samples / KL_HORIZON)

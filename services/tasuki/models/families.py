@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tasuki.models.config_json import Config, architecture_of, read_json_object
 from tasuki.models.family import Family, Model, check_keys, text_config
-from tasuki.models.known import deepseek, gemma, glm, llama, openai, qwen, qwen_hybrid, qwen_vl
+from tasuki.models.known import deepseek, gemma, glm, llama, openai, qwen, qwen_hybrid
 from tasuki.models.shape import ModelShape, decoder_shape
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import PathNotFound, UnsupportedModel
@@ -17,7 +17,6 @@ FAMILIES: Mapping[str, Family] = {
         llama.FAMILIES,
         qwen.FAMILIES,
         qwen_hybrid.FAMILIES,
-        qwen_vl.FAMILIES,
         gemma.FAMILIES,
         glm.FAMILIES,
         deepseek.FAMILIES,

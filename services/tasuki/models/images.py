@@ -135,7 +135,6 @@ class ImageProcessor:
 
     @property
     def _step(self) -> int:
-        """Pixels along an edge of what one token stands for."""
         return self._tower.patch_shape[-1] * self._tower.merge_size
 
     def places(self, token_ids: Sequence[int], num_images: int, *, field: str) -> list[int]:

@@ -346,7 +346,6 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _further_tokens(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Special tokens without a name of their own, with the key that lists them."""
     found: list[tuple[str, str]] = []
     for table in (_table(folder / "special_tokens_map.json"), config):
         for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -357,7 +356,6 @@ def _further_tokens(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, 
 
 
 def _content(token: object) -> str | None:
-    """The text of a token, stored as a string or in an object with its properties."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
 

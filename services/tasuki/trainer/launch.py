@@ -252,7 +252,6 @@ def _become(
 
 
 def _run(command: Sequence[str]) -> int:
-    """Exit code of `python -m`."""
     sys.argv = list(command)
     try:
         runpy.run_module(command[0], run_name="__main__", alter_sys=True)

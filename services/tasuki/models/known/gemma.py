@@ -85,7 +85,6 @@ def _gemma3(config: Config, shape: ModelShape) -> Model:
 
 
 def _gemma(config: Config, shape: ModelShape, types: list[str], *, logit_softcap: float | None = None, **own: Any) -> Model:
-    """A model with windows in some layers and scaled embeddings. own: other fields of Model."""
     window = size(config, "sliding_window", default=4096)
     attention = Attention(
         query_scale=size(config, "query_pre_attn_scalar", default=256) ** -0.5,

@@ -5,7 +5,7 @@ from typing import Any
 from tasuki.models import rope
 from tasuki.models.config_json import Config, elements, num_layers, size, unsupported
 from tasuki.models.family import TOWER_KEYS, CheckpointNames, Family, attention_biases
-from tasuki.models.known.qwen_vl import check_interleaved
+from tasuki.models.known.qwen import check_interleaved
 from tasuki.models.shape import DeltaNet, QkNorm
 from tasuki.models.tower import read_tower
 from tasuki.wire.errors import InvalidArgument

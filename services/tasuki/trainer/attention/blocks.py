@@ -114,7 +114,6 @@ def _rows(x_BHL: Tensor) -> Tensor:
 
 
 def _causal(x_BHLD: Tensor, settings: Settings) -> Seen:
-    """Causal visibility within a sequence."""
     length, window = x_BHLD.shape[2], settings.window
     if window is None or window >= length:
         return Seen(None, is_causal=True)

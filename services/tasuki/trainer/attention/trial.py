@@ -146,7 +146,6 @@ def _fault_of(kernel: Callable[[], list[Tensor]], plain: Callable[[], list[Tenso
 
 
 def _with_gradients(sequences: Sequences, leaves: list[Tensor], grad_THD: Tensor, **settings: Any) -> list[Tensor]:
-    """Output and the gradients of the leaves: q, k, v, and sinks if there are any."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     settings |= {"sinks_H": leaves[3]} if len(leaves) > 3 else {}
     out_THD = sequences.attend(leaves[0], leaves[1], leaves[2], **settings)
@@ -206,7 +205,6 @@ def delta_fault(kernel: DeltaKernel, delta: DeltaNet, *, dtype: torch.dtype, dev
 
 
 def _delta_with_gradients(sequences: DeltaSequences, inputs: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
-    """Outputs of recurrence and convolution, and the gradients of all inputs."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     q, k, v, decay_TH, beta_TH, x_TC, weight_CW = leaves
     outs = [sequences.recur(q, k, v, decay_TH=decay_TH, beta_TH=beta_TH), sequences.convolve(x_TC, weight_CW)]

@@ -155,7 +155,6 @@ def _too_long(index: int, *, num_tokens: int, limits: BatchLimits) -> InvalidArg
 
 
 def _token_place(samples: Samples, token: int) -> str:
-    """Field and index of token number `token` over all samples."""
     index, position = _place(samples.num_tokens_S, token)
     num_prompt = int(samples.num_prompt_S[index])
     if position < num_prompt:
@@ -169,7 +168,6 @@ def _completion_place(samples: Samples, token: int, *, field: str) -> str:
 
 
 def _place(lengths_S: NDArray[np.int64], token: int) -> tuple[int, int]:
-    """Sample and position of entry number `token` over all samples."""
     first_S = starts(lengths_S)
     index = int(np.searchsorted(first_S, token, side="right")) - 1
     return index, token - int(first_S[index])

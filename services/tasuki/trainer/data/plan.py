@@ -250,8 +250,6 @@ def plan_shared(
 
 @dataclass(frozen=True, slots=True)
 class _Flops:
-    """FLOPs of samples, alone or with a shared prompt."""
-
     whole: Sequence[float]
     """FLOPs of each sample including its prompt."""
     prompt: Sequence[float]

@@ -124,7 +124,6 @@ def _encoded(error: TasukiError) -> bytes:
 
 
 def _broadcast(payload: bytes) -> bytes:
-    """Rank 0's payload, on every rank."""
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     num_bytes = torch.tensor(len(payload), device=device)
     dist.broadcast(num_bytes, src=0)

@@ -82,7 +82,6 @@ def delete(path: Path, save_id: str) -> None:
 
 
 def _saved_as(path: Path) -> str | None:
-    """Id of the save that created a checkpoint; None if there is none."""
     try:
         return json.loads(read_regular(path / FACTS_FILE, max_bytes=MAX_FACTS_BYTES)).get("save_id")
     except (OSError, ValueError, AttributeError, RecursionError):

@@ -146,7 +146,6 @@ class TrainingLog:
         self._advance(record)
 
     def _advance(self, record: TrainingRecord) -> None:
-        """Marks the last record as done."""
         size = _HEADER.size + record.ByteSize()
         follow(self._pending, record, (self._end, size))
         self._end += size
@@ -230,7 +229,6 @@ def _records(fd: int, path: Path) -> Iterator[TrainingRecord]:
 
 
 def _is_zero(fd: int, at: int) -> bool:
-    """Whether nothing but zeros follows."""
     while content := os.pread(fd, _READ_BYTES, at):
         if content.strip(b"\0"):
             return False

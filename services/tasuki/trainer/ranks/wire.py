@@ -49,7 +49,6 @@ def _image_columns(images: SampleImages) -> dict[str, Any]:
 
 
 def _images(message: SampleColumns) -> SampleImages:
-    """Inverse of _image_columns."""
     grids_U3 = np.frombuffer(message.grids, np.int64).reshape(-1, 3)
     num_patches = int(grids_U3.prod(axis=1).sum())
     return SampleImages(

@@ -20,8 +20,6 @@ from tasuki.wire.errors import DiskFull, InvalidArgument, VersionOrder
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """A checkpoint written but not published."""
-
     save_id: str
     path: str
     answer: SaveCheckpointResponse

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tasuki.planner.node import Checkpointing
 from tasuki.trainer.attention.packed import attention_operators
-from tasuki.trainer.backends.fsdp.host_activations import HostActivations
+from tasuki.trainer.backends.fsdp.host_buffers import HostActivations
 from tasuki.trainer.modules.pointwise import GatedMlp
 from tasuki.trainer.modules.routing import Router, routing_operators
 
@@ -147,7 +147,6 @@ def tile_mlps(causal_lm: torch.nn.Module, *, num_tokens: int) -> None:
 
 
 def _at(forward: Callable[[Tensor], Tensor], mlp: nn.Module, first_token: int, hidden_states: Tensor) -> Tensor:
-    """The MLP of a tile that begins at this token."""
     for module in mlp.modules():
         if isinstance(module, Router):
             module.first_token = first_token

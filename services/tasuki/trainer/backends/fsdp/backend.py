@@ -37,8 +37,7 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
     save_checkpoint,
     training_state,
 )
-from tasuki.trainer.backends.fsdp.host_activations import HostActivations
-from tasuki.trainer.backends.fsdp.host_buffers import HostShards
+from tasuki.trainer.backends.fsdp.host_buffers import HostActivations, HostShards
 from tasuki.trainer.backends.fsdp.lora.adapters import adapters_off, set_dropout, trained_parameters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory

@@ -273,7 +273,6 @@ def _random_key() -> str:
 
 
 def _failure(error: CheckpointException) -> BaseException:
-    """The first rank's failure."""
     return next(iter(error.failures.values()), (error, None))[0]
 
 

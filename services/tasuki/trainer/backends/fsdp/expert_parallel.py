@@ -35,8 +35,6 @@ _EXPERTS = (
 
 
 class _Routes(NamedTuple):
-    """How rows travel between ranks."""
-
     num_sent: list[int]
     """Rows to each rank."""
     num_received: list[int]
@@ -170,7 +168,6 @@ def _gate(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
 
 
 def _inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes `order`."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse

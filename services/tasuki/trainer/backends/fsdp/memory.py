@@ -36,9 +36,6 @@ _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
 # Pinned in one step; between steps the process checks whether it is ending.
 _PIN_STEP_BYTES = 256 * 2**20
 _PARTS: dict[MemoryTag, Part] = dict(zip(TAGS, TRAINER_TAGS, strict=True))
-_log = logging.getLogger("tasuki.trainer")
-
-
 MAX_TRIES, ENOUGH_BYTES = 3, 10**9
 # Of the size of a tensor that a round places elsewhere.
 _STEP_BYTES = 10**8

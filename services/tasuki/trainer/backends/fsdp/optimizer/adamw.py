@@ -234,7 +234,6 @@ def _value_map(is_signed: bool, device: str) -> tuple[Tensor, Tensor]:
 
 
 def _matrix(shard: Tensor) -> Tensor:
-    """A view [R, C] of [..., C]."""
     return shard.view(math.prod(shard.shape[:-1]), shard.shape[-1])
 
 

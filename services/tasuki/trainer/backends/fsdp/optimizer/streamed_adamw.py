@@ -56,8 +56,6 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Moments on the device at one time."""
-
     pieces: Sequence[_Piece]
     spans: Sequence[tuple[Tensor, int]]
     """Host memory, and its offset in the block."""
