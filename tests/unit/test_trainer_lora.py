@@ -238,7 +238,7 @@ def facts(*, policy: int | None = None, critic: int | None = -1, alpha: float | 
         (
             facts(policy=8, alpha=16),
             facts(policy=8, alpha=32.5),
-            "adapters of alpha 16 as policy, but the trainer has 32.5; load",
+            "adapters with alpha 16.0 as policy, but the trainer has 32.5; load",
         ),
         (
             facts(policy=8, alpha_pattern={"q_proj": 2.0}),

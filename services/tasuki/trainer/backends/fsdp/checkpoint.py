@@ -213,19 +213,12 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
         if saved.lora_rank != mine.lora_rank:
             kinds = [f"adapters of rank {rank}" if rank else "a whole model" for rank in (saved.lora_rank, mine.lora_rank)]
             raise InvalidArgument("path", f"{path} holds {kinds[0]} as {role}, but the trainer trains {kinds[1]}")
-        if None not in (saved.lora_alpha, mine.lora_alpha) and saved.lora_alpha != mine.lora_alpha:
-            problem = f"holds adapters of alpha {saved.lora_alpha:g} as {role}, but the trainer has {mine.lora_alpha:g}"
-            raise InvalidArgument("path", f"{path} {problem}; load it with the alpha it was saved with")
-        if saved.lora_use_rslora != mine.lora_use_rslora:
-            problem = (
-                f"holds adapters with use_rslora {saved.lora_use_rslora} as {role}, but the trainer has {mine.lora_use_rslora}"
-            )
-            raise InvalidArgument("path", f"{path} {problem}; load it with the value it was saved with")
-        for key in sorted(saved.lora_more.keys() | mine.lora_more.keys()):
-            was, is_ = (each.lora_more.get(key) for each in (saved, mine))
-            if was != is_:
-                problem = f"holds adapters with {key} {was} as {role}, but the trainer has {is_}"
-                raise InvalidArgument("path", f"{path} {problem}; load it with trainer.lora.{key} as it was saved")
+        was, is_ = ({"alpha": each.lora_alpha, "use_rslora": each.lora_use_rslora, **each.lora_more} for each in (saved, mine))
+        for key in sorted(was.keys() | is_.keys()):
+            # An alpha of None is that of a checkpoint that does not say.
+            if was.get(key) != is_.get(key) and not (key == "alpha" and None in (was[key], is_[key])):
+                problem = f"holds adapters with {key} {was.get(key)} as {role}, but the trainer has {is_.get(key)}"
+                raise InvalidArgument("path", f"{path} {problem}; load it with the {key} it was saved with")
         for key in sorted(saved.model.keys() & mine.model.keys()):
             if saved.model[key] != mine.model[key]:
                 problem = (
