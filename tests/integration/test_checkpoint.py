@@ -57,11 +57,11 @@ class Malicious:
         return os.mkdir, (str(self.folder),)
 
 
-def trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
+def trained(seed: int, *, width: int = 16) -> tuple[nn.Module, torch.optim.AdamW]:
     torch.manual_seed(seed)
-    model = nn.Linear(16, 8)
+    model = nn.Linear(width, 8)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 16)).sum().backward()
+    model(torch.ones(1, width)).sum().backward()
     optimizer.step()
     return model, optimizer
 
@@ -79,8 +79,8 @@ def saved(tmp_path: Path) -> tuple[Path, list[torch.Tensor]]:
     return tmp_path / "saved", tensors_of(model, optimizer)
 
 
-def assert_loads(path: Path, expected: list[torch.Tensor]) -> None:
-    model, optimizer = trained(seed=99)
+def assert_loads(path: Path, expected: list[torch.Tensor], *, width: int = 16) -> None:
+    model, optimizer = trained(seed=99, width=width)
     assert load_checkpoint(path, tensors=training_tensors(model, optimizer), have=FACTS) == FACTS
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(model, optimizer), expected, strict=True))
 

@@ -5,29 +5,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.trainer.backends.fsdp.checkpoint import (
-    CheckpointFacts,
-    RoleFacts,
-    load_checkpoint,
-    save_checkpoint,
-    training_tensors,
-)
-from tasuki.trainer.roles import Role
+from tasuki.trainer.backends.fsdp.checkpoint import save_checkpoint, training_tensors
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT
 from tasuki.wire.errors import DiskFull
 from tests.integration.coordinator_process import DEADLINE_S, Node, coordinated
 from tests.integration.one_rank import group
 from tests.integration.stage_services import serving
+from tests.integration.test_checkpoint import FACTS, assert_loads, tensors_of, trained
 from tests.tiny_disk import TinyDisk, limited_files, tmpfs
 
 __all__ = ["group"]
-
-FACTS = CheckpointFacts(num_ranks=1, roles={Role.POLICY: RoleFacts(version=3, schedule_start=2, architecture="Linear")})
 
 
 async def test_coordinator_ends_on_a_full_disk_and_starts_again_when_there_is_room(tmp_path: Path) -> None:
@@ -60,23 +50,9 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TinyDisk]:
         yield disk
 
 
-def trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
-    torch.manual_seed(seed)
-    model = nn.Linear(256, 256)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 256)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def assert_loads(path: Path, saved: nn.Module) -> None:
-    model, optimizer = trained(seed=99)
-    assert load_checkpoint(path, tensors=training_tensors(model, optimizer), have=FACTS) == FACTS
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), saved.parameters(), strict=True))
-
-
 def test_checkpoint_without_room_leaves_the_one_before_and_nothing_else(disk: TinyDisk) -> None:
-    model, optimizer = trained(seed=0)
+    model, optimizer = trained(seed=0, width=8192)
+    expected = tensors_of(model, optimizer)
     first, second = disk.folder / "first", disk.folder / "second"
     save_checkpoint(first, tensors=training_tensors(model, optimizer), facts=FACTS)
     disk.fill()
@@ -84,7 +60,7 @@ def test_checkpoint_without_room_leaves_the_one_before_and_nothing_else(disk: Ti
         save_checkpoint(second, tensors=training_tensors(model, optimizer), facts=FACTS)
     assert full.value.metadata["path"] == str(second)
     assert {file.name for file in disk.folder.iterdir()} - {"filler"} == {"first"}
-    assert_loads(first, model)
+    assert_loads(first, expected, width=8192)
     disk.free()
     save_checkpoint(second, tensors=training_tensors(model, optimizer), facts=FACTS)
-    assert_loads(second, model)
+    assert_loads(second, expected, width=8192)
