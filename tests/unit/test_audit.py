@@ -68,7 +68,7 @@ def test_a_real_run_is_clean_and_counted(run: Path, capsys: pytest.CaptureFixtur
     assert main(["audit", str(run)]) == 0
     told = capsys.readouterr().out
     assert told.startswith(
-        "clean\nepochs=2 changeovers=5 done=4 failed=1 interrupted=0 stages=27 stages_done=22 stages_failed=1 "
+        "clean\nepochs=2 changeovers=5 done=4 failed=1 undone=0 interrupted=0 stages=27 stages_done=22 stages_failed=1 "
     )
     assert "stages_undone=4 unanswered=0 versions_served=2 rewinds=0 " in told
 

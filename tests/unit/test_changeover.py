@@ -151,7 +151,19 @@ async def test_acquire_turns_back_what_single_stages_began(node: Node, services:
     await acquire(node, Phase.TRAIN)
     assert Phase.of(node.state().phase) is Phase.TRAIN
     assert services.asked[3:] == [("undo", Stage.SYNC), ("undo", Stage.RESUME_WEIGHTS), ("undo", Stage.LOAD_WEIGHTS)]
-    assert [one.error_reason for one in journal.changeovers(limit=2)] == ["", "INTERRUPTED"]
+    assert [(StageStatus.of(one.status), one.error_reason) for one in journal.changeovers(limit=2)] == [
+        (StageStatus.DONE, ""),
+        (StageStatus.UNDONE, "INTERRUPTED"),
+    ]
+
+
+async def test_stages_that_their_caller_has_undone_are_no_failed_changeover(
+    node: Node, services: FakeServices, journal: Journal
+) -> None:
+    await events(node.run_stage(Stage.LOAD_WEIGHTS, "hand"))
+    services.stage[Service.TRAINER] = Stage.LOAD_TRAINER
+    await acquire(node, Phase.ROLLOUT)
+    assert [StageStatus.of(one.status) for one in journal.changeovers(limit=2)] == [StageStatus.DONE, StageStatus.UNDONE]
 
 
 async def test_node_in_the_middle_of_nowhere_says_so_and_refuses(node: Node, services: FakeServices) -> None:

@@ -34,7 +34,7 @@ class _StageStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StageStat
     STAGE_STATUS_DONE: _StageStatus.ValueType  # 2
     STAGE_STATUS_FAILED: _StageStatus.ValueType  # 3
     STAGE_STATUS_UNDONE: _StageStatus.ValueType  # 4
-    """Done, then undone because a later stage failed."""
+    """Done, then undone because a later stage failed; of a changeover: stages of RunStage, undone by RunStage's caller or Acquire."""
     STAGE_STATUS_HELD: _StageStatus.ValueType  # 5
     """Nothing to do: the node was already in the phase."""
 
@@ -46,7 +46,7 @@ STAGE_STATUS_STARTED: StageStatus.ValueType  # 1
 STAGE_STATUS_DONE: StageStatus.ValueType  # 2
 STAGE_STATUS_FAILED: StageStatus.ValueType  # 3
 STAGE_STATUS_UNDONE: StageStatus.ValueType  # 4
-"""Done, then undone because a later stage failed."""
+"""Done, then undone because a later stage failed; of a changeover: stages of RunStage, undone by RunStage's caller or Acquire."""
 STAGE_STATUS_HELD: StageStatus.ValueType  # 5
 """Nothing to do: the node was already in the phase."""
 Global___StageStatus: _TypeAlias = StageStatus  # noqa: Y015

@@ -99,13 +99,19 @@ class Journal:
             return id_text(self._insert("changeovers", epoch=self.epoch, request_id=request_id, **places, start_time=now))
 
     def end_changeover(
-        self, changeover_id: str, *, seconds: float, policy_version: int | None = None, error: TasukiError | None = None
+        self,
+        changeover_id: str,
+        *,
+        seconds: float,
+        policy_version: int | None = None,
+        error: TasukiError | None = None,
+        status: StageStatus = StageStatus.FAILED,
     ) -> pb.Changeover:
-        """Records the outcome of a changeover. Returns the completed record."""
+        """Records the outcome of a changeover. Returns the completed record. status: with an error."""
         self._insert(
             "outcomes",
             number=id_number(changeover_id),
-            status=StageStatus.FAILED if error else StageStatus.DONE,
+            status=status if error else StageStatus.DONE,
             policy_version=policy_version,
             seconds=seconds,
             error_reason=error.reason if error else "",

@@ -10,10 +10,10 @@ from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.changeover import Changeover, ChangeoverTrace, Peers, Restart
 from tasuki.coordinator.journal import Journal, Outcome, ending
 from tasuki.coordinator.operations import LOSSES, Operated, Operation, attempt_ids, held_event
-from tasuki.coordinator.phases import Observed, advance, leads_to, phase_of, since_phase
+from tasuki.coordinator.phases import Observed, advance, leads_to, phase_of, since_phase, turns_back
 from tasuki.v1.coordinator_pb2 import NodeState, StageEvent
 from tasuki.wire.errors import DiskFull, EnginePoisoned, Interrupted, PeerUnavailable, StageOrder, StaleEpoch, TasukiError
-from tasuki.wire.stages import HOLDS, Phase, Stage
+from tasuki.wire.stages import HOLDS, Phase, Stage, StageStatus
 from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.coordinator")
@@ -97,7 +97,7 @@ class Node(Operated):
                 if phase_of(at) is phase and not seen.is_on_the_way_back:
                     self._tell(held_event(), at)
                     return
-                self._close_left(at, phase)
+                self._close_left(seen, phase)
                 changeover = self._begin(request_id, seen, target=phase)
                 # An engine that is being restarted takes what memory is free, and waits for the trainer to leave.
                 makes_room = phase is Phase.ROLLOUT and seen.trainer_is_in_the_way
@@ -139,10 +139,13 @@ class Node(Operated):
                 raise PeerUnavailable(f"{lacking} did not come back in {self._recovery_timeout_s:g} s", peer=lacking)
             await asyncio.sleep(_POLL_S)
 
-    def _close_left(self, at: Stage, phase: Phase) -> None:
-        """Ends the changeover that RunStage began, before another begins."""
+    def _close_left(self, seen: Observed, phase: Phase) -> None:
+        """Ends the changeover that RunStage began, before another begins. Its caller has undone it, or `phase` does."""
         if self._open is not None:
-            self._close(self._open, Interrupted(f"left at {at} when phase {phase} was asked for"))
+            at = seen.place()
+            is_undone = self._open.knows(seen) and (phase_of(at) is not None or turns_back(at, phase))
+            left = Interrupted(f"left at {at} when phase {phase} was asked for")
+            self._close(self._open, left, status=StageStatus.UNDONE if is_undone else StageStatus.FAILED)
 
     async def _cause(self, error: TasukiError, seen: Observed) -> TasukiError:
         """Observes the node after a failed changeover. A service gone or restarted since `seen` is its cause."""
@@ -172,7 +175,7 @@ class Node(Operated):
             advance(at, stage)
             target = leads_to(at)
             if self._open is not None and (self._open.target is not target or not self._open.knows(seen)):
-                self._close_left(at, target)  # what was restarted may have moved the node
+                self._close_left(seen, target)  # what was restarted may have moved the node
             changeover = self._open or self._begin(request_id, seen, target=target)
             changeover.observe(seen)
             await changeover.run(stage, done=self._journal.done)
@@ -217,12 +220,15 @@ class Node(Operated):
         )
         return self._open
 
-    def _close(self, changeover: Changeover, error: TasukiError | None = None) -> None:
+    def _close(
+        self, changeover: Changeover, error: TasukiError | None = None, *, status: StageStatus = StageStatus.FAILED
+    ) -> None:
+        """status: of a changeover with an error."""
         seconds = time.perf_counter() - changeover.started
         serves = error is None and self._at is HOLDS[Phase.ROLLOUT]
         published = self._journal.last(Stage.LOAD_WEIGHTS) if serves else None
         version = published.policy_version if published else None
-        ended = self._journal.end_changeover(changeover.id, seconds=seconds, policy_version=version, error=error)
+        ended = self._journal.end_changeover(changeover.id, seconds=seconds, policy_version=version, error=error, status=status)
         changeover.report()
         changeover.trace.end(error)
         self._open = None

@@ -32,6 +32,7 @@ class Audit:
     num_changeovers: int = 0
     num_done: int = 0
     num_failed: int = 0
+    num_undone: int = 0
     num_interrupted: int = 0
     num_stages: int = 0
     num_stages_done: int = 0
@@ -75,8 +76,8 @@ def _check_results(history: History) -> None:
         if number and history.changeovers[number - 1].id == changeover.id:
             raise Violation(Invariant.ONE_RESULT, "one ending, found two", changeover.id)
         status, reason = changeover.status, changeover.error_reason
-        if status not in (None, StageStatus.FAILED if reason else StageStatus.DONE):
-            expected = f"DONE, or FAILED with a reason, found {status} with reason {reason!r}"
+        if status not in (None, *((StageStatus.FAILED, StageStatus.UNDONE) if reason else (StageStatus.DONE,))):
+            expected = f"DONE, or FAILED or UNDONE with a reason, found {status} with reason {reason!r}"
             raise Violation(Invariant.ONE_RESULT, expected, changeover.id)
 
 
@@ -228,7 +229,8 @@ class _Replay:
     def _end(self, changeover: ChangeoverRecord) -> None:
         self.found.num_done += changeover.status is StageStatus.DONE
         self.found.num_failed += changeover.status is StageStatus.FAILED
-        self.found.num_interrupted += changeover.error_reason == Interrupted.reason
+        self.found.num_undone += changeover.status is StageStatus.UNDONE
+        self.found.num_interrupted += changeover.status is StageStatus.FAILED and changeover.error_reason == Interrupted.reason
         if changeover.status is not StageStatus.DONE:
             return
         places = self._places(or_new=True)

@@ -68,7 +68,7 @@ SELECT number, epoch, request_id, origin, target, start_time, outcomes.status AS
     error_reason, error_message
 FROM changeovers LEFT JOIN outcomes USING (number)
 WHERE number < :before AND (NOT :only_failed OR outcomes.status = 'FAILED'
-    OR number IN (SELECT number FROM stages JOIN results USING (id) WHERE results.status != 'DONE'))
+    OR number IN (SELECT number FROM stages JOIN results USING (id) WHERE results.status = 'FAILED'))
 ORDER BY number DESC LIMIT :limit
 """
 _STAGES = """
