@@ -178,6 +178,7 @@ def test_the_summary_has_the_figures_and_the_score_has_risen(run: Run):
     assert 0 < summary["log_prob_gap_max"] < 1e-3  # both compute in float32
     assert summary["seed"] == 0
     assert summary["seconds"] > 0
+    assert not (run.output / "pending.json").exists()
 
 
 def test_the_exported_model_reproduces_the_score_in_transformers(run: Run):

@@ -241,6 +241,8 @@ def test_a_run_that_has_ended_is_left_as_it_is(config: Path, begun: Path, capsys
 def test_a_file_without_a_train_table_cannot_be_trained(config: Path, capsys: pytest.CaptureFixture[str]):
     config.write_text(config.read_text().partition("[train]")[0])
     assert "neither a [train] nor an [sft] table" in _error(config, capsys)
+    assert main(["eval", str(config)]) == USER_ERROR
+    assert "tasuki: error INVALID_ARGUMENT: train: is missing" in capsys.readouterr().err
 
 
 # --- the table [sft]

@@ -47,3 +47,7 @@ def test_figures_weigh_prompts_the_same():
 def test_figures_of_several_rewards_have_each_ones_mean():
     scores = _scores([1.5, 0.5], exact=[1.0, 0.0], format=[1.0, 1.0])
     assert eval_figures(scores, EvalConfig()) == {"mean": 1.0, "mean/exact": 0.5, "mean/format": 1.0}
+
+
+def test_figures_have_no_more_digits_than_the_float32_rewards():
+    assert eval_figures(_scores([0.992, 0.992]), EvalConfig()) == {"mean": 0.992}

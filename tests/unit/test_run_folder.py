@@ -185,6 +185,14 @@ def test_a_run_that_does_not_learn_says_so_once(tmp_path: Path, capsys: pytest.C
     assert summarize(stalled, seed=0, seconds=1.0, changeovers=0, policy_version=0)["steps_without_update"] == 6
 
 
+def test_the_time_left_is_told_until_a_score_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    progress = Progress(num_steps=40, eval_every=1)
+    lines = StepLines(progress, ProgressDisplay(progress, tmp_path))
+    lines.report(Step(0, mean_reward=0.5, num_policy_steps=1, seconds={"generate": 30.0}))
+    lines.report(Step(1, eval_score=1.0, seconds={"evaluate": 1.0}))
+    assert [" left" in line for line in capsys.readouterr().out.splitlines()] == [True, False]
+
+
 def test_a_supervised_curve_is_private(tmp_path: Path) -> None:
     draw_sft_curve(tmp_path, [Step(step=0, metrics={"loss": 1.0})])
     assert (tmp_path / "curve.png").stat().st_mode & 0o777 == 0o600

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.client.rewards import Scores
+from tasuki.client.step import shortest
 from tasuki.config.train_schema import EvalConfig
 from tasuki.wire.errors import InvalidArgument
 
@@ -49,4 +50,4 @@ def eval_figures(scores: Scores, settings: EvalConfig) -> dict[str, float]:
     if len(scores.by_name) > 1:
         by_prompt |= {f"mean/{name}": prompt_means(values.reshape(rewards_PG.shape)) for name, values in scores.by_name.items()}
     counted = {name: values_P[~np.isnan(values_P)] for name, values_P in by_prompt.items()}
-    return {name: float(values.mean()) for name, values in counted.items() if len(values)}
+    return {name: shortest(values.mean()) for name, values in counted.items() if len(values)}

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -25,6 +26,20 @@ FLEET_FLAGS: dict[str, tuple[type, str]] = {
 }
 
 
+_MEANT = {"logs": "dashboard, which shows them", "start": "up", "stop": "down", "run": "train", "ps": "state"}
+
+
+class _Parser(argparse.ArgumentParser):
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Names the choice that a mistyped value is like, or a command that does what is meant."""
+        choices = list(map(str, action.choices or ()))
+        if choices and value not in choices:
+            meant = _MEANT if isinstance(action, argparse._SubParsersAction) else {}
+            close = get_close_matches(str(value), (*choices, *meant), n=1)
+            hint = f"; did you mean {meant.get(close[0], close[0])}?" if close else ""
+            raise argparse.ArgumentError(action, f"{value!r} is none of {', '.join(choices)}{hint}")
+
+
 class _Version(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **options)
@@ -38,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Parses to a namespace with the name of the command, such as "fleet up", as `command`."""
     text = "RL post-training as services that take turns on the same GPUs."
     epilog = "A node's logs are in logs/ of its state folder; tasuki dashboard shows them."
-    parser = argparse.ArgumentParser(prog="tasuki", description=text, epilog=epilog)
+    parser = _Parser(prog="tasuki", description=text, epilog=epilog)
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_node_commands(commands)

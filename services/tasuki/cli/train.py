@@ -13,6 +13,7 @@ from types import FrameType
 
 from tasuki.cli.config import warn_of_doubts
 from tasuki.cli.progress import ProgressDisplay
+from tasuki.client.loop_state import forget_pending, read_pending
 from tasuki.client.progress import Progress
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
@@ -276,6 +277,9 @@ def _train(
     if best := best_checkpoint(settings.output_dir, metrics.steps):
         summary |= {"best_checkpoint": best[0].name, "best_checkpoint_step": best[1].step}
     write_summary(settings.output_dir, summary)
+    pending = read_pending(settings.output_dir)
+    if pending is not None and not pending.carried:  # what is carried, a longer run continues
+        forget_pending(settings.output_dir)
     table = [f"{name:<20} {value}" for name, value in summary.items() if value is not None]
     lines.display.write("\n".join([*table, str(settings.output_dir)]))
 
@@ -315,7 +319,7 @@ class StepLines:
             self.display.write(INEXACT, is_warning=True)
         self.progress.finished(step)
         if line := step_line(step):
-            eta_s = self.progress.record().eta_s
+            eta_s = None if step.is_evaluation else self.progress.record().eta_s  # a score may end a run early
             self.display.write(f"{line}  {duration(eta_s)} left" if eta_s else line)
         if not step.is_evaluation:
             self._num_stalled = self._num_stalled + 1 if step.why_no_update else 0

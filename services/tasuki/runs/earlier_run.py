@@ -204,7 +204,10 @@ class RecordedRun:
         """Raises InvalidArgument if the evaluation set has changed since the run began."""
         table, run = ("train", self.config.train) if self.config.sft is None else ("sft", self.config.sft)
         key = f"{table}.eval_dataset"
-        if run is None or run.eval_dataset is None:
+        if run is None:
+            problem = "is missing: give its dataset, eval_dataset, output_dir and reward in CONFIG, or by --set train.KEY=VALUE"
+            raise InvalidArgument("train", problem)
+        if run.eval_dataset is None:
             raise InvalidArgument(key, "is not set: the run has no evaluation to repeat")
         recorded = None if self.head is None else self.head.recipe.get(key)
         if recorded is not None and recorded != file_digest(run.eval_dataset):
