@@ -197,7 +197,8 @@ async def test_samples_are_dealt_once_and_the_answer_is_that_of_the_whole_call(f
         assert sorted(position for share in dealt for position in share) == [0, 1, 2, 3]
         assert [sum(len(sample.completion_token_ids) for sample in node.shares[0]) for node in nodes] == [5, 5]
         assert [header.loss.settings["denominator"] for node in nodes for header in node.headers] == [10.0, 10.0]
-        assert all(header.is_share and header.command.epoch == 0 for node in nodes for header in node.headers)
+        headers = [header for node in nodes for header in node.headers]
+        assert all(header.is_share and header.command.epoch == 0 and header.call_samples == 4 for header in headers)
         assert (answer.loss, answer.num_samples, answer.num_tokens, answer.denominator) == (1.0, 4, 10, 10.0)
         assert dict(answer.metrics) == {"tokens": 10.0, "longest": 4.0}
         assert [row.log_probs[0] for row in answer.log_probs] == [-103.0, -100.0, -101.0]

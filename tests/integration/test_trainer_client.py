@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tasuki.client import Aggregation, AsyncClient, Correction, LossConfig, OldPolicy, TrainingSample
+from tasuki.client import Aggregation, AsyncClient, Correction, LossConfig, OldPolicy, SftLoss, TrainingSample
 from tasuki.client.encode import training_sample_from_proto
 from tests.integration.trainer_process import CALL_TIMEOUT_S, TrainerClient, command, samples_of_now
 from tests.refusal import refused
@@ -43,6 +43,19 @@ async def test_calls_with_parts_of_a_step_add_up_to_one_call(client: TrainerClie
     negative = [replace(sample, advantages=-np.asarray(sample.advantages)) for sample in samples]
     await own.forward_backward(negative, replace(loss, denominator=whole.denominator))
     assert (await own.optim_step(learning_rate=0.0)).grad_norm < 1e-6 * norm
+
+
+async def test_a_part_sent_twice_and_a_step_without_a_part_are_refused(client: TrainerClient) -> None:
+    own, samples = client_of(client), [training_sample_from_proto(one) for one in await samples_of_now(client)]
+    value = LossConfig(loss=SftLoss())  # of all samples, beside the parts
+    await own.forward_backward(samples, value, step_samples=samples)
+    await own.forward_backward(samples[:1], step_samples=samples)
+    assert (await refused(own.optim_step(learning_rate=0.0))).metadata["field"] == "step_samples"
+    await own.forward_backward(samples[1:], step_samples=samples)
+    assert (await refused(own.forward_backward(samples[:1], step_samples=samples))).metadata["field"] == "header.step_samples"
+    await own.optim_step(learning_rate=0.0)
+    await own.forward_backward(samples, step_samples=samples)  # the next step counts from 0
+    await own.discard_gradients()
 
 
 def clipped(samples: Sequence[TrainingSample], log_probs: Sequence[Any]) -> torch.Tensor:

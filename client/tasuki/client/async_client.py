@@ -252,7 +252,8 @@ class AsyncClient:
         """Accumulates the gradients of the loss over all samples for `role`. The default is PPO's loss, averaged over counted tokens.
 
         step_samples: all samples of the optimizer step, when `samples` are a part of them: the calls then add up to one call over all,
-        its loss and gradients included: the `loss` of a part is its share of the step's.
+        its loss and gradients included: the `loss` of a part is its share of the step's. A part too many is refused, and so is
+        `optim_step` before all have come.
         log_probs_of: positions of samples whose log-probs, as computed by the loss, are returned with the result.
         request_id: of the call, also for other mutating verbs. Repeated under it, by any client, an equal call takes effect once.
         Raises InvalidArgument naming the invalid field of a sample or the loss, and MessageTooLarge for a sample that is too long.
@@ -261,6 +262,8 @@ class AsyncClient:
         # Made before the call: grpc.aio waits for the deadline if the iterator of messages raises.
         loss = encode.loss_of_part(LossConfig() if loss is None else loss, samples, step_samples=step_samples)
         header = encode.forward_backward_header(role, loss, log_probs_of=log_probs_of, num_samples=len(samples))
+        if step_samples is not None:
+            header.step_samples = len(step_samples)
         return await self._forward_backward(header, chunks, request_id=request_id)
 
     async def _forward_backward(

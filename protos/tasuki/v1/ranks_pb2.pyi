@@ -919,10 +919,14 @@ class LoggedForwardBackward(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     IS_SHARE_FIELD_NUMBER: _builtins.int
     IS_OWN_DENOMINATOR_FIELD_NUMBER: _builtins.int
+    STEP_SAMPLES_FIELD_NUMBER: _builtins.int
+    CALL_SAMPLES_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     is_share: _builtins.bool
     """As in ForwardBackwardHeader."""
     is_own_denominator: _builtins.bool
+    step_samples: _builtins.int
+    call_samples: _builtins.int
     @_builtins.property
     def loss(self) -> _loss_pb2.LossConfig:
         """As sent by the caller."""
@@ -937,11 +941,15 @@ class LoggedForwardBackward(_message.Message):
         samples: _abc.Iterable[_types_pb2.TrainingSample] | None = ...,
         is_share: _builtins.bool = ...,
         is_own_denominator: _builtins.bool = ...,
+        step_samples: _builtins.int | None = ...,
+        call_samples: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_samples", b"_step_samples", "loss", b"loss", "step_samples", b"step_samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "loss", b"loss", "role", b"role", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_samples", b"_step_samples", "call_samples", b"call_samples", "is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "loss", b"loss", "role", b"role", "samples", b"samples", "step_samples", b"step_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__step_samples: _TypeAlias = _typing.Literal["step_samples"]  # noqa: Y015
+    _WhichOneofArgType__step_samples: _TypeAlias = _typing.Literal["_step_samples", b"_step_samples"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_samples) -> _WhichOneofReturnType__step_samples | None: ...
 
 Global___LoggedForwardBackward: _TypeAlias = LoggedForwardBackward  # noqa: Y015

@@ -137,6 +137,8 @@ class ForwardBackwardHeader(_message.Message):
     IS_OWN_DENOMINATOR_FIELD_NUMBER: _builtins.int
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     LINEARIZED_AT_FIELD_NUMBER: _builtins.int
+    STEP_SAMPLES_FIELD_NUMBER: _builtins.int
+    CALL_SAMPLES_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     """POLICY or CRITIC."""
     is_share: _builtins.bool
@@ -153,6 +155,12 @@ class ForwardBackwardHeader(_message.Message):
     """The policy version at whose log-probs a caller computed the advantages, such as the negative gradient of its own loss. Refused
     with VERSION_ORDER if the policy has another version, and with trainer.lora.dropout, under which log-probs differ by call.
     """
+    step_samples: _builtins.int
+    """Samples of the optimizer step, of which this call has a part. Refused if the step's calls with this loss have more, as is OptimStep
+    while they have fewer.
+    """
+    call_samples: _builtins.int
+    """Set by a fleet beside `is_share`: samples of the whole call."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     @_builtins.property
@@ -173,19 +181,25 @@ class ForwardBackwardHeader(_message.Message):
         is_own_denominator: _builtins.bool = ...,
         num_samples: _builtins.int | None = ...,
         linearized_at: _builtins.int | None = ...,
+        step_samples: _builtins.int | None = ...,
+        call_samples: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_linearized_at", b"_linearized_at", "_num_samples", b"_num_samples", "command", b"command", "linearized_at", b"linearized_at", "loss", b"loss", "num_samples", b"num_samples"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_linearized_at", b"_linearized_at", "_num_samples", b"_num_samples", "_step_samples", b"_step_samples", "command", b"command", "linearized_at", b"linearized_at", "loss", b"loss", "num_samples", b"num_samples", "step_samples", b"step_samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_linearized_at", b"_linearized_at", "_num_samples", b"_num_samples", "command", b"command", "is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "linearized_at", b"linearized_at", "log_probs_of", b"log_probs_of", "loss", b"loss", "num_samples", b"num_samples", "role", b"role", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_linearized_at", b"_linearized_at", "_num_samples", b"_num_samples", "_step_samples", b"_step_samples", "call_samples", b"call_samples", "command", b"command", "is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "linearized_at", b"linearized_at", "log_probs_of", b"log_probs_of", "loss", b"loss", "num_samples", b"num_samples", "role", b"role", "step_samples", b"step_samples", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__linearized_at: _TypeAlias = _typing.Literal["linearized_at"]  # noqa: Y015
     _WhichOneofArgType__linearized_at: _TypeAlias = _typing.Literal["_linearized_at", b"_linearized_at"]  # noqa: Y015
     _WhichOneofReturnType__num_samples: _TypeAlias = _typing.Literal["num_samples"]  # noqa: Y015
     _WhichOneofArgType__num_samples: _TypeAlias = _typing.Literal["_num_samples", b"_num_samples"]  # noqa: Y015
+    _WhichOneofReturnType__step_samples: _TypeAlias = _typing.Literal["step_samples"]  # noqa: Y015
+    _WhichOneofArgType__step_samples: _TypeAlias = _typing.Literal["_step_samples", b"_step_samples"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__linearized_at) -> _WhichOneofReturnType__linearized_at | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_samples) -> _WhichOneofReturnType__num_samples | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_samples) -> _WhichOneofReturnType__step_samples | None: ...
 
 Global___ForwardBackwardHeader: _TypeAlias = ForwardBackwardHeader  # noqa: Y015
 

@@ -88,7 +88,7 @@ class TrainerFront(TrainerServiceServicer):
             named.CopyFrom(header)
             denominator = _denominator(header, samples)
             named.is_own_denominator = "denominator" not in header.loss.settings
-            named.loss.settings["denominator"] = denominator
+            named.loss.settings["denominator"], named.call_samples = denominator, len(samples)
             restore(samples)
             shares = self._shares(samples)
             merged = _merged(await calls.forward_backward(named, samples, shares), header.log_probs_of, shares)

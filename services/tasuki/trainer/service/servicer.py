@@ -85,6 +85,8 @@ class TrainerServicer(TrainerServiceServicer):
                     samples=samples,
                     is_share=header.is_share,
                     is_own_denominator=header.is_own_denominator,
+                    step_samples=header.step_samples if header.HasField("step_samples") else None,
+                    call_samples=header.call_samples,
                 )
                 async with self._log.command(self._record(header, content=content, forward_backward=logged)):
                     with self._metrics.using("forward_backward"):

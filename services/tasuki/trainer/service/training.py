@@ -1,7 +1,7 @@
 """Effects of the trainer's commands on its ranks and state. All are called with the turn held and the trainer loaded."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,15 @@ from tasuki.trainer.data.cost import SampleCost
 from tasuki.trainer.data.plan import MicroBatchPlan, Sharing, plan_shared
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.ranks.front import TrainerRanks
-from tasuki.trainer.ranks.wire import ROLE_MESSAGES, decode_loss, decode_scores, encode_samples, merge_metrics, merge_parts
+from tasuki.trainer.ranks.wire import (
+    ROLE_MESSAGES,
+    ROLES,
+    decode_loss,
+    decode_scores,
+    encode_samples,
+    merge_metrics,
+    merge_parts,
+)
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import check_learning_rate, decode_role, decode_samples
 from tasuki.trainer.service.state import TrainerState, roles_by_name
@@ -48,8 +56,8 @@ class Training:
         self._limits, self._costs, self._num_sharing, self._sharing = limits, costs, sequence_parallel, sharing
         self._divided_alone: set[Role] = set()
         """Roles whose pending gradients were divided by the count of their own call."""
-        self._losses: dict[Role, list[LossConfig]] = {}
-        """The different losses whose gradients are pending."""
+        self._losses: dict[Role, dict[LossConfig, int | None]] = {}
+        """The different losses whose gradients are pending, and the samples of the step that are still to come; None if unknown."""
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -80,7 +88,11 @@ class Training:
                 "give each one the count of all (`step_samples` of the SDK, also beside a loss in Python), or call DiscardGradients"
             )
             raise InvalidArgument("header.loss.settings.denominator", problem)
-        for earlier in self._losses.get(trained, ()) if self.state.roles[trained].has_gradients else ():
+        pending = self._losses.get(trained, {}) if self.state.roles[trained].has_gradients else {}
+        if (missing := _missing(call, samples, pending.get(config))) is not None and missing < 0:
+            problem = f"is {call.step_samples}, but the step's calls have {-missing} samples more: call DiscardGradients, send each once"
+            raise InvalidArgument("header.step_samples", problem)
+        for earlier in pending:
             divided = {name: getattr(earlier, name) for name in ("aggregation", "aggregation_length", "denominator")}
             if config != earlier == replace(config, **divided):
                 problem = (
@@ -126,11 +138,11 @@ class Training:
         mask_N = samples.columns["loss_mask"]
         divisor = config.denominator or denominator(mask_N, samples.num_completion_S, config=config)
         named = _with_denominator(call.loss, divisor)
-        losses = self._losses.setdefault(role, [])
+        losses = self._losses.setdefault(role, {})
         if not self.state.roles[role].has_gradients:
             losses.clear()
-        if not _divides_alone(call) and config not in losses:
-            losses.append(config)
+        if not _divides_alone(call):
+            losses[config] = _missing(call, samples, losses.get(config))
         (self._divided_alone.add if _divides_alone(call) else self._divided_alone.discard)(role)
         samples, plan = self._plan(role, samples)
         answers = await self.ranks.call(
@@ -175,6 +187,9 @@ class Training:
         state = self.role_state(request.role)
         if not (state.has_gradients or is_repeat):
             raise NoGradients("there are no gradients: call ForwardBackward first")
+        if state.has_gradients and (missing := sum(filter(None, self._losses.get(ROLES[request.role], {}).values()))):
+            problem = f"has {missing} samples more than came: send the other parts before the step, or call DiscardGradients"
+            raise InvalidArgument("step_samples", problem)
         return state
 
     async def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
@@ -246,6 +261,13 @@ class Training:
 
 def _divides_alone(call: _LossCall) -> bool:
     return call.is_own_denominator or "denominator" not in call.loss.settings
+
+
+def _missing(call: _LossCall, samples: Sized, before: int | None) -> int | None:
+    """Samples of the step to come after the call, as those of its loss before it; None if no call has said how many the step has."""
+    if not call.HasField("step_samples"):
+        return before
+    return (call.step_samples if before is None else before) - (call.call_samples or len(samples))
 
 
 def _with_denominator(loss: loss_pb2.LossConfig, denominator: float) -> loss_pb2.LossConfig:
