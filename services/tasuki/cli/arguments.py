@@ -14,7 +14,7 @@ from tasuki.planner.node import Strategy
 from tasuki.planner.presets import PRESETS
 
 if TYPE_CHECKING:
-    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    _Commands = argparse._SubParsersAction["_Parser"]
 
 DEFAULT_HOST_GB = 2000.0
 FLEET_FLAGS: dict[str, tuple[type, str]] = {
