@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.arguments import make_parser
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.node.exit_report import write_exit_report
 from tests.conftest import called
@@ -47,16 +46,6 @@ def refusal(result: subprocess.CompletedProcess[str]) -> str:
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result.stderr
     return lines[0]
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"), [("trian", "train"), ("logs", "dashboard"), ("lgos", "dashboard"), ("stop", "down"), ("qqq", "")]
-)
-def test_a_mistyped_command_names_the_one_that_was_meant(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        make_parser().parse_args([typed])
-    _, is_hinted, hint = capsys.readouterr().err.strip().partition("did you mean ")
-    assert (bool(is_hinted), hint.rstrip("?").partition(",")[0]) == (bool(meant), meant)
 
 
 def test_weights_that_cannot_be_read_are_named_with_the_cause_before_anything_starts(folder: Path) -> None:

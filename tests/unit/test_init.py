@@ -1,4 +1,4 @@
-"""`tasuki init`: what it writes can be planned and trained, and nothing is overwritten."""
+"""`tasuki init`: what it writes can be planned and trained, and nothing is overwritten. Mistyped commands."""
 
 import json
 import re
@@ -123,3 +123,13 @@ def test_own_rows_that_cannot_be_trained_are_named(model: Path, tmp_path: Path, 
     error = capsys.readouterr().err
     assert "prompt" in error and f"{data}" in error
     assert not (tmp_path / "own").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("trian", "train"), ("logs", "dashboard"), ("lgos", "dashboard"), ("stop", "down"), ("qqq", "")]
+)
+def test_a_mistyped_command_names_the_one_that_was_meant(typed: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([typed])
+    _, is_hinted, hint = capsys.readouterr().err.strip().partition("did you mean ")
+    assert (bool(is_hinted), hint.rstrip("?").partition(",")[0]) == (bool(meant), meant)
