@@ -44,3 +44,14 @@ def test_a_run_is_evaluated_again_by_its_model_its_checkpoint_and_the_exported_c
         else:
             assert f"the run's {scores[3]:.4f}, step 3" in shown
     assert not (output / "eval" / "node" / "run").exists()
+    bare, scores = output / "bare.toml", output / "scores" / "of_a_model"
+    bare.write_text((output / "config.toml").read_text().partition("[train]")[0])
+    flags = {
+        "dataset": "task/eval.jsonl",
+        "eval_dataset": "task/eval.jsonl",
+        "max_new_tokens": 8,
+        "reward.function": "reward:exact",
+    }
+    given = [word for name, value in flags.items() for word in ("--set", f"train.{name}={value}")]
+    run("-m", "tasuki.cli", "eval", bare, "--model", str(exported), *given, "--set", f"train.output_dir={scores}")
+    assert (scores / "eval" / "exported-model.json").exists() and scores.stat().st_mode & 0o777 == 0o700

@@ -71,7 +71,8 @@ def _evaluated(found: RecordedRun, path: Path, *, is_checkpoint: bool, number: i
     config = _own_node(found.config, path, is_checkpoint=is_checkpoint, state_dir=folder / "node")
     training, step = read_training(config, now=begun_at(found.output_dir)), Step(number)
     progress = Progress(num_steps=number)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    for place in (found.output_dir, folder):  # a CONFIG that never ran has none
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
     display = ProgressDisplay(progress, config.state_dir)
     with (
         training.opened((Path.cwd(), *found.folders), save_now=lambda: False, progress=progress) as make_loop,
