@@ -72,7 +72,12 @@ class TrainerServicer(TrainerServiceServicer):
     ) -> trainer_pb2.ForwardBackwardResponse:
         header, samples = await requests.read_forward_backward(request_iterator)
         if header.validate_only:
-            return await self._validate_forward_backward(header, samples)
+            async with self._validating(header) as is_repeat:
+                if is_repeat:
+                    return trainer_pb2.ForwardBackwardResponse(num_samples=len(samples))
+                decoded = (await asyncio.to_thread(self._decode, header, samples))[2]
+                num_tokens = int(decoded.columns["loss_mask"].sum())
+                return trainer_pb2.ForwardBackwardResponse(num_samples=len(samples), num_tokens=num_tokens)
         content = digest(header, samples)
 
         async def forward_backward() -> trainer_pb2.ForwardBackwardResponse:
@@ -99,16 +104,6 @@ class TrainerServicer(TrainerServiceServicer):
                 return answer
 
         return await self._state.gate.once(header, forward_backward, content=content)
-
-    async def _validate_forward_backward(
-        self, header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample]
-    ) -> trainer_pb2.ForwardBackwardResponse:
-        async with self._validating(header) as is_repeat:
-            if is_repeat:
-                return trainer_pb2.ForwardBackwardResponse(num_samples=len(samples))
-            decoded = (await asyncio.to_thread(self._decode, header, samples))[2]
-            num_tokens = int(decoded.columns["loss_mask"].sum())
-            return trainer_pb2.ForwardBackwardResponse(num_samples=len(samples), num_tokens=num_tokens)
 
     def _decode(
         self, header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample]

@@ -132,8 +132,7 @@ def read_model_config(path: Path) -> PreTrainedConfig:
         raise _unreadable(path, error) from error
     architecture = next(iter(config.architectures or []), "none")
     if architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        text = f"the trainer does not know architecture {architecture}; it knows {known}"
+        text = f"the trainer does not know architecture {architecture}; it knows {', '.join(ARCHITECTURES)}"
         raise UnsupportedModel(text, architecture=architecture)
     family = FAMILIES[architecture]
     if getattr(config, "quantization_config", None) is not None and "quantization_config" not in family.keys:
@@ -319,9 +318,8 @@ def _shard(
     shard(decoder.norm, reshard_after_forward=False)
     is_policy = isinstance(head, LmHead)
     if not (is_policy and head.weight is decoder.embed_tokens.weight):
-        embedding = shard(decoder.embed_tokens)
         # Its gradient needs only the token ids.
-        embedding.set_unshard_in_backward(False)
+        shard(decoder.embed_tokens).set_unshard_in_backward(False)
         if is_policy:
             # Backward starts with it.
             shard(head, reshard_after_forward=False)
@@ -354,8 +352,8 @@ def _unreadable(path: Path, error: Exception) -> InvalidArgument | UnsupportedMo
     """Converts transformers' ValueError, raised both for an unknown model type and for a broken file."""
     first_line = str(error).splitlines()[0]
     if "model type" in first_line:
-        known = ", ".join(ARCHITECTURES)
-        return UnsupportedModel(f"{path}: {first_line} The trainer knows {known}", architecture="unknown")
+        text = f"{path}: {first_line} The trainer knows {', '.join(ARCHITECTURES)}"
+        return UnsupportedModel(text, architecture="unknown")
     return InvalidArgument("model.path", f"{path}/config.json cannot be read: {first_line}")
 
 
