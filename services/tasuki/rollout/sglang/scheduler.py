@@ -49,6 +49,7 @@ from tasuki.rollout.sglang.shared_base import EngineBase
 from tasuki.rollout.sglang.text_only import install_text_only
 from tasuki.rollout.sglang.unrotated import install_unrotated
 from tasuki.rollout.sglang.window_tower import install_window_tower
+from tasuki.rollout.sglang.windows import install_windows
 from tasuki.rpc.memory import staying_of_engine_rank
 from tasuki.rpc.process_start import freeze_started
 from tasuki.weights.gloo_peers import check_gloo_peers
@@ -283,6 +284,7 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         setup.base.install()
     if setup.config is not None and device == "cuda":
         install_float32_logits()
+        install_windows()
     shape = None if setup.config is None else read_model_shape(setup.config.model.path)
     if shape is not None and shape.architecture.startswith("Glm4Moe"):
         install_live_routers()
