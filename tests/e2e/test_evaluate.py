@@ -46,9 +46,10 @@ def test_a_run_is_evaluated_again_by_its_model_its_checkpoint_and_the_exported_c
     assert not (output / "eval" / "node" / "run").exists()
     bare, scores = output / "bare.toml", output / "scores" / "of_a_model"
     bare.write_text((output / "config.toml").read_text().partition("[train]")[0])
+    rows = str(output / "task" / "eval.jsonl")
     flags = {
-        "dataset": "task/eval.jsonl",
-        "eval_dataset": "task/eval.jsonl",
+        "dataset": rows,
+        "eval_dataset": rows,
         "max_new_tokens": 8,
         "reward.function": "reward:exact",
     }

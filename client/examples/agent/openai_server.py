@@ -17,7 +17,7 @@ from starlette.routing import Route, Router
 NUMBERS = json.loads((Path(sys.argv[1]) / "numbers.json").read_text())
 PARAMETERS = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 LOOK_UP = {"name": "look_up", "description": "Finds the number of a name.", "parameters": PARAMETERS}
-OPENAI = AsyncOpenAI(api_key="that of the episode")
+OPENAI = AsyncOpenAI(api_key="that of the episode", timeout=600.0)  # all episodes of a step connect at once
 
 
 async def run(request: Request) -> JSONResponse:

@@ -20,7 +20,8 @@ from starlette.responses import JSONResponse
 NUMBERS, PORT = json.loads((Path(sys.argv[1]) / "numbers.json").read_text()), int(sys.argv[2])
 PARAMETERS = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 LOOK_UP = {"name": "look_up", "description": "Finds the number of a name.", "parameters": PARAMETERS}
-OPENAI = AsyncOpenAI(api_key="that of the episode")
+BUSY_S = 600.0  # all episodes of a step connect at once
+OPENAI = AsyncOpenAI(api_key="that of the episode", timeout=BUSY_S)
 
 
 class Step(Action):
@@ -57,7 +58,7 @@ async def run(request: Request) -> JSONResponse:
     """Plays one episode: the policy's tool calls are steps of the environment, and so is its answer."""
     row = await request.json()
     client = OPENAI.with_options(base_url=row["policy"]["openai_base_url"], api_key=row["policy"]["openai_api_key"])
-    async with GenericEnvClient(base_url=f"http://127.0.0.1:{PORT}") as env:
+    async with GenericEnvClient(base_url=f"http://127.0.0.1:{PORT}", connect_timeout_s=BUSY_S, message_timeout_s=BUSY_S) as env:
         told = await env.reset(name=row["prompt"])
         messages: list[Any] = [{"role": "user", "content": told.observation["text"]}]
         while True:

@@ -33,7 +33,8 @@ async def run(request: Request) -> JSONResponse:
     policy, variable = row["policy"], f"TASKSET_KEY_{row['policy']['openai_api_key']}"
     os.environ[variable] = policy["openai_api_key"]  # noqa: TID251 - clients of verifiers take their key by the variable's name
     try:
-        client = vf.EvalClientConfig(base_url=policy["openai_base_url"], api_key_var=variable)
+        busy = {"connect": 600.0}  # all episodes of a step connect at once
+        client = vf.EvalClientConfig(base_url=policy["openai_base_url"], api_key_var=variable, timeout=busy)
         (slot,) = ENV.slots(TASKS[row["task"]])
         episode = await ENV.run_slot(slot, vf.ModelContext(model="policy", client=client))
     finally:
