@@ -4,7 +4,7 @@ A token keeps the version and the log-prob with which it was drawn. G: samples, 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from tasuki.client.generation import Part
 from tasuki.client.images import images_of
 from tasuki.client.sync_client import Client
 from tasuki.client.types import FinishReason, Sample, SamplingParams
-from tasuki.client.version_spans import Decode, continued, spans_of, stopped, unfinished
+from tasuki.client.version_spans import Decode, continued, left_of, spans_of, unfinished
 from tasuki.wire.errors import InvalidArgument, PeerUnavailable
 
 _MAX_LOSSES = 4
@@ -143,22 +143,18 @@ class Carry:
         """
         complete = [group for group in self.groups if group.is_complete]
         parts, targets = list[Part](), list[tuple[CarriedGroup, int | None]]()
-        assert sampling.max_new_tokens is not None
-        max_new_tokens = sampling.max_new_tokens
 
         def add(sample: Sample) -> bool:
             group, number = targets[sample.prompt_index]
             number = sample.sample_index if number is None else number
-            before = group.samples[number]
-            joined = continued(before, sample, max_new_tokens=max_new_tokens)
-            group.samples[number] = stopped(joined, sampling.stop, decode, num_before=len(before.token_ids))
+            group.samples[number] = continued(group.samples[number], sample, sampling, decode)
             if group.is_complete:
                 complete.append(group)
             return len(complete) >= num_groups
 
         num_losses = 0
         while len(complete) < num_groups:
-            parts, targets = _parts(self.groups, sampling, max_new_tokens=max_new_tokens, call_number=call_number)
+            parts, targets = _parts(self.groups, sampling, call_number=call_number)
             samples = client.generate_until(parts, add, on_progress=on_progress)
             num_losses = 0 if samples else num_losses + 1
             if num_losses > _MAX_LOSSES:
@@ -192,7 +188,7 @@ class Carry:
 
 
 def _parts(
-    groups: Sequence[CarriedGroup], sampling: SamplingParams, *, max_new_tokens: int, call_number: int
+    groups: Sequence[CarriedGroup], sampling: SamplingParams, *, call_number: int
 ) -> tuple[list[Part], list[tuple[CarriedGroup, int | None]]]:
     """The calls that complete the groups, oldest first, and for each its group and sample; None for a group that has not begun."""
     parts, targets = list[Part](), list[tuple[CarriedGroup, int | None]]()
@@ -207,8 +203,7 @@ def _parts(
             continue
         for sample in unfinished:
             prompt = np.concatenate([np.array(group.prompt_token_ids, np.int32), sample.token_ids])
-            left = replace(sampling, max_new_tokens=max_new_tokens - len(sample.token_ids))
             number = generation.number_of_call(call_number, group.id, sample.sample_index + 1)
-            parts.append(Part(prompt, left, 1, number, images=images_of(group.row["prompt"])))
+            parts.append(Part(prompt, left_of(sampling, sample), 1, number, images=images_of(group.row["prompt"])))
             targets.append((group, sample.sample_index))
     return parts, targets

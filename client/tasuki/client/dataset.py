@@ -60,6 +60,10 @@ def read_objects(path: Path | str, *, columns: Mapping[str, str] | None = None) 
         raise InvalidArgument("dataset", f"{path} has no {'lines' if read is _lines else 'rows'}")
 
 
+def _refused(place: str, problem: str) -> InvalidArgument:
+    return InvalidArgument("dataset", f"{place}: {problem}", place=place)
+
+
 def _lines(file: BinaryIO, path: Path, _: Sequence[str]) -> Iterator[tuple[str, Row]]:
     for number, line in enumerate(file, start=1):
         if line.strip():
@@ -77,9 +81,7 @@ def _csv_rows(file: BinaryIO, path: Path, _: Sequence[str]) -> Iterator[tuple[st
         for values in reader:
             place = f"{path}:{reader.line_num}"
             if values and len(values) != len(header):
-                raise InvalidArgument(
-                    "dataset", f"{place}: has {len(values)} fields, but the header {len(header)}", place=place
-                )
+                raise _refused(place, f"has {len(values)} fields, but the header {len(header)}")
             if values:
                 yield place, dict(zip(header, values, strict=True))
     except UnicodeDecodeError as error:
@@ -126,8 +128,10 @@ def refuse_filled(row: Row, *, place: str) -> Row:
     """Raises InvalidArgument for a null in `tools` or in arguments of tool calls: Arrow gives an object the keys of all rows' objects."""
     for name in ("tools", "prompt", "messages"):
         if _is_filled(row.get(name), is_inside=name == "tools"):
-            problem = f"{place}: `{name}` has a null in tools or arguments, perhaps a key of other rows that Arrow filled in, and templates"
-            raise InvalidArgument("dataset", f"{problem} would write it; give the rows as JSONL", place=place)
+            problem = (
+                f"`{name}` has a null in tools or arguments, perhaps a key of other rows that Arrow filled in, and templates"
+            )
+            raise _refused(place, f"{problem} would write it; give the rows as JSONL")
     return row
 
 
@@ -144,7 +148,7 @@ def _json_values(rows: Iterable[object], path: Path) -> Iterator[tuple[str, Row]
         try:
             line = json.dumps(row).encode()
         except TypeError as error:
-            raise InvalidArgument("dataset", f"{place}: {error}; name the columns to read in `columns`", place=place) from error
+            raise _refused(place, f"{error}; name the columns to read in `columns`") from error
         yield place, _object(line, place=place)
 
 
@@ -154,8 +158,7 @@ _READERS = {".csv": _csv_rows, ".json": _array, ".parquet": _parquet_rows}
 def _chosen(row: Row, columns: Mapping[str, str], *, place: str) -> Row:
     for column in columns.values():
         if column not in row:
-            problem = f"{place}: has no column `{column}`, which `columns` names, only {', '.join(row)}"
-            raise InvalidArgument("dataset", problem, place=place)
+            raise _refused(place, f"has no column `{column}`, which `columns` names, only {', '.join(row)}")
     return {name: row[column] for name, column in columns.items()}
 
 
@@ -229,9 +232,9 @@ def _object(line: bytes, *, place: str) -> Row:
         if b"\\ud" in line.lower():  # half of a surrogate pair is not text: neither tokenizer nor file accepts it
             json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument("dataset", f"{place}: not JSON: {error}", place=place) from error
+        raise _refused(place, f"not JSON: {error}") from error
     if not isinstance(row, dict):
-        raise InvalidArgument("dataset", f"{place}: expected an object, got {type(row).__name__}", place=place)
+        raise _refused(place, f"expected an object, got {type(row).__name__}")
     return row
 
 
@@ -241,15 +244,12 @@ def other_columns(row: Row) -> str:
 
 def _checked(row: Row, *, place: str, folder: Path) -> Row:
     if "prompt" not in row:
-        raise InvalidArgument("dataset", f"{place}: lacks `prompt`, {other_columns(row)}", place=place)
+        raise _refused(place, f"lacks `prompt`, {other_columns(row)}")
     for name in _RESERVED:
         if name in row:
-            raise InvalidArgument(
-                "dataset", f"{place}: field `{name}` is reserved for the reward function; rename it", place=place
-            )
-    problem = prompt_problem(row["prompt"])
-    if problem:
-        raise InvalidArgument("dataset", f"{place}: `prompt` {problem}", place=place)
+            raise _refused(place, f"field `{name}` is reserved for the reward function; rename it")
+    if problem := prompt_problem(row["prompt"]):
+        raise _refused(place, f"`prompt` {problem}")
     return {**row, "prompt": with_whole_paths(row["prompt"], folder=folder)}
 
 

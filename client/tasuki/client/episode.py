@@ -23,7 +23,7 @@ from tasuki.client.images import images_of
 from tasuki.client.rewards import Scores
 from tasuki.client.turns import ChatDigest, Turn, Turns, TurnSample
 from tasuki.client.types import Sample, SamplingParams, TrainingSample
-from tasuki.client.version_spans import Decode, continued, stopped, unfinished
+from tasuki.client.version_spans import Decode, continued, left_of, unfinished
 from tasuki.client.worker_process import WorkerProcess
 from tasuki.wire.errors import InvalidArgument, PeerUnavailable
 
@@ -250,18 +250,16 @@ class Asked:
             given = {"call_number": number, "session_key": key, "images": [self.images]}
             (sample,) = await client.generate([prompt], self.sampling, **given)
             return sample
-        before, most = self.before or unfinished(prompt), self.sampling.max_new_tokens
-        assert most is not None
-        left = replace(self.sampling, max_new_tokens=most - len(before.token_ids))
-        part = Part(np.concatenate([prompt, before.token_ids]), left, 1, self.call_number, self.session_key, self.images)
+        before = self.before or unfinished(prompt)
+        tokens, left = np.concatenate([prompt, before.token_ids]), left_of(self.sampling, before)
+        part = Part(tokens, left, 1, self.call_number, self.session_key, self.images)
         try:
             sample = await client.generate_if_served(part)
         except PeerUnavailable:
             sample = None
         if sample is None or not len(sample.token_ids):
             return before
-        joined = continued(before, sample, max_new_tokens=most)
-        return stopped(joined, self.sampling.stop, decode, num_before=len(before.token_ids))
+        return continued(before, sample, self.sampling, decode)
 
 
 def shown_message(answer: Mapping[str, Any], stop: Sequence[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.client.encode import TokenIds
-from tasuki.client.types import FinishReason, Sample, VersionSpan, joined_routes
+from tasuki.client.types import FinishReason, Sample, SamplingParams, VersionSpan, joined_routes
 
 Decode = Callable[[NDArray[np.int32]], str]
 
@@ -36,12 +36,18 @@ def unfinished(prompt_token_ids: TokenIds, *, sample_index: int = 0) -> Sample:
     return Sample(0, sample_index, none, none.astype(np.float32), FinishReason.CUT, 0, prompt_token_ids=prompt)
 
 
-def continued(before: Sample, after: Sample, *, max_new_tokens: int) -> Sample:
-    """`before` with the tokens that `after` has drawn from its prompt and tokens."""
+def left_of(sampling: SamplingParams, before: Sample) -> SamplingParams:
+    """The parameters that continue `before`."""
+    assert sampling.max_new_tokens is not None
+    return replace(sampling, max_new_tokens=sampling.max_new_tokens - len(before.token_ids))
+
+
+def continued(before: Sample, after: Sample, sampling: SamplingParams, decode: Decode) -> Sample:
+    """`before` with the tokens that `after` has drawn from its prompt and tokens, up to a stop text that the cut has split."""
     token_ids = np.concatenate([before.token_ids, after.token_ids])
     spans = merged([*spans_of(before), *spans_of(after)])
-    is_full = after.finish_reason is FinishReason.CUT and len(token_ids) >= max_new_tokens
-    return replace(
+    is_full = after.finish_reason is FinishReason.CUT and len(token_ids) >= (sampling.max_new_tokens or 0)
+    joined = replace(
         after,
         prompt_index=before.prompt_index,
         sample_index=before.sample_index,
@@ -54,6 +60,7 @@ def continued(before: Sample, after: Sample, *, max_new_tokens: int) -> Sample:
         version_spans=spans if len(spans) > 1 else (),
         routed_experts=joined_routes([one.routed_experts for one in (before, after) if len(one.token_ids)]),
     )
+    return stopped(joined, sampling.stop, decode, num_before=len(before.token_ids))
 
 
 def stopped(sample: Sample, stop: Sequence[str], decode: Decode, *, num_before: int) -> Sample:

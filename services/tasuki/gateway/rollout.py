@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.generation import Part
 from tasuki.client.types import FinishReason, Phase, Sample, SamplingParams
-from tasuki.client.version_spans import Decode, continued, stopped, unfinished
+from tasuki.client.version_spans import Decode, continued, left_of, unfinished
 from tasuki.wire.errors import NodeDown, PeerUnavailable, TasukiError
 from tasuki.wire.stages import Stage
 
@@ -62,8 +61,6 @@ class Rollout:
         self, prompt: NDArray[np.int32], sampling: SamplingParams, *, session_key: str, images: Sequence[bytes] = ()
     ) -> Sample:
         """Completes a prompt over any number of changeovers. Raises InvalidArgument as rollout does, and PeerUnavailable."""
-        assert sampling.max_new_tokens is not None
-        limit = sampling.max_new_tokens
         penalties = (
             sampling.frequency_penalty,
             sampling.presence_penalty,
@@ -76,12 +73,9 @@ class Rollout:
             await self._serves.wait()
             if self._lost:
                 raise PeerUnavailable(self._lost, peer="rollout")
-            tokens, left = prompt, sampling
-            if len(whole.token_ids):
-                tokens = np.concatenate([prompt, whole.token_ids])
-                left = replace(sampling, max_new_tokens=limit - len(whole.token_ids))
+            tokens = np.concatenate([prompt, whole.token_ids])
             try:
-                part = Part(tokens, left, 1, session_key=session_key, images=images)
+                part = Part(tokens, left_of(sampling, whole), 1, session_key=session_key, images=images)
                 sample = await self._client.generate_if_served(part)
             except PeerUnavailable:
                 sample = None
@@ -90,9 +84,9 @@ class Rollout:
                 if self._looking is None or self._looking.done():
                     self._looking = asyncio.create_task(self._look())
                 continue
-            joined = continued(whole, sample, max_new_tokens=limit)
+            joined = continued(whole, sample, sampling, self._decode)
             if not (is_whole_only and joined.finish_reason is FinishReason.CUT):
-                whole = stopped(joined, sampling.stop, self._decode, num_before=len(whole.token_ids))
+                whole = joined
         return whole
 
     async def _look(self) -> None:
