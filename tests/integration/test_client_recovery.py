@@ -26,7 +26,7 @@ async def test_a_call_waits_for_a_service_that_restarts_beyond_its_deadline_and_
         node.changeover.clear()
         acquired = asyncio.create_task(client.acquire(Phase.TRAIN))
         if is_lost:
-            await asyncio.sleep(4.0)
+            await asyncio.sleep(2.0)
             await node.serve("rollout")
             node.changeover.set()
             assert len(await acquired) == 1
@@ -54,13 +54,14 @@ async def test_a_call_that_grpc_gives_up_is_given_again_and_at_its_deadline_is_a
         return "answer"
 
     async with scripted_node(tmp_path, services=["coordinator"]) as node, AsyncExitStack() as stack:
-        connection = Connection(node.targets["coordinator"], recovery_timeout_s=0.5)
+        timeout_s = 0.1 if cause == "late" else 60
+        connection = Connection(node.targets["coordinator"], timeout_s=timeout_s, recovery_timeout_s=0.5)
         stack.push_async_callback(connection.close)
         if cause == "late":
             with pytest.raises(DeadlineExceeded):
-                await connection.command(give, timeout_s=0.1)
+                await connection.command(give)
         else:
-            assert await connection.command(give, timeout_s=60) == "answer"
+            assert await connection.command(give) == "answer"
             assert given == [given[0]] * 2
 
 
@@ -78,7 +79,7 @@ async def test_a_service_that_is_restarted_for_an_epoch_of_no_coordinator_is_wai
         return "done"
 
     async with scripted_node(tmp_path, services=["coordinator"]) as node:
-        connection = Connection(node.targets["coordinator"], recovery_timeout_s=60)
-        assert await connection.command(give, timeout_s=60) == "done"
+        connection = Connection(node.targets["coordinator"], timeout_s=60, recovery_timeout_s=60)
+        assert await connection.command(give) == "done"
         await connection.close()
     assert len(given) == 3 and len(set(given)) == 1

@@ -17,7 +17,6 @@ from tasuki.client.connection import READ_TIMEOUT_S, Connection, check_seconds, 
 from tasuki.client.custom_loss import LINEAR, CustomLoss, linearized
 from tasuki.client.encode import TokenIds
 from tasuki.client.messages import message_of
-from tasuki.client.phases import Phases
 from tasuki.client.types import (
     Changeover,
     ForwardBackwardResult,
@@ -96,7 +95,6 @@ class AsyncClient:
         self._target = resolve_target(target, state_dir)
         self._timeout_s, self._credentials = timeout_s, credentials
         self._opened: Connection | None = None
-        self._phases = Phases(lambda: self._connection, timeout_s=timeout_s)
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -108,7 +106,6 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the channels. Work already started on the node continues."""
-        await self._phases.close()
         if self._opened is not None:
             await self._opened.close()
             self._opened = None
@@ -188,7 +185,7 @@ class AsyncClient:
         not begun may be missing, and more where rollout restarts or another client takes the GPUs. on_progress: as for `generate`.
         """
         samples, num_tokens, has_begun = list[Sample](), 0, False
-        await self._phases.hold(Phase.ROLLOUT)
+        await self._connection.hold(Phase.ROLLOUT)
         rollout = await self._connection.rollout()
         try:
             async for sample in generation.stream(rollout, generation.requests_of(parts), timeout_s=self._timeout_s):
@@ -198,7 +195,7 @@ class AsyncClient:
                     on_progress(len(samples), num_tokens)
                 if add(sample) and not has_begun:
                     has_begun = True
-                    await self._phases.begin(Phase.TRAIN)
+                    await self._connection.begin_acquire(Phase.TRAIN)
         except PeerUnavailable as error:
             if "peer" in error.metadata:
                 raise
@@ -217,7 +214,7 @@ class AsyncClient:
         """num_samples: total over all requests."""
         num_received = 0
         for is_last_try in (False, True):
-            await self._phases.hold(Phase.ROLLOUT)
+            await self._connection.hold(Phase.ROLLOUT)
             try:
                 async for sample in generation.stream(await self._connection.rollout(), requests, timeout_s=self._timeout_s):
                     num_received += 1
@@ -282,7 +279,7 @@ class AsyncClient:
 
             return await (await self._connection.trainer()).ForwardBackward(messages(), timeout=timeout_s)
 
-        return encode.forward_backward_result(await self._phases.train(give, request_id=request_id))
+        return encode.forward_backward_result(await self._connection.train(give, request_id=request_id))
 
     async def forward_backward_custom(self, samples: Sequence[TrainingSample], loss: CustomLoss) -> ForwardBackwardResult:
         """Accumulates the policy's gradients of a loss in Python: `loss(samples, log_probs)`, called once with all samples.
@@ -342,7 +339,7 @@ class AsyncClient:
             call = (await self._connection.trainer()).ComputeLogProbs(messages(), timeout=timeout_s)
             return [np.array(one.log_probs, dtype=np.float32) async for response in call for one in response.samples]
 
-        return encode.complete(await self._phases.train(give), num_samples=len(samples))
+        return encode.complete(await self._connection.train(give), num_samples=len(samples))
 
     async def compute_values(self, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
         """Computes the critic's value of each completion token, given the tokens before it: [T] for each sample, in order.
@@ -356,7 +353,7 @@ class AsyncClient:
             call = (await self._connection.trainer()).ComputeValues(messages, timeout=timeout_s)
             return [np.array(one.values, dtype=np.float32) async for response in call for one in response.samples]
 
-        return encode.complete(await self._phases.train(give), num_samples=len(samples))
+        return encode.complete(await self._connection.train(give), num_samples=len(samples))
 
     async def save(self, path: Path | str, *, request_id: str | None = None) -> SaveResult:
         """Saves model, optimizer, random state and version to a new folder, for `load`.
@@ -386,7 +383,7 @@ class AsyncClient:
 
     async def begin_acquire(self, phase: Phase) -> None:
         """Starts what `acquire` does and returns at once. The next verb that needs a phase waits for it and raises its error."""
-        await self._phases.begin(phase)
+        await self._connection.begin_acquire(phase)
 
     async def acquire(self, phase: Phase) -> list[StageEvent]:
         """Brings the node to a phase. Returns the stages carried out, including those started by `begin_acquire`.
@@ -396,7 +393,7 @@ class AsyncClient:
         Raises OutOfGpuMemory with the missing bytes, GradientsPending if accumulated gradients await a step, and ChangeoverRunning while
         another client moves the node to the other phase.
         """
-        return await self._phases.acquire(phase)
+        return await self._connection.acquire(phase)
 
     async def state(self) -> NodeState:
         """Returns the node's current state from the coordinator. Fields that may be absent say so: `state.HasField("policy_version")`."""
@@ -445,13 +442,14 @@ class AsyncClient:
             request.command.CopyFrom(command)
             return await method(await self._connection.trainer())(request, timeout=timeout_s)
 
-        return await self._phases.train(give, request_id=request_id)
+        return await self._connection.train(give, request_id=request_id)
 
     @property
     def _connection(self) -> Connection:
         if self._opened is None:
             self._opened = Connection(
                 self._target,
+                timeout_s=self._timeout_s,
                 recovery_timeout_s=self._recovery_timeout_s,
                 credentials=self._credentials,
                 tracer=open_tracer(self._otlp_endpoint, service="client", headers=self._otlp_headers),

@@ -1,4 +1,4 @@
-"""Channels to one node, its last known state, and exactly-once commands."""
+"""Channels to one node, its last known state and phase, and exactly-once commands."""
 
 import asyncio
 import ipaddress
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 import grpc
 import grpc.aio
 
-from tasuki.client.types import Changeover, NodeState, Phase
+from tasuki.client.encode import enum_to_proto
+from tasuki.client.types import Changeover, NodeState, Phase, StageEvent
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -30,6 +31,7 @@ from tasuki.wire.errors import (
     PeerUnavailable,
     StaleEpoch,
     TasukiError,
+    WrongPhase,
     from_reason,
     from_rpc_error,
 )
@@ -72,14 +74,20 @@ class Connection:
     """Channels to one node. Bound to one event loop."""
 
     def __init__(
-        self, target: str, *, recovery_timeout_s: float, credentials: Credentials | None = None, tracer: Tracer = NO_TRACER
+        self,
+        target: str,
+        *,
+        timeout_s: float,
+        recovery_timeout_s: float,
+        credentials: Credentials | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
-        """credentials: for TCP ports. tracer: records the calls; closed with the connection.
+        """timeout_s: of a command. credentials: for TCP ports. tracer: records the calls; closed with the connection.
 
         recovery_timeout_s: how long to wait for a service that stopped answering, since it may be restarting.
         """
         self._target, self._credentials, self._tracer = target, credentials, tracer
-        self._recovery_timeout_s = recovery_timeout_s
+        self._timeout_s, self._recovery_timeout_s = timeout_s, recovery_timeout_s
         self._coordinator_channel = tracer.wrap(open_channel(target, credentials=credentials))
         self.coordinator: CoordinatorServiceAsyncStub = CoordinatorServiceStub(self._coordinator_channel)
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -87,6 +95,8 @@ class Connection:
         self.phase: Phase | None = None
         """The phase that the node is believed to be in. Services that know better refuse the call."""
         self._trainer_target = self._rollout_target = ""
+        self._begun: tuple[Phase, asyncio.Task[list[StageEvent]]] | None = None
+        """A changeover that no call has waited for."""
         self._instance_id: str | None = None
         self._lock_path = ""
 
@@ -165,18 +175,68 @@ class Connection:
             await self.refresh()
         return RolloutServiceStub(self._channel("rollout", self._rollout_target))
 
+    async def begin_acquire(self, phase: Phase) -> None:
+        """Starts what `acquire` does, unless begun before, and returns at once. Raises InvalidArgument for anything but a phase."""
+        enum_to_proto(Phase, phase)
+        if self._begun is None or self._begun[0] is not phase:
+            await self._end_begun()
+            self._begun = phase, asyncio.create_task(self._acquire(phase))
+
+    async def acquire(self, phase: Phase) -> list[StageEvent]:
+        """Brings the node to a phase. Returns the events, including those of `begin_acquire`. Raises InvalidArgument as that."""
+        enum_to_proto(Phase, phase)
+        begun = await self._end_begun()
+        return begun[1] if begun is not None and begun[0] is phase else await self._acquire(phase)
+
+    async def hold(self, phase: Phase) -> None:
+        """Acquires a phase unless the node is already known to be in it."""
+        await self._end_begun()
+        if self.phase is None:
+            await self.refresh()
+        if self.phase is not phase:
+            await self._acquire(phase)
+
+    async def train(
+        self, give: Callable[[types_pb2.CommandId, float], Awaitable[_Answer]], *, request_id: str | None = None
+    ) -> _Answer:
+        """Runs a command in phase TRAIN; retries once if another client changed the phase."""
+        await self.hold(Phase.TRAIN)
+        try:
+            return await self.command(give, request_id=request_id)
+        except WrongPhase:
+            await self.acquire(Phase.TRAIN)
+            return await self.command(give, request_id=request_id)
+
+    async def _end_begun(self) -> tuple[Phase, list[StageEvent]] | None:
+        """Waits for `begin_acquire`. Returns the phase it asked for and its events; None if nothing was begun."""
+        if self._begun is None:
+            return None
+        (phase, task), self._begun = self._begun, None
+        return phase, await task
+
+    async def _acquire(self, phase: Phase) -> list[StageEvent]:
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> list[StageEvent]:
+            request = coordinator_pb2.AcquireRequest(phase=enum_to_proto(Phase, phase), request_id=command.request_id)
+            events: list[StageEvent] = []
+            async for response in self.coordinator.Acquire(request, timeout=timeout_s):
+                self.take(response.state)
+                events.append(response.event)
+            return events
+
+        self.phase = None
+        events = await self.command(give)
+        self.phase = phase
+        return events
+
     async def command(
-        self,
-        give: Callable[[types_pb2.CommandId, float], Awaitable[_Answer]],
-        *,
-        timeout_s: float,
-        request_id: str | None = None,
+        self, give: Callable[[types_pb2.CommandId, float], Awaitable[_Answer]], *, request_id: str | None = None
     ) -> _Answer:
         """Sends a mutating command. `give` gets the command's id and its remaining time in seconds.
 
         Repeats it, with the same request id so that it takes effect once, only if its outcome is unknown or its epoch was stale.
         """
-        request_id, ends = request_id or uuid.uuid4().hex, time.monotonic() + timeout_s
+        request_id, timeout_s = request_id or uuid.uuid4().hex, self._timeout_s
+        ends = time.monotonic() + timeout_s
         num_repeats, loss = 0, _Loss(self._recovery_timeout_s)
         stale = _Loss(min(self._recovery_timeout_s, _STALE_TIMEOUT_S))
         if not self.epoch:
@@ -235,6 +295,9 @@ class Connection:
             self.take((await self.coordinator.GetState(coordinator_pb2.GetStateRequest(), timeout=READ_TIMEOUT_S)).state)
 
     async def close(self) -> None:
+        if self._begun is not None:
+            self._begun[1].cancel()
+            await asyncio.gather(self._begun[1], return_exceptions=True)
         for channel in (self._coordinator_channel, *self._channels.values()):
             await channel.close(grace=None)
         await asyncio.to_thread(self._tracer.close)
