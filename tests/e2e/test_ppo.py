@@ -13,19 +13,18 @@ import pytest
 from tests.conftest import ENVIRONMENT, RunningNode
 from tests.e2e.conftest import CRITIC_LEARNING_RATE, CRITIC_STEPS
 from tests.extent import IS_WHOLE
+from tests.killed_client import write_task
 
 pytestmark = pytest.mark.timeout(720)
 LIMIT_S = 180.0
 NUM_RUNS = 2 if IS_WHOLE else 1
-REWARD = "def odd(prompt, completion, **fields):\n    return float(len(set(completion)) % 2)\n"
 Train = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
 def train(roomy: RunningNode, tmp_path: Path) -> Train:
     """Starts `tasuki train` on the node, with its output in `run`."""
-    (tmp_path / "odd_reward.py").write_text(REWARD)
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": letter * 4}) + "\n" for letter in "abcdefgh"))
+    write_task(tmp_path)
     settings: dict[str, Any] = {
         "train.algorithm": "ppo", "train.num_mini_batches": 2, "train.num_epochs": 2, "train.max_batches": 3,
         "train.dataset": f"{tmp_path}/train.jsonl", "train.output_dir": f"{tmp_path}/run", "train.reward.function": "odd_reward:odd",

@@ -4,57 +4,39 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import ENVIRONMENT, RunningNode
+from tests.killed_client import write_task
 
 pytestmark = pytest.mark.timeout(240)
 NUM_STEPS = 8
 LIMIT_S = 120.0
-REWARD = "def odd(prompt, completion, **fields):\n    return float(len(set(completion)) % 2)\n"
-Train = Callable[..., "subprocess.Popen[str]"]
 
 
-def training(
-    node: RunningNode, folder: Path, *options: str, program: Sequence[str] = ("-m", "tasuki.cli"), output: str = "run"
-) -> subprocess.Popen[str]:
+def train(node: RunningNode, folder: Path, *options: str) -> subprocess.Popen[str]:
     """Starts `tasuki train` on the node, with its output below `folder`."""
     settings = {
-        "train.dataset": f"{folder}/train.jsonl", "train.output_dir": f"{folder}/{output}", "train.reward.function": "odd_reward:odd",
+        "train.dataset": f"{folder}/train.jsonl", "train.output_dir": f"{folder}/run", "train.reward.function": "odd_reward:odd",
         "train.prompts_per_step": 3, "train.group_size": 6, "train.max_new_tokens": 6, "train.num_steps": NUM_STEPS,
         "train.save_every": 2,
     }  # fmt: skip
     arguments = [argument for key, value in settings.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
     return subprocess.Popen(
-        [sys.executable, *program, "train", str(node.config), *options, *arguments],
+        [sys.executable, "-m", "tasuki.cli", "train", str(node.config), *options, *arguments],
         cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
 
-@pytest.fixture
-def task(tmp_path: Path) -> Path:
-    """Folder of the reward and the dataset."""
-    (tmp_path / "odd_reward.py").write_text(REWARD)
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": letter * 4}) + "\n" for letter in "abcdefgh"))
-    return tmp_path
-
-
-@pytest.fixture
-def train(node: RunningNode, task: Path) -> Train:
-    return partial(training, node, task)
-
-
-def test_a_killed_client_is_resumed_without_a_step_lost_or_told_twice(train: Train, tmp_path: Path) -> None:
-    with train() as killed:
+def test_a_killed_client_is_resumed_without_a_step_lost_or_told_twice(node: RunningNode, tmp_path: Path) -> None:
+    with train(node, write_task(tmp_path)) as killed:
         assert killed.stdout is not None
         lines = [line for line in iter(killed.stdout.readline, "") if not _kill_at(line, "step   4", killed)]
     assert killed.returncode == -signal.SIGKILL, "".join(lines)
-    with train("--resume") as resumed:
+    with train(node, tmp_path, "--resume") as resumed:
         text, _ = resumed.communicate(timeout=LIMIT_S)
     assert resumed.returncode == 0, text
     assert "resuming from the node's own policy version" in text

@@ -40,8 +40,6 @@ class ScriptedNode(
         self.num_forward_backward = 0
         self.pending: set[int] = set()
         """Roles with accumulated gradients."""
-        self.steps: list[tuple[int, int | None]] = []
-        """Role and schedule position of each optimizer step."""
         self.begun: list[bool] = []
         """For each run, whether it kept the optimizer's state."""
         self.failures: list[TasukiError] = []
@@ -160,7 +158,6 @@ class ScriptedNode(
             if request.role not in self.pending:
                 raise NoGradients("call ForwardBackward first")
             self.pending.remove(request.role)
-            self.steps.append((request.role, request.schedule_step if request.HasField("schedule_step") else None))
             self.policy_version += request.role == types_pb2.ROLE_POLICY
             return trainer.OptimStepResponse(version=self.policy_version, learning_rate=request.learning_rate)
 

@@ -178,6 +178,10 @@ async def test_log_probs_come_in_the_order_of_the_samples(node: ScriptedNode, cl
     assert log_probs[0].dtype == np.float32
 
 
+async def test_changeovers_are_read_in_pages(node: ScriptedNode, client: AsyncClient) -> None:
+    assert [one.changeover_id for one in await client.changeovers(limit=220)] == [f"c{number}" for number in range(250, 30, -1)]
+
+
 async def test_watch_gives_the_state_and_then_what_changes(node: ScriptedNode, client: AsyncClient):
     stream = client.watch()
     first = await anext(stream)

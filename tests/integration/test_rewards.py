@@ -117,7 +117,6 @@ def test_rewards_come_in_order_with_the_fields_of_their_row(pool: RewardPool):
         ("escapes", r"raised ValueError: a\n\x1b[31mbxxx"),
         ("mute", "raised Mute: its text raised KeyError"),
         ("exits", "raised SystemExit: 3"),
-        ("hangs", "gave no answer within 2 s"),
         ("deaf", "gave no answer within 2 s"),
         ("dies", "ended its worker process"),
         ("nan", "returned nan"),

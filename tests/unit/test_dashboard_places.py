@@ -1,15 +1,16 @@
-"""Folders that the dashboard accepts, and the address that it prints."""
+"""Folders that the dashboard accepts, what it shows of their settings, and the address that it prints."""
 
 import socket
 from pathlib import Path
 
 import pytest
 
+from tasuki.config.load import config_of
 from tasuki.config.paths import config_path, journal_path
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.journal import Journal
-from tasuki.dashboard.places import place_of
+from tasuki.dashboard.places import place_of, read_settings
 from tasuki.dashboard.server import open_address
 from tasuki.runs.folder import archived, name_run
 from tasuki.wire.errors import PathNotFound
@@ -58,3 +59,30 @@ def test_a_wildcard_address_is_printed_as_one_that_the_certificate_names(tmp_pat
     for listen in ("0.0.0.0:8765", "[::]:8765"):
         assert open_address(listen, cert=certs / "node.pem", key=certs / "node.key") == address
     assert open_address("192.0.2.1:8765", cert=certs / "node.pem", key=certs / "node.key") == "192.0.2.1:8765"
+
+
+def test_only_what_differs_from_the_defaults_or_has_none_is_listed(tmp_path: Path) -> None:
+    run = {
+        "dataset": "a.jsonl",
+        "output_dir": "run",
+        "reward": {"function": {"x": "r:x"}, "weights": {"x": 2.0}},
+        "algorithm": "dapo",
+    }
+    table = {
+        "state_dir": "s",
+        "model": {"path": "m"},
+        "device": "cpu",
+        "trainer": {"learning_rate": 1e-3, "eps": 1e-8},
+        "train": run,
+    }
+    found = read_settings(None, config_of(table))
+    assert {one["key"]: (one["value"], one["default"] is None) for one in found["changed"] if "/" not in one["value"]} == {
+        "device": ("cpu", True),
+        "trainer.learning_rate": ("0.001", False),
+        "train.reward.function.x": ("r:x", True),
+        "train.reward.weights.x": ("2.0", True),
+        "train.algorithm": ("dapo", False),
+    }
+    run["algorithm"] = "grpo"
+    assert "train.algorithm" not in {one["key"] for one in read_settings(None, config_of(table))["changed"]}
+    assert "warmup_steps = 0" in found["toml"] and found["provenance"] == {}

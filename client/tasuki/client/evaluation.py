@@ -6,18 +6,15 @@ from numpy.typing import NDArray
 from tasuki.client.rewards import Scores
 from tasuki.client.step import shortest
 from tasuki.config.train_schema import EvalConfig
-from tasuki.wire.errors import InvalidArgument
 
 
 def pass_at_k(correct_PG: NDArray[np.bool_] | NDArray[np.floating], k: int) -> NDArray[np.float64]:
     """Estimates for each prompt the probability that at least one of k completions is correct, without bias, from G completions.
 
     correct_PG: [P, G], bool, or 0 and 1 with NaN for excluded completions.
-    Returns [P]; NaN for a prompt with fewer than k valid completions. Raises InvalidArgument for k below 1.
+    k: at least 1. Returns [P]; NaN for a prompt with fewer than k valid completions.
     Source: Chen et al. (arXiv:2107.03374) eq. 1, 1 - C(n - c, k) / C(n, k) with c of n correct.
     """
-    if k < 1:
-        raise InvalidArgument("k", f"is {k}; it must be at least 1")
     values_PG = np.asarray(correct_PG, dtype=np.float64)
     num_counted_P = (~np.isnan(values_PG)).sum(axis=1)
     num_wrong_P = (values_PG == 0.0).sum(axis=1)

@@ -14,7 +14,6 @@ from tasuki.wire.stages import StageStatus
 
 _BUSY_S = 0.2
 _MAX_NUMBER = 2**53
-_MAX_PAGE = 200
 QUERY_S = 10.0
 """Time limit for the queries of one look at a journal."""
 
@@ -88,7 +87,7 @@ def page(
 
     restarts_now: of the coordinator since the node's last start, each an epoch of the journal; None if unknown.
     """
-    limit, before = min(limit, _MAX_PAGE), _MAX_NUMBER if before is None else before
+    before = _MAX_NUMBER if before is None else before
     try:
         with open_journal(journal, within_s=QUERY_S) as db:
             db.execute("BEGIN")  # one snapshot for all

@@ -1,9 +1,9 @@
-"""Restarts as the dashboard counts them: those by the supervisor, but no start of the node."""
+"""Restarts as the dashboard counts them, those by the supervisor but no start of the node; the newest lines of logs."""
 
 import shutil
 from pathlib import Path
 
-from tasuki.dashboard.logs import RestartLogs
+from tasuki.dashboard.logs import RestartLogs, read_logs
 from tasuki.node.exit_report import KEPT_LOGS, rotate
 from tests.dashboard import RECORDED
 
@@ -51,3 +51,15 @@ def test_restarts_of_all_kept_logs_are_listed_newest_first(tmp_path: Path) -> No
         ("rollout", "killed by signal 9"),
     ]
     assert logs.read()["counts_now"] == {"coordinator": 1} and logs.coordinator_restarts_now() == 1
+
+
+def test_logs_of_all_processes_are_in_their_order_and_a_traceback_keeps_its_line(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    at = "2026-11-29 01:00:0"
+    trainer = f"Python warned\n{at}2,000 ERROR service=trainer lost\nTraceback:\n  x\n{at}5,000 INFO service=trainer on\n"
+    (tmp_path / "logs" / "trainer.log").write_text(trainer)
+    (tmp_path / "logs" / "rollout.log").write_text(f"{at}1,000 INFO up\n{at}3,000 WARNING slow\n")
+    texts = [line["text"] for line in read_logs(tmp_path, only_warnings=False)["lines"]]
+    assert texts == ["Python warned", "up", "service=trainer lost", "Traceback:", "  x", "slow", "service=trainer on"]
+    warned = read_logs(tmp_path, only_warnings=True)["lines"]
+    assert [(line["process"], line["level"]) for line in warned] == [("trainer", "ERROR")] * 3 + [("rollout", "WARNING")]
