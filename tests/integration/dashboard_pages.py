@@ -2,6 +2,9 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,14 @@ def page(browser: Browser) -> Iterator[Browser]:
 def recorded():
     with served(RECORDED) as server:
         yield server
+
+
+@contextmanager
+def shown(page: Browser, folder: Path | None, **options: Any) -> Iterator[str]:
+    """Serves a dashboard, of which the page is left before it ends. Yields its URL. options: as of `served`."""
+    with served(folder, **options) as server:
+        yield server.url
+        page.open("about:blank#left")
 
 
 def open_tab(page: Browser, url: str, tab: str, shows: str) -> None:

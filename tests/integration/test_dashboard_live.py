@@ -13,7 +13,7 @@ from tasuki.v1 import types_pb2
 from tests.browser import CHROMIUM, Browser
 from tests.dashboard import served
 from tests.integration.coordinator_process import coordinators, running_node
-from tests.integration.dashboard_pages import browser, open_tab, page
+from tests.integration.dashboard_pages import browser, open_tab, page, shown
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; `apt-get install chromium` brings it")
 __all__ = ["browser", "page"]
@@ -23,14 +23,13 @@ def test_a_node_whose_coordinator_does_not_answer_is_not_shown_as_ended(page: Br
     config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
     config.state_dir.mkdir()
     save_config(config, config.state_dir / "node.toml")
-    with served(None, config=config) as server:
+    with shown(page, None, config=config) as url:
         with StateLock.take(config.state_dir, name=NODE_LOCK):
-            open_tab(page, server.url, "node", "The coordinator is starting.")
+            open_tab(page, url, "node", "The coordinator is starting.")
             page.until("document.querySelector('#live').innerText === 'no answer'")
             assert "not running" not in page.text("#view-node")
         page.until("document.querySelector('#live').innerText === 'no node runs'")
         page.until("document.querySelector('#view-node').innerText.includes('not running')")
-        page.open("about:blank#left")
 
 
 async def test_a_node_that_runs_is_followed_through_a_changeover(page: Browser, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from tests.browser import CHROMIUM, Browser
-from tests.dashboard import RECORDED, served
-from tests.integration.dashboard_pages import browser, open_tab, page, recorded
+from tests.dashboard import RECORDED
+from tests.integration.dashboard_pages import browser, open_tab, page, recorded, shown
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; `apt-get install chromium` brings it")
 __all__ = ["browser", "page", "recorded"]
@@ -100,20 +100,19 @@ def test_what_a_run_says_is_text_and_never_markup(page: Browser, tmp_path: Path)
             extremes = {"small": sign * 5e-324, "large": sign * 1.7e308, "grad_norm": 1e308}
             lines.write(json.dumps({"step": number, "metrics": extremes}) + "\n")
     (folder / "summary.json").write_text(json.dumps({MARKUP: MARKUP}))
-    with served(folder) as server:
-        open_tab(page, server.url, "samples", "onerror")
+    with shown(page, folder) as url:
+        open_tab(page, url, "samples", "onerror")
         page.until("document.querySelector('.tokens')?.innerText.includes('onerror')")
-        open_tab(page, server.url, "run", "onerror")
+        open_tab(page, url, "run", "onerror")
         assert page.text("#unreadable") == f"{folder / 'memory.jsonl'} cannot be read: is not a regular file"
         page.evaluate("document.querySelector('#view-run details summary').click()")
         page.until(
             "[...document.querySelectorAll('#view-run figure')].filter((one) => one.innerText.match(/^(small|large)/)).length === 2"
         )
         assert page.evaluate("document.querySelector('#problem').hidden")
-        open_tab(page, server.url, "settings", "onerror")
+        open_tab(page, url, "settings", "onerror")
         assert page.evaluate("document.title") == "run · tasuki"
         assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0
-        page.open("about:blank#left")
 
 
 def test_images_of_a_prompt_are_shown_beside_its_completion(page: Browser, tmp_path: Path) -> None:
@@ -123,43 +122,38 @@ def test_images_of_a_prompt_are_shown_beside_its_completion(page: Browser, tmp_p
     content = [{"type": "image", "path": str(folder / "red.png")}, {"type": "text", "text": "Which color?"}]
     sample = {"group": 0, "sample": 0, "prompt": [{"role": "user", "content": content}], "completion": "red", "token_ids": [0]}
     (folder / "samples" / "step-000029.jsonl").write_text(json.dumps(sample) + "\n")
-    with served(folder) as server:
-        open_tab(page, server.url, "samples", "Which color?")
+    with shown(page, folder) as url:
+        open_tab(page, url, "samples", "Which color?")
         page.until("document.querySelector('.pictures img')?.naturalHeight === 30")
-        page.open("about:blank#left")
 
 
 def test_a_run_that_learns_nothing_says_so_and_what_it_does_now(page: Browser, stalled: Path) -> None:
-    with served(stalled, others=[RECORDED]) as server:
-        page.open(server.url)
+    with shown(page, stalled, others=[RECORDED]) as url:
+        page.open(url)
         page.until("document.querySelector('#view-run .warned')?.innerText.includes('The newest 4 steps changed no weights')")
         assert page.evaluate("location.href").endswith("/#run"), "a run's page opens on the run"
         assert "answering held-out prompts: 3 of 8 · 120 tokens/s · step 4 of 9" in page.text("#progress")
         assert "steps without update: 4" in page.text("#view-run figure") and "· recorded_run" in page.text("#view-run figure")
-        signal = (
-            "[...document.querySelectorAll('#view-run figure')].find((one) => one.innerText.startsWith('Signal')).textContent"
-        )
-        assert "-0." not in page.evaluate(signal), "a share of 0 has no negative axis"
+        signal = "[...document.querySelectorAll('#view-run figure')].find((one) => one.innerText.startsWith('Signal'))"
+        assert "-0." not in page.evaluate(f"{signal}.textContent"), "a share of 0 has no negative axis"
         page.evaluate("document.querySelector('#view-run figure .help').focus()")
         page.press("Enter")
         page.until("document.querySelector('#explained').matches(':popover-open')")
-        page.open("about:blank#left")
 
 
 def test_a_supervised_run_has_its_own_views_and_latest_settings(page: Browser, stalled: Path) -> None:
     run = stalled / "run.toml"
     text = 'state_dir = "/s"\ndevice = "cpu"\n[model]\npath = "/m"\n[sft]\ndataset = "/d"\noutput_dir = "/o"\nnum_steps = '
     run.write_text(f"{text}40")
-    with served(stalled) as server:
-        open_tab(page, server.url, "settings", "sft.num_steps")
+    with shown(page, stalled) as url:
+        open_tab(page, url, "settings", "sft.num_steps")
         run.write_text(f"{text}600")
-        open_tab(page, server.url, "run", "of 9 ended")
+        open_tab(page, url, "run", "of 9 ended")
         page.until("document.querySelector('#tab-samples').hidden && document.querySelector('#tab-evaluations').hidden")
         page.evaluate("document.querySelector('#tab-run').focus()")
         page.press("ArrowRight")
         assert page.evaluate("document.activeElement.id") == "tab-settings"
         page.until("document.querySelector('#view-settings').innerText.includes('600')")
-        page.open("about:blank#left")
 
 
 BROKEN_HEADINGS = """[...document.querySelectorAll('main thead th')].filter((one) => {
@@ -185,8 +179,8 @@ def test_a_phone_shows_all_without_scrolling_sideways(page: Browser, recorded) -
 
 
 def test_chats_filters_and_held_out_rows(page: Browser, stalled: Path) -> None:
-    with served(stalled) as server:
-        open_tab(page, server.url, "samples", "Reward short, unweighted")
+    with shown(page, stalled) as url:
+        open_tab(page, url, "samples", "Reward short, unweighted")
         page.until("document.querySelector('.chat')?.innerText.includes(\"<b>two</b>\")")
         assert page.evaluate("[...document.querySelectorAll('.turn h3')].map((one) => one.innerText).join()") == (
             "system,user,assistant, this completion"
@@ -198,46 +192,30 @@ def test_chats_filters_and_held_out_rows(page: Browser, stalled: Path) -> None:
         enter(page, "#view-samples input[type=search]", "")
         enter(page, "#view-samples input[aria-label='Largest reward']", "0.5")
         page.until("document.querySelectorAll('.group button').length === 2")
-        open_tab(page, server.url, "evaluations", "Row 1")
-        assert page.text("#view-evaluations .facts").split() == [
-            "Better",
-            "1",
-            "Worse",
-            "0",
-            "Unchanged",
-            "1",
-            "Held-out",
-            "rows",
-            "2",
-        ]
+        open_tab(page, url, "evaluations", "Row 1")
+        assert " ".join(page.text("#view-evaluations .facts").split()) == "Better 1 Worse 0 Unchanged 1 Held-out rows 2"
         assert page.evaluate("document.querySelectorAll('.row').length") == 1
         page.evaluate("document.querySelector('.row summary').click()")
         assert "wrong" in page.text(".row .columns") and "right" in page.text(".row .columns")
-        open_tab(page, server.url, "settings", "trainer.learning_rate")
+        open_tab(page, url, "settings", "trainer.learning_rate")
         assert "tasuki train node.toml" in page.text("#view-settings")
-        open_tab(page, server.url, "log", "peer left")
+        open_tab(page, url, "log", "peer left")
         assert "event=epoch" not in page.text("#view-log")
-        page.open("about:blank#left")
 
 
 def test_an_episode_is_shown_by_turn(page: Browser, stalled: Path) -> None:
     words = ["<user>add 12 and 30<eos><policy>", '<call>{"a": 12}', "<eos>", "<tool>42<eos><policy>", "The sum is 42.", "<eos>"]
-    (stalled / "model" / "tokenizer.json").write_text(
-        json.dumps({"model": {"vocab": {word: place for place, word in enumerate(words)}}})
-    )
+    vocab = {word: place for place, word in enumerate(words)}
+    (stalled / "model" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
     tokens = {"prompt_token_ids": [0], "token_ids": [1, 5, 3, 4, 5], "rollout_log_probs": [-1.0, -0.1, 0.0, -2.0, -0.1]}
     given = {"loss_mask": [1, 1, 0, 1, 1], "advantages": [0.25, 0.25, 0.0, -1.5, -1.5]}
     sample = {"group": 0, "sample": 0, "reward": 1.0, "rewards": {}, "prompt": "12 + 30", "completion": "42", **tokens, **given}
     (stalled / "samples" / "step-000003.jsonl").write_text(json.dumps(sample) + "\n")
-    with served(stalled) as server:
-        open_tab(page, server.url, "samples", "The sum is 42.")
+    with shown(page, stalled) as url:
+        open_tab(page, url, "samples", "The sum is 42.")
         titles = page.evaluate("[...document.querySelectorAll('.chat h3')].map((one) => one.innerText)")
-        assert titles == [
-            "Prompt as the model got it",
-            "policy, turn 1, advantage 0.25",
-            "tools, users, template",
-            "policy, turn 2, advantage -1.5",
-        ]
+        policy = [f"policy, turn {turn}, advantage {value}" for turn, value in ((1, 0.25), (2, -1.5))]
+        assert titles == ["Prompt as the model got it", policy[0], "tools, users, template", policy[1]]
         texts = page.evaluate("[...document.querySelectorAll('.chat .text-block')].map((one) => one.innerText)")
         assert texts == [words[0], words[1] + "<eos>", words[3], "The sum is 42.<eos>"]
 
@@ -249,6 +227,10 @@ def enter(page: Browser, selector: str, value: str) -> None:
     )
 
 
+def write_lines(path: Path, *lines: object) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 @pytest.fixture
 def stalled(tmp_path: Path) -> Path:
     """A run of chats that makes its fifth step, the four before without an update."""
@@ -256,49 +238,36 @@ def stalled(tmp_path: Path) -> Path:
     for name in ("samples", "evaluations", "logs", "model"):
         (folder / name).mkdir(parents=True)
     step = {"mean_reward": 0.5, "mean_num_tokens": 2.0, "num_equal_groups": 2, "metrics": {"signal_fraction": 0.0, "loss": 0.5}}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": number, **step}) + "\n" for number in range(4)))
-    progress = {
-        "activity": "evaluate",
-        "done": 3,
-        "total": 8,
-        "tokens_per_second": 120.0,
-        "step": 4,
-        "steps": 9,
-        "updated_at": 2e10,
-    }
-    (folder / "progress.json").write_text(json.dumps(progress))
+    write_lines(folder / "metrics.jsonl", *({"step": number, **step} for number in range(4)))
+    progress = {"activity": "evaluate", "done": 3, "total": 8, "tokens_per_second": 120.0}
+    write_lines(folder / "progress.json", {**progress, "step": 4, "steps": 9, "updated_at": 2e10})
     chat = [{"role": "system", "content": "Count."}, {"role": "user", "content": "one <b>two</b>"}]
-    tokens = {"prompt_token_ids": [1, 0], "token_ids": [0], "rollout_log_probs": [-1.0]}
-    samples = [
+    first, *others = (
         {
             "group": 0,
-            "sample": number,
+            "sample": place,
             "prompt": chat,
             "completion": text,
             "reward": reward,
             "rewards": {"a": reward, "short": 1.0},
         }
-        for number, (text, reward) in enumerate([("three", 1.0), ("four", 0.0), ("five", 0.5)])
-    ]
-    lines = [samples[0] | tokens, *samples[1:], {"group": 1, "sample": 0, "reward": 0.0, "rewards": {"a": 0.0, "short": 0.0}}]
-    (folder / "samples" / "step-000003.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for place, (text, reward) in enumerate([("three", 1.0), ("four", 0.0), ("five", 0.5)])
+    )
+    tokens = {"prompt_token_ids": [1, 0], "token_ids": [0], "rollout_log_probs": [-1.0]}
+    last = {"group": 1, "sample": 0, "reward": 0.0, "rewards": {"a": 0.0, "short": 0.0}}
+    write_lines(folder / "samples" / "step-000003.jsonl", first | tokens, *others, last)
     for number, text, reward in ((0, "wrong", 0.0), (4, "right", 1.0)):
-        rows = [
-            {"group": 0, "prompt": "p", "completion": "same", "reward": 1.0},
-            {"group": 1, "completion": text, "reward": reward},
-        ]
-        (folder / "evaluations" / f"step-{number:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = {
-        "model": {"vocab": {"two": 0}},
-        "added_tokens": [{"id": 1, "content": "<Ġ>"}],
-        "decoder": {"type": "ByteLevel"},
-    }
-    (folder / "model" / "tokenizer.json").write_text(json.dumps(tokenizer))
+        same = {"group": 0, "prompt": "p", "completion": "same", "reward": 1.0}
+        changed = {"group": 1, "completion": text, "reward": reward}
+        write_lines(folder / "evaluations" / f"step-{number:06d}.jsonl", same, changed)
+    added, decoder = [{"id": 1, "content": "<Ġ>"}], {"type": "ByteLevel"}
+    write_lines(
+        folder / "model" / "tokenizer.json", {"model": {"vocab": {"two": 0}}, "added_tokens": added, "decoder": decoder}
+    )
     head = {"id": "r", "policy_version": 0, "recipe": {}, "provenance": {"command": "tasuki train node.toml"}}
-    (folder / "run.json").write_text(json.dumps(head))
+    write_lines(folder / "run.json", head)
     shutil.copy(RECORDED / "logs" / "node.toml", folder / "logs")
     shutil.copy(RECORDED / "journal.sqlite", folder)
-    (folder / "logs" / "trainer.log").write_text(
-        "2026-11-29 01:00:00,000 INFO event=epoch\n2026-11-29 01:00:01,000 ERROR peer left\n"
-    )
+    lines = ("00:00,000 INFO event=epoch", "00:01,000 ERROR peer left")
+    (folder / "logs" / "trainer.log").write_text("".join(f"2026-11-29 01:{line}\n" for line in lines))
     return folder

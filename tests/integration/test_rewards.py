@@ -1,11 +1,14 @@
 """Rewards in real worker processes: any misbehaviour becomes one error that names the sample."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from tasuki.client import worker_process
 from tasuki.client.rewards import Completion, NamedReward, RewardPool
 from tasuki.client.types import FinishReason, Sample
 from tasuki.wire.errors import InvalidArgument, RewardFailed
@@ -149,6 +152,12 @@ def test_a_failure_may_count_as_zero_or_nothing_and_is_counted(folder: Path, on_
     np.testing.assert_array_equal(scores.rewards, np.float32([1, instead, instead, instead, instead, 0]))
     assert (scores.num_failed, scores.mean()) == (4, pytest.approx(mean))
     assert (none.num_failed, none.mean()) == (1, 0.0 if on_error == "zero" else None)
+
+
+def test_a_worker_of_which_nothing_is_asked_is_not_late(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    with RewardPool("my_rewards:reward", folders=[folder]) as pool, monkeypatch.context() as later:
+        later.setattr(worker_process, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0))
+        assert pool._workers.told(pool._workers.all, timeout_s=0.0) == []
 
 
 def _completion(finish_reason: FinishReason) -> Completion:

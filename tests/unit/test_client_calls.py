@@ -12,6 +12,7 @@ import pytest
 from tasuki.client import AsyncClient, Client
 from tasuki.wire.errors import PeerUnavailable
 from tests.conftest import ENVIRONMENT
+from tests.extent import crossed
 from tests.ports import free_port
 
 
@@ -31,13 +32,15 @@ def test_both_clients_are_made_alike():
     assert inspect.signature(AsyncClient.__init__) == inspect.signature(Client.__init__)
 
 
-@pytest.mark.parametrize(
-    ("target", "cause"), [("unix:{folder}/none.sock", "No such file or directory"), ("127.0.0.1:{port}", "Connection refused")]
-)
-@pytest.mark.parametrize("ask", [Client.state, lambda client: next(client.watch()), lambda client: client.generate([[1]])])
+ASKS = (Client.state, lambda client: next(client.watch()), lambda client: client.generate([[1]]))
+ABSENT = {"unix:{folder}/none.sock": "No such file or directory", "127.0.0.1:{port}": "Connection refused"}
+
+
+@pytest.mark.parametrize(("ask", "absent"), crossed(ASKS, ABSENT.items()))
 def test_a_node_that_is_not_there_is_named_without_the_words_of_grpc(
-    ask: Callable[[Client], object], target: str, cause: str, tmp_path: Path
+    ask: Callable[[Client], object], absent: tuple[str, str], tmp_path: Path
 ) -> None:
+    target, cause = absent
     place = target.format(folder=tmp_path, port=free_port())
     with Client(place) as client, pytest.raises(PeerUnavailable) as refused:
         ask(client)

@@ -1,6 +1,7 @@
 """A worker process of rewards or episodes, in a nest that ends with all that they have started."""
 
 import json
+import math
 import os
 import signal
 import socket
@@ -97,6 +98,7 @@ class WorkerProcess:
             raise WorkerEnded(f"gave no answer within {self._limit_s:g} s; its worker was killed")
         try:
             if self._connection.poll():
+                self._ends = math.inf  # until something else is asked
                 return json.loads(self._connection.recv_bytes(_MAX_ANSWER_BYTES))
         except (EOFError, OSError, ValueError):
             pass  # it has ended, has closed its end, or something else has written there
