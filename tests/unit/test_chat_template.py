@@ -282,6 +282,19 @@ def test_what_a_row_gives_the_template_is_written_or_refused(tmp_path: Path) -> 
                 encode(chat)
 
 
+def test_a_null_of_tools_or_documents_is_never_written_as_text(tmp_path: Path) -> None:
+    template = "{% for one in (tools or []) + (documents or []) %}{{ one.text or '' }}{{ one.title }}{% endfor %}" + CHATML
+    found = ModelTokenizer(
+        write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"]), tokenizer_config={"chat_template": template})
+    )
+    chat = [{"role": "user", "content": "hi"}]
+    for name in ("tools", "documents"):
+        read = found.encode_prompt(chat, {name: [{"title": "how", "text": None}]})
+        assert read == [*found.encode_text("how"), *found.encode_prompt(chat)]
+        with pytest.raises(InvalidArgument, match="it prints a null as if it were text"):
+            found.encode_prompt(chat, {name: [{"title": None, "text": "how"}]})
+
+
 def test_a_weight_that_the_templates_marks_do_not_follow_is_refused(tmp_path: Path) -> None:
     last = (
         "{% for message in messages %}{% if loop.last %}{% generation %}{{ message.content }}{% endgeneration %}"

@@ -171,6 +171,12 @@ def test_a_value_of_another_kind_is_refused_by_its_key(architecture: str, key: s
         ({"type": "linear", "factor": 0}, "factor must be a number above 0"),
         ({"type": "linear", "factor": "2"}, "factor must be a number above 0"),
         ({"type": "linear"}, "'linear' needs factor"),
+        ({"type": "linear", "factor": 2}, "factor must be a decimal from 1.0"),  # which the engine would iterate over
+        ({"type": "linear", "factor": 0.5}, "factor must be a decimal from 1.0"),
+        (
+            {"type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0},
+            "high_freq_factor must be above low_freq_factor",
+        ),
         ({"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "'llama3' needs high_freq_factor"),
         ({"type": "yarn", "factor": 4.0, "beta_fast": None}, "beta_fast must be a number above 0"),
         ({"type": "yarn", "factor": 4.0, "truncate": None}, "truncate must be true or false"),
@@ -183,6 +189,20 @@ def test_a_parameter_of_a_rotary_embedding_that_computes_nothing_or_something_el
     with pytest.raises((InvalidArgument, UnsupportedModel), match=problem) as refused:
         read_model(table_of(rope_scaling=rope))
     assert refused.value.metadata["field"] == "rope_scaling"
+
+
+def test_the_engines_table_of_angles_reaches_every_position() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert read_model(table_of(rope_scaling=rope, max_position_embeddings=256))
+    with pytest.raises(InvalidArgument, match="^max_position_embeddings: must be at most 256"):
+        read_model(table_of(rope_scaling=rope, max_position_embeddings=257))
+
+
+def test_a_token_chooses_among_the_experts_that_there_are() -> None:
+    table = table_of("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=4, moe_intermediate_size=8)
+    assert read_model(table).shape.experts_per_token == 4
+    with pytest.raises(InvalidArgument, match="^num_experts_per_tok: a token cannot choose 4 of 3 experts"):
+        read_model(table | {"num_experts": 3})
 
 
 @pytest.mark.parametrize("key", ["rope_theta", "rope_parameters"])

@@ -12,6 +12,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer
 
 from tasuki.client.sft_data import sft_sample
 from tasuki.models.tokenizer import check_tokenizer, read_tokenizer
@@ -347,10 +348,35 @@ def test_what_is_likely_wrong_is_told(tmp_path: Path) -> None:
     for vocab_size in (own.get_vocab_size() + 128, own.get_vocab_size() - 128):
         write_folder(tmp_path, own, config={"vocab_size": vocab_size})
         assert check_tokenizer(tmp_path) == []
+    with_bos = Tokenizer.from_str(TRAINED["bytes"])
+    ids = [("<bos>", with_bos.token_to_id("<bos>"))]
+    with_bos.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=ids)
+    write_folder(tmp_path, with_bos, config={}, tokenizer_config={"add_bos_token": False})
+    (with_bos_doubt,) = check_tokenizer(tmp_path)
+    assert "add_bos_token False, but tokenizer.json adds it" in with_bos_doubt
+    template = "{{ pad_token }}{{ unk_token }}{{ bos_token }}{{ messages[0].content }}"
+    write_folder(tmp_path, with_bos, config={}, tokenizer_config={"pad_token": None, "chat_template": template})
+    assert check_tokenizer(tmp_path) == ["the chat template reads unk_token, which no file names: it writes nothing there"]
     own.add_tokens([AddedToken("<|end|>", special=False)])
     write_folder(tmp_path, own, tokenizer_config={"eos_token": "<|end|>"}, config={})
     (in_texts,) = check_tokenizer(tmp_path)
     assert "says that <|end|> is not special" in in_texts
+
+
+@pytest.mark.parametrize("declared", [{}, {"added_tokens_decoder": {}}])
+def test_special_tokens_are_those_that_transformers_reads_of_two_files(tmp_path: Path, declared: dict[str, Any]) -> None:
+    template = "{{ bos_token }}|{{ eos_token }}|{{ messages[0].content }}"
+    files = {
+        "config": {"model_type": "llama"},
+        "special_tokens_map": {"eos_token": {"content": "<|im_end|>"}, "bos_token": None},
+    }
+    config = {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast", **declared}
+    folder = write_folder(tmp_path, Tokenizer.from_str(TRAINED["bytes"]), tokenizer_config=config, **files)
+    chat = [{"role": "user", "content": "how"}]
+    found, other = read_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert found.templates["default"].render(chat, found.special_tokens) == other.apply_chat_template(chat, tokenize=False)
+    assert found.eos_token_id == other.eos_token_id
+    assert sum("special_tokens_map.json says what" in doubt for doubt in found.doubts()) == (0 if declared else 2)
 
 
 def test_a_template_of_processors_counts_where_there_is_no_other(tmp_path: Path) -> None:

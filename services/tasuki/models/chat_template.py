@@ -167,7 +167,8 @@ class ChatTemplate:
 
     def _rendered(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
         try:
-            return self._template.render(messages=messages, **variables)
+            given = {name: value if value is None else _with_nulls(value) for name, value in variables.items()}
+            return self._template.render(messages=messages, **given)
         except Exception as error:  # a template is foreign code and may raise anything
             lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
             where = f"{self._source}:{lines[-1]}" if lines else self._source
@@ -344,6 +345,13 @@ def _guarded(value: Any) -> Any:
     if isinstance(value, list):
         return _Array(map(_guarded, value))
     return _Null() if value is None else value
+
+
+def _with_nulls(value: Any) -> Any:
+    """The value with nulls that no template prints."""
+    if isinstance(value, Mapping):
+        return {key: _with_nulls(one) for key, one in value.items()}
+    return [*map(_with_nulls, value)] if isinstance(value, list) else _Null() if value is None else value
 
 
 def _to_json(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tasuki.models.config_json import Config, is_number, unsupported
+from tasuki.models.config_json import Config, is_number, size, unsupported
 from tasuki.wire.errors import InvalidArgument
 
 # Parameters of each type besides its name and base. "dynamic" and "longrope" depend on the longest sequence of a batch.
@@ -63,6 +63,22 @@ def check_rope(
                 )
             for parameter in sorted(rope.keys() & (parameters | {"rope_theta"}) - {"truncate"}):
                 _check_positive(rope[parameter], key, parameter)
+            _check_scale(config, key, name, rope)
+
+
+def _check_scale(config: Config, key: str, name: str, rope: Config) -> None:
+    """Raises InvalidArgument for numbers that the engine reads in another way than transformers."""
+    factor = rope.get("factor", 1.0)
+    if factor < 1 or (name == "linear" and not isinstance(factor, float)):  # the engine takes a whole number for a list
+        raise InvalidArgument(key, f"factor must be a decimal from 1.0 in the model's config.json, not {factor!r}")
+    if name == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+        raise InvalidArgument(key, "high_freq_factor must be above low_freq_factor in the model's config.json")
+    if name == "yarn":
+        longest = size(config, "max_position_embeddings")
+        positions = factor * rope.get("original_max_position_embeddings", longest)
+        if positions < longest:
+            problem = f"must be at most {positions:g} in the model's config.json, the positions that yarn gives the engine"
+            raise InvalidArgument("max_position_embeddings", problem)
 
 
 def bases(config: Config) -> Iterator[float]:

@@ -345,6 +345,9 @@ def decoder_shape(
     kv_heads = size(config, "num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise InvalidArgument("num_key_value_heads", f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
+    chosen, experts = special.get("experts_per_token", 0), special.get("num_experts", 0)
+    if chosen > experts:
+        raise InvalidArgument("num_experts_per_tok", f"a token cannot choose {chosen} of {experts} experts")
     return ModelShape(
         architecture=architecture_of(config),
         hidden_size=hidden,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _KEY = "model.path"
 TOKENIZER_FILE, _CONFIG, _ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+_MAP = "special_tokens_map.json"
 CHAT_TEMPLATES = "additional_chat_templates"
 """Folder of named templates."""
 _OTHER_FILES = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
@@ -50,7 +51,8 @@ class FolderTokenizer:
         self.folder = folder
         self._config = _table(folder / _CONFIG)
         self.backend = _backend(folder / TOKENIZER_FILE)
-        self.special_tokens = _special_tokens(folder, self._config)
+        self._named = _named_tokens(folder, self._config)
+        self.special_tokens = {name: text for name, text in self._named.items() if text}
         """Texts by name, as templates read them: `bos_token`, `eos_token`, ..."""
         self._declare()
         self._other_template = ""
@@ -103,10 +105,19 @@ class FolderTokenizer:
         eos_token = self.backend.get_added_tokens_decoder().get(-1 if self.eos_token_id is None else self.eos_token_id)
         if eos_token is not None and not eos_token.special:
             found.append(f"{file} says that {eos_token.content} is not special, so the texts of rewards end with it")
-        if self._config.get("add_bos_token") is True and not self.backend.num_special_tokens_to_add(False):
-            found.append(
-                f"{self.folder / _CONFIG} says add_bos_token, but tokenizer.json adds none: prompts that are strings begin without it"
+        adds = self.backend.token_to_id(self.special_tokens.get("bos_token", "")) in self.backend.encode("").ids
+        if self._config.get("add_bos_token") is (not adds):
+            counts = (
+                "adds it: prompts that are strings begin with it"
+                if adds
+                else "does not: prompts that are strings begin without it"
             )
+            found.append(f"{self.folder / _CONFIG} says add_bos_token {not adds}, but tokenizer.json {counts}")
+        read = {name for template in self.templates.values() for name in template.variables if name.endswith("_token")}
+        if unnamed := sorted(read - self._named.keys()):
+            found.append(f"the chat template reads {', '.join(unnamed)}, which no file names: it writes nothing there")
+        differing = [name for name in self._named if _content(self._config.get(name, self._named[name])) != self._named[name]]
+        found += [f"{self.folder / _MAP} says what {name} is, not {_CONFIG}, which says otherwise" for name in differing]
         return found
 
     def _encoded(self, text: str, *, add_special_tokens: bool) -> "Encoding":
@@ -333,21 +344,24 @@ def _is_there(file: Path) -> bool:
     return file.is_file()
 
 
-def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _named_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str | None]:
+    """Of each name the text, None for null. As in transformers, special_tokens_map.json counts before a tokenizer_config.json that has
+    no added_tokens_decoder.
+    """
     extra = config.get("extra_special_tokens")
-    tables = (_table(folder / "special_tokens_map.json"), extra if isinstance(extra, Mapping) else {}, config)
+    tables = [extra if isinstance(extra, Mapping) else {}, config]
+    tables.insert(0 if "added_tokens_decoder" in config else 2, _table(folder / _MAP))
     given = {name: value for table in tables for name, value in table.items() if name.endswith("_token")}
     for name, value in given.items():
         if not (value is None or isinstance(value, bool) or isinstance(_content(value), str)):
             problem = f"{folder}: the tokenizer's {name} must be text, or an object with `content`, is {value!r:.40}"
             raise InvalidArgument(_KEY, problem)
-    found = {name: _content(value) for name, value in given.items()}
-    return {name: text for name, text in found.items() if text}
+    return {name: _content(value) for name, value in given.items()}
 
 
 def _further_tokens(folder: Path, config: Mapping[str, Any]) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
-    for table in (_table(folder / "special_tokens_map.json"), config):
+    for table in (_table(folder / _MAP), config):
         for key in ("additional_special_tokens", "extra_special_tokens"):
             listed = table.get(key)
             values = list(listed.values()) if isinstance(listed, Mapping) else listed if isinstance(listed, list) else []

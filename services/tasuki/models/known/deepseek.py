@@ -98,17 +98,11 @@ def latent_attention(config: Config) -> dict[str, Any]:
 
 
 def latent_model(config: Config, shape: ModelShape) -> Model:
-    """Scales attention for YaRN as DeepSeek's code and the engine do. transformers does so for V3 alone.
-
-    Raises InvalidArgument for a table of angles that is shorter than sequences may be.
-    """
+    """Scales attention for YaRN as DeepSeek's code and the engine do. transformers does so for V3 alone."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     scale, table = shape.head_dim**-0.5, config.get(key) or {}
     if table.get("rope_type", table.get("type", "default")) != "default":
-        longest = size(table, "original_max_position_embeddings") * table["factor"]
-        if shape.context_length > longest:
-            problem = f"must be at most {longest:g} in the model's config.json, the positions that yarn gives the engine"
-            raise InvalidArgument("max_position_embeddings", problem)
+        size(table, "original_max_position_embeddings")
         if table.get("truncate", True) is not True:
             raise unsupported(config, key, "the engine truncates the range of yarn for this family; remove truncate")
         # Equal ones leave the angles' length at 1; of one alone, transformers and the engine make different lengths.
