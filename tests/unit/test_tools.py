@@ -52,10 +52,15 @@ def by_form(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenize
 
 
 @pytest.mark.parametrize("form", WRITTEN)
-def test_calls_are_read_as_the_template_writes_them(by_form: dict[str, ModelTokenizer], form: str):
-    read = by_form[form].read_answer([*by_form[form].encode_text(WRITTEN[form]), EOS], ROW)
+@pytest.mark.parametrize("value", [1, "<tool_call>[TOOL_CALLS]"])
+def test_calls_are_read_as_the_template_writes_them(by_form: dict[str, ModelTokenizer], form: str, value: object):
+    arguments = {"a": value}
+    text = WRITTEN[form].replace('{"a": 1}', json.dumps(arguments))
+    read = by_form[form].read_answer([*by_form[form].encode_text(text), EOS], ROW)
     names = ["add"] if form == "llama" else ["add", "f"]
-    calls = [{"type": "function", "function": {"name": name, "arguments": {"a": 1} if name == "add" else {}}} for name in names]
+    calls = [
+        {"type": "function", "function": {"name": name, "arguments": arguments if name == "add" else {}}} for name in names
+    ]
     assert read["tool_calls"] == calls
     assert read["message"] == {"role": "assistant", "content": "so" if form == "hermes" else "", "tool_calls": calls}
 

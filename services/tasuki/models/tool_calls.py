@@ -37,16 +37,21 @@ class ToolCallForm:
         named = None if self.prefix else _NAMED.match(text, start)
         if start < 0 or (not self.prefix and (named is None or named[1] not in names)):
             return text, []
-        parts = text[start:].split(self.prefix)[1:] if self.prefix else [text[start:]]
-        return text[:start].rstrip(), [call for part in parts for call in self._calls(part.lstrip())]
+        before, calls = text[:start].rstrip(), list[Call]()
+        while start >= 0:
+            more, text = self._calls(text[start + len(self.prefix) :].lstrip())
+            calls += more
+            start = text.find(self.prefix) if self.prefix else -1
+        return before, calls
 
-    def _calls(self, text: str) -> list[Call]:
+    def _calls(self, text: str) -> tuple[list[Call], str]:
+        """The calls at the start of a text, and what follows: their own texts may contain the prefix."""
         try:
-            found, _ = json.JSONDecoder().raw_decode(text)
+            found, end = json.JSONDecoder().raw_decode(text)
             json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # Python also reads NaN and half a surrogate pair
         except (ValueError, RecursionError) as error:
-            return [{"error": f"error: the tool call is not JSON: {error}"}]
-        return [self._call(one) for one in (found if isinstance(found, list) else [found])]
+            return [{"error": f"error: the tool call is not JSON: {error}"}], text
+        return [self._call(one) for one in (found if isinstance(found, list) else [found])], text[end:]
 
     def _call(self, found: object) -> Call:
         name = found.get("name") if isinstance(found, dict) else None
