@@ -204,6 +204,14 @@ def test_an_adapter_beside_a_model_is_refused(kind: str, name: str, folders: dic
     assert name in (said := refusal(folder)) and "trainer.lora.path" in said
 
 
+@pytest.mark.parametrize("kind", ["single", "sharded"])
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quant_model_description.json"])
+def test_a_file_that_has_the_engine_quantize_is_refused(kind: str, name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders[kind], tmp_path)
+    (folder / name).write_text('{"quantization": {"quant_algo": "FP8"}}')
+    assert f"{folder / name} has the engine quantize the model" in refusal(folder)
+
+
 def test_a_tied_model_may_repeat_its_embedding_but_not_have_another_head(folders: dict[str, Path], tmp_path: Path) -> None:
     folder = copied(folders["tied"], tmp_path)
     file = folder / "model.safetensors"

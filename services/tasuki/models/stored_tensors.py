@@ -37,6 +37,8 @@ _BITS = {
     "F6_E3M2": 6,
 }
 _COMPUTED = (".inv_freq", ".cos_cached", ".sin_cached", ".position_ids", ".masked_bias")
+_QUANTIZATIONS = ("hf_quant_config.json", "quant_model_description.json")
+"""Files that SGLang reads in place of config.json's quantization_config."""
 _AGAIN = "download or convert the model again"
 _BLOCK_BYTES = 1 << 20
 _MIN_BLOCK_BYTES, _MIN_ZEROS = 4096, 64
@@ -62,7 +64,7 @@ def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTen
 
     Raises PathNotFound without weights in safetensors, PathPermissionDenied, and InvalidArgument for a file that is missing, cut off,
     damaged, not written to its end or no safetensors file, an index that differs from the files, a tensor that two files hold, and an
-    adapter beside them.
+    adapter or the engine's quantization beside them.
     """
     with named_if_denied(folder, key=key):
         indexed = read_weight_map(folder, key=key)
@@ -70,12 +72,12 @@ def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTen
         if indexed is None:
             if not os.path.lexists(single):
                 raise _without_weights(folder, key=key)
-            _refuse_adapter(folder, key=key)
+            _refuse_beside(folder, key=key)
             _check_alone(single, key=key)
             whole = read_file(single, key=key)
             _check_written(single, whole, key=key)
             return _paired(whole)
-        _refuse_adapter(folder, key=key)
+        _refuse_beside(folder, key=key)
         tensor_in = {file_name: name for name, file_name in sorted(indexed.items(), reverse=True)}
         if single.is_file() and SINGLE_FILE not in tensor_in:
             problem = f"{single} is not in {INDEX_FILE}, and readers disagree on which of the two counts; remove one of them"
@@ -337,8 +339,10 @@ def _check_alone(single: Path, *, key: str) -> None:
             raise InvalidArgument(key, f"{problem}; remove one of them")
 
 
-def _refuse_adapter(folder: Path, *, key: str) -> None:
-    """Refuses an adapter beside whole weights, which transformers would add to them, also in an export."""
+def _refuse_beside(folder: Path, *, key: str) -> None:
+    """Refuses what changes whole weights: an adapter, which transformers would add, also in an export, and the engine's quantization."""
+    for file in (folder / name for name in _QUANTIZATIONS if (folder / name).exists()):
+        raise InvalidArgument(key, f"{file} has the engine quantize the model, which tasuki does not; remove the file")
     for file in sorted(file for file in folder.iterdir() if file.name.startswith(("adapter_config.", "adapter_model"))):
         problem = f"{file} is of an adapter, which other readers add to the model beside it, and tasuki does not"
         cure = "merge it with PEFT, or move it to a folder for trainer.lora.path; remove it if it is merged already"
