@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM
 
 from tasuki.algorithms.loss_types import Correction, LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
+from tasuki.config.trainer_schema import OptimizerConfig
 from tasuki.models.families import read_model
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.backends.fsdp.model import Policy, groups_of
 from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
-from tasuki.trainer.learner import Learner
+from tasuki.trainer.learner import Learner, scheduled_rate
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.errors import GradientsNotFinite, InvalidArgument
@@ -253,3 +254,19 @@ def test_gradients_are_in_their_shards_after_every_micro_batch(mesh: DeviceMesh,
     assert len(norms) > 2
     assert len({0.0, *norms}) == len(norms) + 1
     assert [gradient.data_ptr() for gradient in gradients] == addresses
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup_steps", "num_steps", "rates"),
+    [
+        ("constant", 3, None, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1.0, 4: 1.0}),
+        ("linear", 0, 4, {0: 1.0, 1: 0.75, 3: 0.25, 4: 0.0, 5: 0.0}),
+        ("linear", 5, 5, {5: 1.0, 6: 0.0}),  # a warm-up as long as the schedule
+        ("cosine", 2, 6, {1: 2 / 3, 2: 1.0, 4: 0.5, 6: 0.0, 9: 0.0}),
+    ],
+)
+def test_rates_rise_to_the_peak_and_fall_to_zero(
+    schedule: Literal["constant", "linear", "cosine"], warmup_steps: int, num_steps: int | None, rates: dict[int, float]
+) -> None:
+    config = OptimizerConfig(learning_rate=1.0, lr_schedule=schedule, warmup_steps=warmup_steps)
+    assert {step: scheduled_rate(config, step, num_steps=num_steps) for step in rates} == pytest.approx(rates)

@@ -1,4 +1,4 @@
-"""Model folders that the trainer accepts, and its errors for others."""
+"""Model folders that the trainer accepts, its errors for others, and the stop tokens that any of their files names."""
 
 import json
 from pathlib import Path
@@ -9,11 +9,12 @@ from safetensors.torch import save_file
 
 from tasuki.models.families import read_model_shape
 from tasuki.models.stored_tensors import check_stored
+from tasuki.models.tokenizer import read_stop_token_ids
 from tasuki.trainer.backends.fsdp.model import ARCHITECTURES, read_model_config
 from tasuki.trainer.durable.model_folder import load_shards
 from tasuki.weights.shards import Shard
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
-from tests.models import make_model, quantize_experts, quantize_matrices, save_checkpoint
+from tests.models import EOS, char_tokenizer, make_model, quantize_experts, quantize_matrices, save_checkpoint
 from tests.slices import part_of
 
 
@@ -96,3 +97,23 @@ def test_mxfp4_is_read_as_transformers_dequantizes_it(offsets: tuple[int, ...], 
         load_shards(folder, [shard])
         whole = expected[name][tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
         assert torch.equal(shard.local, whole.to(dtype))
+
+
+def test_all_that_any_file_names_are_stop_tokens(tmp_path: Path) -> None:
+    char_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7, "text_config": {"eos_token_id": 8}}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 999]}))
+    assert read_stop_token_ids(tmp_path, vocab_size=131) == (EOS, 7, 8, 9)
+
+
+@pytest.mark.parametrize("value", ["5", 2.0, True, [[2]], [3, None], {"a": 1}])
+def test_what_is_no_token_id_is_refused_by_its_file(tmp_path: Path, value: object) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(InvalidArgument, match=r"generation_config.json: eos_token_id has"):
+        read_stop_token_ids(tmp_path, vocab_size=131)
+
+
+def test_a_byte_order_mark_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf{}")
+    with pytest.raises(InvalidArgument, match="config.json begins with a byte-order mark"):
+        read_stop_token_ids(tmp_path, vocab_size=131)
