@@ -19,7 +19,7 @@ from triton.runtime import interpreter
 
 from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable
 from tasuki.weights.checksum import MODULUS, checksum
-from tasuki.weights.copies import DeviceChecksums, DeviceSummedCopies, HostSummedCopies, ViewChecksum, ViewCopy
+from tasuki.weights.copies import DeviceCopies, ViewCopy
 from tasuki.weights.plan import Slice
 
 CPU, SHAPE = torch.device("cpu"), (37, 264)
@@ -50,7 +50,7 @@ def _where(shape: tuple[int, ...], slot: int) -> Slice:
     return Slice(slot * FIRST, shape, (shape[1], 1))
 
 
-def _check(copies: HostSummedCopies | DeviceSummedCopies, held: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def _check(copies: DeviceCopies, held: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """Two tensors become the expected ones, and their sums are those of what memory holds, also if nothing was written there."""
     before = [each.clone() for each in held]
     with _without_stores():
@@ -84,14 +84,14 @@ def check_copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     for sources in ([new.float() for new in expected], expected):
         held = [old.clone() for old, _ in pairs]
         copies = [
-            ViewCopy(one, source, where=_where(SHAPE, slot), slot=slot)
+            ViewCopy(held=one, source=source, where=_where(SHAPE, slot), counted=one.dtype, slot=slot)
             for slot, (one, source) in enumerate(zip(held, sources, strict=True))
         ]
-        _check(DeviceSummedCopies(copies, num_sums=2, device=CPU, counts_destinations=True), held, expected)
-    views = [ViewChecksum(new, _where(SHAPE, slot), torch.bfloat16) for slot, new in enumerate(expected)]
-    assert DeviceChecksums(views, device=CPU).read() == [
-        checksum(new, _where(SHAPE, slot)) for slot, new in enumerate(expected)
-    ]
+        _check(DeviceCopies(copies, num_sums=2, device=CPU), held, expected)
+    views = [ViewCopy(held=new, where=_where(SHAPE, slot), slot=slot) for slot, new in enumerate(expected)]
+    summed = DeviceCopies(views, num_sums=2, device=CPU)
+    summed.start()
+    assert summed.sums().tolist() == [checksum(new, _where(SHAPE, slot)) for slot, new in enumerate(expected)]
 
 
 def check_merge() -> None:

@@ -11,15 +11,7 @@ import torch
 
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.v1 import weights_pb2
-from tasuki.weights.copies import (
-    DeviceChecksums,
-    DeviceCopies,
-    DeviceSummedCopies,
-    HostChecksums,
-    ViewChecksum,
-    ViewCopy,
-    compile_copies,
-)
+from tasuki.weights.copies import DeviceCopies, HostCopies, ViewCopy, compile_copies
 from tasuki.weights.export import WeightExport
 from tasuki.weights.imported_weights import import_weights
 from tasuki.weights.plan import Slice, whole
@@ -66,11 +58,12 @@ def test_random_copies_equal_copy_bit_for_bit(source_dtype: torch.dtype, destina
         if rng.random() < 0.2:
             order = rng.sample(range(len(shape)), len(shape))
             source, destination = source.permute(order), destination.permute(order)
+            shape = tuple(destination.shape)
         after = held.clone()
         after.as_strided(destination.shape, destination.stride(), destination.storage_offset()).copy_(source)
-        copies.append(ViewCopy(destination, source, rng.randrange(3)))
+        copies.append(ViewCopy(held=destination, source=source, where=whole(shape), owner=rng.randrange(3)))
         expected.append((held, after))
-    DeviceCopies(copies, device=DEVICE).start()
+    DeviceCopies(copies, num_sums=1, device=DEVICE).start()
     assert all(same_bits(held, after) for held, after in expected)
 
 
@@ -79,15 +72,28 @@ def test_random_copies_equal_copy_bit_for_bit(source_dtype: torch.dtype, destina
 def test_checksums_on_the_device_equal_those_of_the_host(held_dtype: torch.dtype, counted: torch.dtype) -> None:
     torch.manual_seed(0)
     held = torch.randn((700, 520), device=DEVICE).to(held_dtype)
-    views = [
-        ViewChecksum(held, whole((700, 520), offset=12345), counted),
-        ViewChecksum(held[8:640, 16:520], Slice(640, (632, 504), (1024, 1)), counted),
-        ViewChecksum(held[1:80, 3:200], Slice(7, (79, 197), (1, 400)), counted),
-        ViewChecksum(torch.full((3,), -1.0, dtype=held_dtype, device=DEVICE), whole((3,), offset=2**40), counted),
+    slices = [
+        (held, whole((700, 520), offset=12345)),
+        (held[8:640, 16:520], Slice(640, (632, 504), (1024, 1))),
+        (held[1:80, 3:200], Slice(7, (79, 197), (1, 400))),
+        (torch.full((3,), -1.0, dtype=held_dtype, device=DEVICE), whole((3,), offset=2**40)),
     ]
-    host = [ViewChecksum(view.values.cpu(), view.where, view.dtype) for view in views]
-    on_device = DeviceChecksums(views, device=DEVICE)
-    assert on_device.read() == on_device.read() == HostChecksums(host).read()
+    views = [ViewCopy(held=held, where=where, counted=counted, slot=slot) for slot, (held, where) in enumerate(slices)]
+    on_device = DeviceCopies(views, num_sums=4, device=DEVICE)
+    for _ in range(2):
+        on_device.start()
+        assert on_device.sums().tolist() == host_sums(views)
+
+
+def host_sums(copies: list[ViewCopy]) -> list[int]:
+    """Of what is held, counted as by these copies."""
+    held = [
+        ViewCopy(held=copy.held.cpu(), where=copy.where, counted=copy.dtypes.counted, slot=slot)
+        for slot, copy in enumerate(copies)
+    ]
+    on_host = HostCopies(held, num_sums=len(held))
+    on_host.start()
+    return on_host.sums().tolist()
 
 
 @pytest.mark.parametrize(("source_dtype", "destination_dtype"), [(dtype, dtype) for dtype in DTYPES] + [(DTYPES[0], DTYPES[2])])
@@ -103,20 +109,18 @@ def test_summed_copies_copy_and_give_the_checksums_of_their_slices(source_dtype:
     views = [sources.as_strided(at.shape, at.strides, at.offset) for at in slices]
     copies = [
         ViewCopy(
-            torch.full(at.shape, torch.nan, dtype=destination_dtype, device=DEVICE),
-            view,
+            held=torch.full(at.shape, torch.nan, dtype=destination_dtype, device=DEVICE),
+            source=view,
             where=replace(at, offset=520 * 7 + at.offset),
             slot=slot,
         )
         for slot, (at, view) in enumerate(zip(slices, views, strict=True))
     ]
-    fused = DeviceSummedCopies(copies, num_sums=4, device=DEVICE)
-    wheres = [replace(at, offset=520 * 7 + at.offset) for at in slices]
+    fused = DeviceCopies(copies, num_sums=4, device=DEVICE)
     for _ in range(2):
         fused.start()
-        expected = [ViewChecksum(view.cpu(), where, source_dtype) for view, where in zip(views, wheres, strict=True)]
-        assert fused.sums().tolist() == HostChecksums(expected).read()
-        assert all(same_bits(copy.destination, copy.source.to(destination_dtype)) for copy in copies)
+        assert fused.sums().tolist() == host_sums(copies)
+        assert all(same_bits(copy.held, copy.source.to(destination_dtype)) for copy in copies)
         sources.neg_()
 
 
@@ -131,11 +135,14 @@ def test_what_is_compiled_ahead_is_what_a_sync_launches(dtype: torch.dtype) -> N
     compile_copies(dtype, device=DEVICE)
     compiled = [num_compiled(kernel) for kernel in (copy_and_sum_tiles, sum_tiles)]
     assert all(compiled)
-    source, destination = torch.randn(2, 700, 520, device=DEVICE).to(dtype)
+    source, held = torch.randn(2, 700, 520, device=DEVICE).to(dtype)
     at = whole(source.shape)
-    copies = DeviceSummedCopies([ViewCopy(destination, source, where=at)], num_sums=1, device=DEVICE)
-    copies.start()
-    assert copies.sums().tolist() == DeviceChecksums([ViewChecksum(destination, at, dtype)], device=DEVICE).read()
+    sums = []
+    for copy in (ViewCopy(held=held, source=source, where=at), ViewCopy(held=held, where=at)):
+        copies = DeviceCopies([copy], num_sums=1, device=DEVICE)
+        copies.start()
+        sums.append(copies.sums().tolist())
+    assert sums[0] == sums[1]
     assert [num_compiled(kernel) for kernel in (copy_and_sum_tiles, sum_tiles)] == compiled
 
 

@@ -94,15 +94,14 @@ class BreakingCopies:
 
 
 def break_copies(breaking: Breaking | None) -> None:
-    """Makes all later host copies of a sync fail, by replacing whichever of the two preparing functions the receiver has."""
-    for name in ("prepare_copies", "prepare_summed_copies"):
-        if hasattr(receive, name):
-            setattr(receive, name, partial(_prepared, getattr(receive, name), breaking))
+    """Makes all later host copies of a sync fail."""
+    receive.prepare_copies = partial(_prepared, receive.prepare_copies, breaking)
 
 
 def _prepared(prepare: Callable[..., Any], breaking: Breaking | None, copies: Sequence[ViewCopy], **settings: Any) -> Any:
-    BreakingCopies.longest = max(BreakingCopies.longest, len(copies))
-    if breaking is None or not copies:
+    num_copies = sum(copy.source is not None for copy in copies)
+    BreakingCopies.longest = max(BreakingCopies.longest, num_copies)
+    if breaking is None or not num_copies:
         return prepare(copies, **settings)
     return BreakingCopies(prepare(copies[: breaking.after], **settings), breaking)
 

@@ -13,7 +13,7 @@ from tasuki.rollout import receive as receiving
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.rollout import RankCalls
 from tasuki.rollout.sync import WeightSync
-from tasuki.weights.copies import HostCopies, HostSummedCopies, ViewCopy
+from tasuki.weights.copies import HostCopies, ViewCopy
 from tasuki.weights.imported_weights import import_weights
 from tasuki.wire.errors import VersionOrder, WeightsCorrupt
 from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, receive, trainer
@@ -114,11 +114,12 @@ async def test_a_publication_after_the_copy_is_noticed_by_the_front(trainer: Tra
 
 
 def test_a_plan_that_was_lowered_wrongly_is_noticed_at_its_first_sync(trainer: Trainer, monkeypatch: pytest.MonkeyPatch):
-    def lowered_wrongly(copies: Sequence[ViewCopy], *, num_sums: int, **_: Any) -> HostSummedCopies:
-        astray = replace(copies[0], destination=torch.empty_like(copies[0].destination))
-        return HostSummedCopies([astray, *copies[1:]], num_sums=num_sums)
+    def lowered_wrongly(copies: Sequence[ViewCopy], *, num_sums: int, **settings: Any) -> HostCopies:
+        if "first_owner" in settings:  # not what reads back
+            copies = [replace(copies[0], held=torch.empty_like(copies[0].held)), *copies[1:]]
+        return HostCopies(copies, num_sums=num_sums)
 
-    monkeypatch.setattr(receiving, "prepare_summed_copies", lowered_wrongly)
+    monkeypatch.setattr(receiving, "prepare_copies", lowered_wrongly)
     with pytest.raises(WeightsCorrupt, match=r"1 of 6 tensors.*plain: checksum differs \(engine rank 0\)"):
         receive(WeightReceiver(AwkwardModel()), trainer.publish(0))
 
@@ -128,7 +129,7 @@ def test_rows_that_must_be_constant_and_are_not_are_noticed_at_every_sync(traine
     model = AwkwardModel()
     receiver = WeightReceiver(model)
     receive(receiver, trainer.publish(0))
-    receiver._prepared._fills = HostCopies([])
+    receiver._recorded.fills = HostCopies([], num_sums=0)
     receive(receiver, trainer.publish(1))
     model.plain.data[7, 3] = 2**-133  # the smallest positive bfloat16
     with pytest.raises(WeightsCorrupt, match=r"plain: rows that must be 0.0 are not") as caught:

@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from tasuki.weights.checksum import MODULUS, checksum
-from tasuki.weights.copies import (
-    HostChecksums,
-    HostSummedCopies,
-    ViewChecksum,
-    ViewCopy,
-    checksum_tables,
-    copy_tables,
-    summed_copy_tables,
-)
+from tasuki.weights.copies import HostCopies, ViewCopy, copy_tables
 from tasuki.weights.manifest import Entry
 from tasuki.weights.plan import Piece, Slice, whole
 from tasuki.weights.split import split_by_entries
@@ -42,16 +34,16 @@ def elements(table: Table) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return tiles
 
 
-def run(copies: list[ViewCopy], *, sources: torch.Tensor, destinations: torch.Tensor) -> list[int]:
-    """Executes the copies, all within these two tensors. Returns the width of every table's units."""
+def run(held: torch.Tensor, source: torch.Tensor, *, sources: torch.Tensor, destinations: torch.Tensor) -> list[int]:
+    """Executes a copy, within these two tensors. Returns the width of every table's units."""
     written = torch.zeros(destinations.numel(), dtype=torch.int32)
-    tables = copy_tables(copies, device=CPU, first_owner=0)
+    tables = copy_tables([ViewCopy(held=held, source=source, where=whole(held.shape))], device=CPU, first_owner=0)
     for _, table in tables:
-        for starts, source, destination, _ in elements(table):
-            source = source + (int(starts[0]) - sources.data_ptr()) // sources.element_size()
-            destination = destination + (int(starts[1]) - destinations.data_ptr()) // destinations.element_size()
-            destinations.view(-1)[destination] = sources.view(-1)[source].to(destinations.dtype)
-            written[destination] += 1
+        for starts, places, targets, _ in elements(table):
+            places = places + (int(starts[0]) - sources.data_ptr()) // sources.element_size()
+            targets = targets + (int(starts[1]) - destinations.data_ptr()) // destinations.element_size()
+            destinations.view(-1)[targets] = sources.view(-1)[places].to(destinations.dtype)
+            written[targets] += 1
     assert int(written.max()) <= 1, "an element is written once"
     return [table.vector for _, table in tables]
 
@@ -78,30 +70,33 @@ def test_the_tables_of_random_copies_do_what_copy_does() -> None:
             source, destination = source.permute(order), destination.permute(order)
         expected = destinations.clone()
         expected.as_strided(destination.shape, destination.stride(), destination.storage_offset()).copy_(source)
-        run([ViewCopy(destination, source)], sources=sources, destinations=destinations)
+        run(destination, source, sources=sources, destinations=destinations)
         assert torch.equal(destinations, expected)
 
 
 def test_a_transposed_copy_and_an_expanded_constant_go_element_by_element() -> None:
     sources, destinations = torch.randn(64, 64), torch.zeros(64, 64)
-    assert run([ViewCopy(destinations, sources.t())], sources=sources, destinations=destinations) == [1]
+    assert run(destinations, sources.t(), sources=sources, destinations=destinations) == [1]
     assert torch.equal(destinations, sources.t())
     constant = torch.tensor(3.0)
-    assert run([ViewCopy(destinations[60:], constant.expand(4, 64))], sources=constant, destinations=destinations) == [1]
+    assert run(destinations[60:], constant.expand(4, 64), sources=constant, destinations=destinations) == [1]
     assert bool((destinations[60:] == 3).all()) and torch.equal(destinations[:60], sources.t()[:60])
 
 
 def test_equal_copies_at_other_alignments_are_lowered_otherwise() -> None:
     sources, destinations = torch.arange(200, dtype=torch.float32), torch.zeros(200)
-    for first, width in ((0, 4), (4, 4), (1, 1), (2, 1), (8, 4)):
-        copies = [ViewCopy(destinations[first : first + 32], sources[first : first + 32])]
-        assert run(copies, sources=sources, destinations=destinations) == [width]
-        assert torch.equal(destinations[first : first + 32], sources[first : first + 32])
+    for first, width in ((0, 8), (4, 8), (1, 1), (2, 1), (8, 8)):
+        held, source = destinations[first : first + 32], sources[first : first + 32]
+        assert run(held, source, sources=sources, destinations=destinations) == [width]
+        assert torch.equal(held, source)
 
 
 def test_tiles_of_all_owners_alternate_and_end_together() -> None:
-    sources = [torch.zeros(num_tiles * TILE_UNITS * 4) for num_tiles in (8, 4, 4)]
-    copies = [ViewCopy(torch.empty_like(source), source, owner) for owner, source in enumerate(sources)]
+    sources = [torch.zeros(num_tiles * TILE_UNITS * 8, dtype=torch.bfloat16) for num_tiles in (8, 4, 4)]
+    copies = [
+        ViewCopy(held=torch.empty_like(source), source=source, where=whole(source.shape), owner=owner)
+        for owner, source in enumerate(sources)
+    ]
     orders = []
     for first_owner in (1, 2):
         [(_, table)] = copy_tables(copies, device=CPU, first_owner=first_owner)
@@ -117,23 +112,29 @@ def test_the_tables_of_checksums_add_up_to_the_checksum() -> None:
     generator = torch.Generator().manual_seed(0)
     held = torch.randn((48, 96), generator=generator).bfloat16()
     views = [
-        ViewChecksum(held, whole((48, 96), offset=5), torch.bfloat16),
-        ViewChecksum(held[8:24, 16:80], Slice(640, (16, 64), (128, 1)), torch.bfloat16),
-        ViewChecksum(held[1:8, 3:20], Slice(7, (7, 17), (1, 40)), torch.bfloat16),
+        ViewCopy(held=held, where=whole((48, 96), offset=5)),
+        ViewCopy(held=held[8:24, 16:80], where=Slice(640, (16, 64), (128, 1)), slot=1),
+        ViewCopy(held=held[1:8, 3:20], where=Slice(7, (7, 17), (1, 40)), slot=2),
     ]
     sums = [0] * len(views)
-    for _, table in checksum_tables(views, device=CPU):
+    for _, table in copy_tables(views, device=CPU, first_owner=0):
         for starts, places, indices, slot in elements(table):
             places = places + (int(starts[0]) - held.data_ptr()) // 2
             for value, index in zip(held.view(-1)[places], (indices + int(starts[1])).tolist(), strict=True):
                 sums[slot] = (sums[slot] + checksum(value.view(1), Slice(index, (1,), (1,)))) % MODULUS
-    assert sums == HostChecksums(views).read()
+    assert sums == host_sums(views)
+
+
+def host_sums(copies: list[ViewCopy], *, num_sums: int = 3) -> list[int]:
+    on_host = HostCopies(copies, num_sums=num_sums)
+    on_host.start()
+    return on_host.sums().tolist()
 
 
 def summed(copies: list[ViewCopy], *, sources: torch.Tensor, num_sums: int) -> list[int]:
     """Sums as the copying kernel computes them; without strides for indices, an element's index is its place in the source."""
     sums = [0] * num_sums
-    for _, table in summed_copy_tables(copies, device=CPU, first_owner=0):
+    for _, table in copy_tables(copies, device=CPU, first_owner=0):
         for word, (starts, places, _, slot) in zip(table.tiles.tolist(), elements(table), strict=True):
             first = int(starts[0] - sources.data_ptr()) // sources.element_size()
             block = table.blocks[word >> 32]
@@ -165,18 +166,20 @@ def test_the_tables_of_summed_copies_add_up_to_the_checksums_of_the_slices() -> 
     ]
     views = [sources.as_strided(at.shape, at.strides, at.offset) for at in slices]
     copies = [
-        ViewCopy(torch.zeros(at.shape, dtype=torch.float32), view, where=replace(at, offset=first + at.offset), slot=slot % 3)
+        ViewCopy(
+            held=torch.zeros(at.shape, dtype=torch.float32),
+            source=view,
+            where=replace(at, offset=first + at.offset),
+            slot=slot % 3,
+        )
         for slot, (at, view) in enumerate(zip(slices, views, strict=True))
     ]
     expected = [0, 0, 0]
     for copy in copies:
         expected[copy.slot] = (expected[copy.slot] + checksum(copy.source, copy.where)) % MODULUS
     assert summed(copies, sources=sources, num_sums=3) == expected
-    on_host = HostSummedCopies(copies, num_sums=3)
-    for _ in range(2):
-        on_host.start()
-        assert on_host.sums().tolist() == expected
-    assert all(torch.equal(copy.destination, view.float()) for copy, view in zip(copies, views, strict=True))
+    assert host_sums(copies) == expected
+    assert all(torch.equal(copy.held, view.float()) for copy, view in zip(copies, views, strict=True))
     copies[1].source.view(torch.int16)[0, 0, 0] ^= 1
     assert summed(copies, sources=sources, num_sums=3) != expected
 
@@ -197,7 +200,8 @@ def copies_from(arena: torch.Tensor, tensor: torch.Tensor, views: list[torch.Ten
             piece = Piece("t", Slice(view.storage_offset(), tuple(view.shape), view.stride()), "p", whole(view.shape))
             for copy in split_by_entries(piece, [entry]):
                 source = held.as_strided(copy.source.shape, copy.source.strides, start + copy.source.offset)
-                copies.append(ViewCopy(strided(target, copy.destination), source, owner, where=copy.where, slot=slot))
+                held_part = strided(target, copy.destination)
+                copies.append(ViewCopy(held=held_part, source=source, owner=owner, where=copy.where, slot=slot))
         start += -(-box.numel // 128) * 128
     return copies
 
@@ -211,8 +215,6 @@ def test_what_is_read_from_any_slices_sums_to_the_checksums_of_the_whole(cut: Cu
     wheres = [Slice(view.storage_offset(), tuple(view.shape), view.stride()) for view in views]
     expected = [checksum(view, where) for view, where in zip(views, wheres, strict=True)]
     assert summed(copies, sources=arena, num_sums=3) == expected
-    on_host = HostSummedCopies(copies, num_sums=3)
-    on_host.start()
-    assert on_host.sums().tolist() == expected
+    assert host_sums(copies) == expected
     copies[0].source.view(torch.int16)[0, 0] ^= 1
     assert summed(copies, sources=arena, num_sums=3) != expected

@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from tasuki.weights.checksum import checksum
-from tasuki.weights.copies import ViewChecksum, ViewCopy, prepare_checksums, prepare_summed_copies
+from tasuki.weights.copies import HostCopies, ViewCopy
 from tasuki.weights.plan import Slice, whole
 from tests.extent import examples
 
-CPU = torch.device("cpu")
 DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64]
 
 
@@ -33,6 +32,13 @@ def place(view: torch.Tensor) -> Slice:
     return Slice(view.storage_offset(), tuple(view.shape), view.stride())
 
 
+def sums(*copies: ViewCopy, num_sums: int = 1) -> list[int]:
+    prepared = HostCopies(copies, num_sums=num_sums)
+    for _ in range(2):  # a start begins at zero
+        prepared.start()
+    return prepared.sums().tolist()
+
+
 @settings(max_examples=examples(150), deadline=None)
 @given(
     shape=some.lists(some.integers(0, 12), min_size=1, max_size=4).map(tuple),
@@ -52,36 +58,30 @@ def test_any_view_is_copied_and_summed_as_by_torch(shape: tuple[int, ...], dtype
         .contiguous()
         .permute(*range(view.dim() - 1, -1, -1))
     )
-    copies = prepare_summed_copies([ViewCopy(destination, view, where=place(view), slot=1)], num_sums=2, device=CPU)
-    copies.start()
+    found = sums(ViewCopy(held=destination, source=view, where=place(view), slot=1), num_sums=2)
     assert bits(destination) == bits(view)
-    assert copies.sums().tolist() == [0, checksum(view, place(view))]
-    (held,) = prepare_checksums([ViewChecksum(view, place(view), dtype)], device=CPU).read()
-    assert held == checksum(view, place(view))
+    assert found == [0, checksum(view, place(view))]
+    assert sums(ViewCopy(held=view, where=place(view))) == found[1:]
 
 
-def test_sums_of_one_slot_add_up_and_a_start_begins_at_zero() -> None:
+def test_sums_of_one_slot_add_up() -> None:
     tensor = random_tensor((1000, 37), torch.bfloat16, seed=1)
     held = torch.empty_like(tensor)
     halves = [(held[:500], tensor[:500]), (held[500:], tensor[500:])]
-    copies = prepare_summed_copies([ViewCopy(*half, where=place(half[1])) for half in halves], num_sums=1, device=CPU)
-    for _ in range(2):
-        copies.start()
-        assert copies.sums().tolist() == [checksum(tensor, whole(tensor.shape))]
+    copies = [ViewCopy(held=held, source=source, where=place(source)) for held, source in halves]
+    assert sums(*copies) == [checksum(tensor, whole(tensor.shape))]
 
 
 def test_a_large_tensor_is_summed_in_parts_by_several_threads() -> None:
     tensor = random_tensor((3, 1_500_001), torch.float32, seed=2)
-    (held,) = prepare_checksums([ViewChecksum(tensor, whole(tensor.shape), torch.float32)], device=CPU).read()
-    assert held == checksum(tensor, whole(tensor.shape))
+    assert sums(ViewCopy(held=tensor, where=whole(tensor.shape))) == [checksum(tensor, whole(tensor.shape))]
 
 
 @pytest.mark.parametrize("counted", [torch.bfloat16, torch.float32])
-def test_what_counts_in_another_dtype_is_cast_first(counted: torch.dtype) -> None:
-    source = torch.randn(40, 9).bfloat16()
-    held = torch.empty(40, 9)
-    copies = prepare_summed_copies([ViewCopy(held, source, where=whole(held.shape))], num_sums=1, device=CPU)
-    copies.start()
-    assert torch.equal(held, source.float()) and copies.sums().tolist() == [checksum(source, whole(source.shape))]
-    (summed,) = prepare_checksums([ViewChecksum(held, whole(held.shape), counted)], device=CPU).read()
-    assert summed == checksum(held, whole(held.shape), dtype=counted)
+@pytest.mark.parametrize("source_dtype", [torch.bfloat16, torch.float32, None])
+def test_what_counts_in_another_dtype_is_cast_first(counted: torch.dtype, source_dtype: torch.dtype | None) -> None:
+    values = torch.randn(40, 9).bfloat16()
+    source, where = None if source_dtype is None else values.to(source_dtype), whole(values.shape)
+    held = torch.empty(40, 9) if source_dtype is not None else values.float()
+    assert sums(ViewCopy(held=held, source=source, where=where, counted=counted)) == [checksum(values.to(counted), where)]
+    assert torch.equal(held, values.float())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.weights.copies import DeviceSummedCopies
+from tasuki.weights.copies import DeviceCopies
 
 
 class Floors:
@@ -16,7 +16,7 @@ class Floors:
     def __init__(self, receiver: WeightReceiver, device: torch.device) -> None:
         prepared: Any = receiver._prepared
         imported: Any = receiver._imported
-        assert isinstance(prepared._copies, DeviceSummedCopies)
+        assert isinstance(prepared._copies, DeviceCopies)
         self._copies = prepared._copies._copies
         self._arenas = {arena.manifest.rank: arena for arena in imported._arenas}
         self._first_owner = imported.first_owner(device)

@@ -6,7 +6,7 @@ What depends on the engine and the published layout, but on no trainer, is recor
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,14 +15,7 @@ from tasuki.rollout.record import EngineModel, Layout, Parameters, complete_plan
 from tasuki.rpc.failpoints import NO_FAILPOINTS, RECEIVED, Failpoints
 from tasuki.v1 import weights_pb2
 from tasuki.weights.checksum import checksum
-from tasuki.weights.copies import (
-    ViewChecksum,
-    ViewCopy,
-    compile_copies,
-    prepare_checksums,
-    prepare_copies,
-    prepare_summed_copies,
-)
+from tasuki.weights.copies import ViewCopy, compile_copies, prepare_copies
 from tasuki.weights.imported_weights import ImportedWeights, import_weights
 from tasuki.weights.plan import Constant, CopyPlan, Slice, whole
 from tasuki.weights.split import split_by_entries
@@ -92,18 +85,28 @@ class RecordedPlan:
         self.recording = record(model, layout)
         parameters, device = self.parameters, self.parameters.device
         views = [
-            ViewChecksum(parameters.view(piece.parameter, piece.destination), piece.source, layout[piece.name][1])
-            for piece in self.recording.pieces
+            ViewCopy(
+                held=parameters.view(piece.parameter, piece.destination),
+                where=piece.source,
+                counted=layout[piece.name][1],
+                slot=slot,
+            )
+            for slot, piece in enumerate(self.recording.pieces)
         ]
-        self.checksums = prepare_checksums(views, device=device)
+        self.checksums = prepare_copies(views, num_sums=len(views), device=device)
         constants = [
             (parameters.view(constant.parameter, constant.destination), _expanded(constant, parameters))
             for constant in self.recording.constants
         ]
-        self.fills = prepare_copies([ViewCopy(filled, value) for filled, value in constants], device=device)
-        filled = [ViewChecksum(filled, whole(filled.shape), filled.dtype) for filled, _ in constants]
-        self.fill_checksums = prepare_checksums(filled, device=device)
-        self.fill_sums = [checksum(value, whole(value.shape)) for _, value in constants]
+        filled = [
+            ViewCopy(held=held, source=value, where=whole(held.shape), slot=slot)
+            for slot, (held, value) in enumerate(constants)
+        ]
+        self.fills = prepare_copies(filled, num_sums=len(filled), device=device)
+        self.fill_checksums = prepare_copies(
+            [replace(each, source=None) for each in filled], num_sums=len(filled), device=device
+        )
+        self.fill_sums = np.array([checksum(value, whole(value.shape)) for _, value in constants], dtype=np.uint64)
 
     def applies_to(self, layout: Layout) -> bool:
         """Whether tensors of `layout` become the parameters in this way: both are as they were recorded."""
@@ -217,7 +220,7 @@ class WeightReceiver:
         with self._timed("copy"):
             prepared.start()
             # Checked while the copies run; they write to memory that the plan keeps alive, wherever the parameters are.
-            is_current = prepared.fingerprint.is_current()
+            is_current = prepared.recorded.fingerprint.is_current()
             prepared.finish(self.model)
         if is_current:
             return prepared
@@ -225,7 +228,7 @@ class WeightReceiver:
         return None
 
     def _prepare(self, imported: ImportedWeights) -> "_PreparedPlan":
-        if self._prepared is None or not self._prepared.fingerprint.is_memory_held():
+        if self._prepared is None or not self._prepared.recorded.fingerprint.is_memory_held():
             _refuse_packed(self.model)
             recorded, layout = self._recorded, imported.layout()
             if recorded is None or not recorded.applies_to(layout):
@@ -245,35 +248,34 @@ class _PreparedPlan:
     """A plan with its views created, so that replaying it is only copies and checksums."""
 
     def __init__(self, plan: CopyPlan, recorded: RecordedPlan, imported: ImportedWeights) -> None:
-        self.plan, self.fingerprint, self._imported = plan, recorded.fingerprint, imported
+        self.plan, self.recorded, self._imported = plan, recorded, imported
         parameters = recorded.parameters
         self._device = device = parameters.device
         copies = [
             ViewCopy(
-                parameters.view(piece.parameter, copy.destination),
-                _strided(imported.tensor(copy.entry), copy.source),
-                imported.owner(copy.entry),
+                held=parameters.view(piece.parameter, copy.destination),
+                source=_strided(imported.tensor(copy.entry), copy.source),
                 where=copy.where,
                 slot=slot,
+                owner=imported.owner(copy.entry),
             )
             for slot, piece in enumerate(plan.pieces)
             for copy in split_by_entries(piece, imported.entries[piece.name])
         ]
         fallback_bytes = sum(entry.num_bytes for name in plan.fallback_names for entry in imported.entries[name])
-        self.copied_bytes = fallback_bytes + sum(copy.source.numel() * copy.source.element_size() for copy in copies)
+        self.copied_bytes = fallback_bytes + sum(copy.source.nbytes for copy in copies if copy.source is not None)
         first_owner = imported.first_owner(device)
-        self._copies = prepare_summed_copies(copies, num_sums=len(plan.pieces), device=device, first_owner=first_owner)
+        self._copies = prepare_copies(copies, num_sums=len(plan.pieces), device=device, first_owner=first_owner)
         layout = imported.layout()
         held = [(piece.name, piece.source) for piece in plan.pieces]
         self.held = (*held, *((name, whole(layout[name][0])) for name in plan.fallback_names))
-        self._checksums, self._is_proven = recorded.checksums, False
-        self._fills, self._fill_checksums, self._fill_sums = recorded.fills, recorded.fill_checksums, recorded.fill_sums
+        self._is_proven = False
 
     @torch.no_grad()
     def start(self) -> None:
         """Starts to write all parameters except those written by the engine's own loader."""
         self._copies.start()
-        self._fills.start()
+        self.recorded.fills.start()
 
     @torch.no_grad()
     def finish(self, model: EngineModel) -> None:
@@ -290,15 +292,19 @@ class _PreparedPlan:
         read_back: of the parameters' current memory. A plan's first sync always does this, since the copies' own checksums cannot reveal
         wrong addresses in the plan. Raises WeightsCorrupt naming a parameter whose constant rows differ.
         """
-        is_read_back = read_back or not self._is_proven
-        sums = np.array(self._checksums.read(), dtype=np.uint64) if is_read_back else self._copies.sums()
+        copies = self._copies
+        if read_back or not self._is_proven:
+            copies = self.recorded.checksums
+            copies.start()
         self._is_proven = True
-        fills = self._fill_checksums.read() if self.plan.constants else []
-        for constant, expected, held in zip(self.plan.constants, self._fill_sums, fills, strict=True):
-            if held != expected:
+        if self.plan.constants:
+            self.recorded.fill_checksums.start()
+            for index in (self.recorded.fill_checksums.sums() != self.recorded.fill_sums).nonzero()[0].tolist():
+                constant = self.plan.constants[index]
                 raise WeightsCorrupt(
                     f"{constant.parameter}: rows that must be {constant.value} are not", tensors=constant.parameter
                 )
+        sums = copies.sums()
         gathered = [checksum(self._imported.gathered(name), source) for name, source in self.held[len(sums) :]]
         return np.concatenate([sums, np.array(gathered, dtype=np.uint64)])
 

@@ -12,15 +12,7 @@ import torch
 from tasuki.memory.arena import Arena
 from tasuki.v1 import weights_pb2
 from tasuki.weights.chunk_memory import ChunkMemory, IpcAllocation
-from tasuki.weights.copies import (
-    DeviceSummedCopies,
-    HostSummedCopies,
-    ViewChecksum,
-    ViewCopy,
-    prepare_checksums,
-    prepare_copies,
-    prepare_summed_copies,
-)
+from tasuki.weights.copies import ViewCopy, prepare_copies
 from tasuki.weights.fd_socket import FdServer
 from tasuki.weights.manifest import Entry, Manifest, check, digest_of, header_bytes, lay_out, to_proto
 from tasuki.weights.plan import Slice
@@ -222,31 +214,27 @@ class _Prepared:
         self, arena: WeightArena, sources: Sequence[torch.Tensor], *, names: frozenset[str], device: torch.device
     ) -> None:
         self.names = names
-        self._names = [entry.name for entry in arena.manifest.entries]
-        self._held = [Place(held, indices_of(entry)) for entry, held in zip(arena.manifest.entries, arena.tensors, strict=True)]
-        changed = [
-            ViewCopy(held, source, where=where, slot=slot)
-            for slot, ((held, where), source) in enumerate(zip(self._held, sources, strict=True))
-            if held.data_ptr() != source.data_ptr()
+        places = map(Place, arena.tensors, map(indices_of, arena.manifest.entries))
+        self._places = {entry.name: place for entry, place in zip(arena.manifest.entries, places, strict=True)}
+        copies = [
+            # Tensors in place are only summed.
+            ViewCopy(
+                held=held,
+                source=None if held.data_ptr() == source.data_ptr() else source,
+                where=where,
+                counted=held.dtype,
+                slot=slot,
+            )
+            for slot, ((name, (held, where)), source) in enumerate(zip(self._places.items(), sources, strict=True))
+            if name not in names
         ]
-        copies = [copy for copy in changed if self._names[copy.slot] not in names]
-        casts = any(copy.source.dtype != copy.destination.dtype for copy in copies)
-        # Tensors in place are only summed; a CPU sums what it casts faster in a second pass.
-        if len(changed) < len(self._held) or (casts and device.type == "cpu"):
-            self._copies = prepare_copies(copies, device=device)
-            views = [ViewChecksum(held, where, held.dtype) for held, where in self._held]
-            self._checksums = prepare_checksums(views, device=device)
-        else:
-            self._copies = prepare_summed_copies(copies, num_sums=len(self._held), device=device, counts_destinations=True)
-            self._checksums = None
+        self._copies = prepare_copies(copies, num_sums=len(sources), device=device)
 
     def fill(self, replaced: Replaced | None) -> Sequence[int]:
         """Copies everything that `replaced` does not write. Returns the sums."""
         self._copies.start()
-        places = {name: place for name, place in zip(self._names, self._held, strict=True) if name in self.names}
-        written = {} if replaced is None else replaced.fill(places)
-        if self._checksums is not None:
-            return self._checksums.read()
-        assert isinstance(self._copies, HostSummedCopies | DeviceSummedCopies)
+        written = (
+            {} if replaced is None else replaced.fill({name: self._places[name] for name in self._places if name in self.names})
+        )
         sums: list[int] = self._copies.sums().tolist()
-        return [written.get(name, each) for name, each in zip(self._names, sums, strict=True)]
+        return [written.get(name, each) for name, each in zip(self._places, sums, strict=True)]

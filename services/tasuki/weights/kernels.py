@@ -39,21 +39,6 @@ def _address(start, PLACE: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def copy_tiles(blocks, tiles, SOURCE: tl.constexpr, DESTINATION: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr):
-    """destination = source, with rounding to nearest if the types differ. First side: source; second: destination."""
-    word = tl.load(tiles + tl.program_id(0))
-    block = blocks + (word >> 32) * _BLOCK_WORDS
-    rows, cols, is_there = _units(block, word, UNITS)
-    within = tl.arange(0, VECTOR)[None, :]
-    sources = (rows * tl.load(block + 4) + cols * tl.load(block + 6))[:, None] * VECTOR + within
-    destinations = (rows * tl.load(block + 5) + cols * tl.load(block + 7))[:, None] * VECTOR + within
-    source = _address(tl.load(block), SOURCE, VECTOR)
-    destination = _address(tl.load(block + 1), DESTINATION, VECTOR)
-    values = tl.load(source + sources, mask=is_there[:, None])
-    tl.store(destination + destinations, values.to(DESTINATION), mask=is_there[:, None])
-
-
-@triton.jit
 def _keys(places):
     keys = (places + 1).to(tl.uint32) * _KEY_STEP
     keys = (keys ^ keys >> 15) * _KEY_MIX
@@ -94,8 +79,9 @@ def copy_and_sum_tiles(
     VECTOR: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Same as copy_tiles, but reads back what it wrote, bypassing the first cache, and adds it to sums[slot] like sum_tiles.
+    """destination = source, rounded to nearest if the types differ; reads it back, bypassing the first cache, and sums it like sum_tiles.
 
+    First side: source; second: destination.
     If nothing is cast, SOURCE is DESTINATION is BITS; else CAST is the type whose bit patterns are counted.
     WORDS: of a block. Without strides of their own, indices run like the source's elements from the block's index on.
     """

@@ -4,10 +4,12 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+
+from tasuki.weights.checksum import GROUP
 
 BLOCK_WORDS = 10
 """64-bit words of a block: start of both sides, units, columns, row stride of both, column stride of both, slot, index."""
@@ -33,18 +35,7 @@ class Side:
     alignment: int
 
     def shifted(self, dim: int, index: int) -> "Side":
-        return Side(self.start + index * self.strides[dim] * self.item_bytes, self.strides, self.item_bytes, self.alignment)
-
-    def without(self, dim: int) -> "Side":
-        return self.stepping(self.strides[:dim] + self.strides[dim + 1 :])
-
-    def starting(self, start: int) -> "Side":
-        """The same strides from another start."""
-        return Side(start, self.strides, self.item_bytes, self.alignment)
-
-    def stepping(self, strides: tuple[int, ...]) -> "Side":
-        """The same start with other strides."""
-        return Side(self.start, strides, self.item_bytes, self.alignment)
+        return replace(self, start=self.start + index * self.strides[dim] * self.item_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +60,7 @@ class Transfer:
     def part(self, shape: tuple[int, ...], sides: Iterable[Side]) -> "Transfer":
         """A part of this transfer, with another shape or other dimensions."""
         first, second, *indices = sides
-        return Transfer(shape, first, second, self.slot, self.lane, indices[0] if indices else None)
+        return replace(self, shape=shape, first=first, second=second, indices=indices[0] if indices else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +79,8 @@ def memory_side(tensor: torch.Tensor) -> Side:
     return Side(tensor.data_ptr(), tensor.stride(), tensor.element_size(), VECTOR_BYTES)
 
 
-def build_tables(transfers: Sequence[Transfer], *, vector: int, first_lane: int = 0) -> list[Table]:
-    """Builds a table per kind of access and size of block: vectors of `vector` elements where possible, else single elements.
+def build_tables(transfers: Sequence[Transfer], *, first_lane: int = 0) -> list[Table]:
+    """Builds a table per kind of access and size of block: vectors of GROUP elements where possible, else single elements.
 
     first_lane: lane of the first tile; ranks that read from the same owners pass different ones.
     """
@@ -97,22 +88,18 @@ def build_tables(transfers: Sequence[Transfer], *, vector: int, first_lane: int 
     for transfer in transfers:
         first, second = transfer.first.start, transfer.second.start
         places = first % transfer.first.alignment, second % transfer.second.alignment
-        for width, words in _lowered(_at(transfer, *places), vector):
+        # The same elements with other starts, for no slot and lane: equal for the same tensor of every layer.
+        sides = replace(transfer.first, start=places[0]), replace(transfer.second, start=places[1])
+        for width, words in _lowered(Transfer(transfer.shape, *sides, indices=transfer.indices)):
             moved = [words[0] + first - places[0], words[1] + second - places[1], *words[2:8], transfer.slot, *words[9:]]
             blocks[width, len(words)].append((moved, transfer.lane))
     return [_table(width, rows, first_lane) for (width, _), rows in sorted(blocks.items(), reverse=True)]
 
 
-def _at(transfer: Transfer, first: int, second: int) -> Transfer:
-    """The same elements with other starts, for no slot and lane. Equal for the same tensor of every layer."""
-    sides = transfer.first.starting(first), transfer.second.starting(second)
-    return Transfer(transfer.shape, *sides, indices=transfer.indices)
-
-
 @functools.lru_cache(maxsize=1 << 12)
-def _lowered(transfer: Transfer, vector: int) -> tuple[tuple[int, list[int]], ...]:
+def _lowered(transfer: Transfer) -> tuple[tuple[int, list[int]], ...]:
     """Width and words of each block."""
-    blocks = [(block, vector if _is_vectorizable(block, vector) else 1) for block in blocks_of([transfer])]
+    blocks = [(block, GROUP if _is_vectorizable(block) else 1) for block in blocks_of([transfer])]
     return tuple((width, _words(block, width)) for block, width in blocks)
 
 
@@ -134,7 +121,7 @@ def _collapsed(transfer: Transfer) -> Transfer:
             merged.append((size, *strides))
     return transfer.part(
         tuple(dim[0] for dim in merged),
-        [side.stepping(tuple(dim[1 + place] for dim in merged)) for place, side in enumerate(transfer.sides)],
+        [replace(side, strides=tuple(dim[1 + place] for dim in merged)) for place, side in enumerate(transfer.sides)],
     )
 
 
@@ -145,7 +132,8 @@ def _blocks(transfer: Transfer) -> Iterator[Transfer]:
         return
     if len(shape) > 2:
         for index in range(shape[0]):
-            yield from _blocks(transfer.part(shape[1:], [side.shifted(0, index).without(0) for side in sides]))
+            inner = [replace(side.shifted(0, index), strides=side.strides[1:]) for side in sides]
+            yield from _blocks(transfer.part(shape[1:], inner))
     elif math.prod(shape) > _MAX_BLOCK_ELEMENTS:
         dim = max(range(len(shape)), key=lambda dim: shape[dim])
         half = -(-shape[dim] // 2 // 64) * 64
@@ -154,17 +142,17 @@ def _blocks(transfer: Transfer) -> Iterator[Transfer]:
             yield from _blocks(transfer.part(part, [side.shifted(dim, start) for side in sides]))
     else:
         missing = 2 - len(shape)
-        padded = [side.stepping((*[0] * missing, *side.strides)) for side in sides]
+        padded = [replace(side, strides=(*[0] * missing, *side.strides)) for side in sides]
         yield transfer.part((*[1] * missing, *shape), padded)
 
 
-def _is_vectorizable(block: Transfer, vector: int) -> bool:
+def _is_vectorizable(block: Transfer) -> bool:
     rows, cols = block.shape
     return all(
         side.strides[1] == 1
-        and cols % vector == 0
+        and cols % GROUP == 0
         and side.start % side.alignment == 0
-        and (rows == 1 or (side.strides[0] % vector == 0 and side.strides[0] * side.item_bytes % side.alignment == 0))
+        and (rows == 1 or (side.strides[0] % GROUP == 0 and side.strides[0] * side.item_bytes % side.alignment == 0))
         for side in block.sides
     )
 

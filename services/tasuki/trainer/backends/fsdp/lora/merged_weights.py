@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tasuki.trainer.backends.fsdp.lora.adapters import Adapter, adapted_parameters, family_of, row_norms
 from tasuki.weights.checksum import MODULUS
-from tasuki.weights.copies import ViewChecksum, prepare_checksums
+from tasuki.weights.copies import ViewCopy, prepare_copies
 from tasuki.weights.export import Place
 from tasuki.weights.plan import whole
 from tasuki.weights.shards import checkpoint_shards
@@ -146,10 +146,12 @@ class MergedWeights:
 
 
 def _sums(places: Mapping[str, Place]) -> Mapping[str, int]:
-    views = [ViewChecksum(place.held, place.where, place.held.dtype) for place in places.values()]
+    views = [ViewCopy(held=place.held, where=place.where, slot=slot) for slot, place in enumerate(places.values())]
     if not views:
         return {}
-    return dict(zip(places, prepare_checksums(views, device=views[0].values.device).read(), strict=True))
+    summed = prepare_copies(views, num_sums=len(views), device=views[0].held.device)
+    summed.start()
+    return dict(zip(places, summed.sums().tolist(), strict=True))
 
 
 @torch.no_grad()
