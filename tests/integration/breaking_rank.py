@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from tasuki.rollout import receive
-from tasuki.rollout.rank_commands import EngineRank, command_tensors, rank_allocator, register_rank, run_command
+from tasuki.rollout.rank_commands import EngineRank, command_tensors, register_rank, run_command
+from tasuki.rollout.rank_memory import rank_allocator
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.weights.copies import ViewCopy
 from tasuki.wire.errors import InternalError

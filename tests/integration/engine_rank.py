@@ -190,8 +190,9 @@ def _run_rank(pipe: Connection, device: str) -> None:
         os.environ |= {"OMP_NUM_THREADS": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_without_a_test())}
         torch.cuda.set_device(device)
     from tasuki.memory.arena import set_host_budget
-    from tasuki.rollout.rank_commands import command_tensors, rank_allocator, run_command
-    from tasuki.rollout.sglang.latent import install_latent_attention
+    from tasuki.rollout.rank_commands import command_tensors, run_command
+    from tasuki.rollout.rank_memory import rank_allocator
+    from tasuki.rollout.sglang.models import install_latent_attention
 
     install_latent_attention(device=device)
     allocator = rank_allocator(device)
@@ -290,8 +291,8 @@ def _load(args: Any, loader: Any = None) -> Any:
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.model_loader import get_model_loader
 
-    from tasuki.rollout.sglang.cpu.gated_delta import install_delta_nets
-    from tasuki.rollout.sglang.text_only import install_text_only
+    from tasuki.rollout.sglang.cpu.kernels import install_delta_nets
+    from tasuki.rollout.sglang.models import leave_out_tower
 
     config = ModelConfig.from_server_args(args)
     architecture = str((config.hf_config.architectures or [""])[0])
@@ -301,7 +302,7 @@ def _load(args: Any, loader: Any = None) -> Any:
         if architecture == "Gemma3ForConditionalGeneration":
             from sglang.srt.models import gemma3_mm
 
-            install_text_only(architecture)
+            leave_out_tower(architecture)
             whole = gemma3_mm.Gemma3ForConditionalGeneration
 
             def load_text(self: Any, weights: Any, load: Any = whole.load_weights) -> Any:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.memory.arena import NativeAllocator
-from tasuki.rollout.rank_commands import RankMemory, rank_allocator
-from tasuki.rollout.saved_buffers import Span, without
+from tasuki.rollout.rank_memory import RankMemory, Span, rank_allocator, without
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.wire.stages import MemoryTag
 

@@ -7,8 +7,8 @@ import torch
 from sglang.srt.layers.utils.common import pad_or_narrow_weight
 from torch import nn
 
-from tasuki.rollout.record import record_plan
-from tasuki.weights.plan import Constant, Slice, whole
+from tasuki.rollout.record import EngineModel, PublishedTensors, complete_plan, record
+from tasuki.weights.plan import Constant, CopyPlan, Slice, whole
 
 
 class PaddingRank(nn.Module):
@@ -69,6 +69,10 @@ class Vocabulary:
 
     def gathered(self, name: str) -> torch.Tensor:
         raise AssertionError(f"{name} is no fallback")
+
+
+def record_plan(model: EngineModel, published: PublishedTensors) -> CopyPlan:
+    return complete_plan(record(model, published.layout()), model, published)
 
 
 def test_a_rank_that_holds_no_row_of_a_tensor_needs_no_fallback_for_it() -> None:

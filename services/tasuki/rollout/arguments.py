@@ -28,7 +28,7 @@ _PLAIN = (OSS, NEXT, "DeepseekV3ForCausalLM")
 ADAPTER_ID = "policy"
 """Adapter name in requests, if the engine serves an adapter."""
 LORA_BACKEND = "tasuki"
-"""Name of our kernels for it, see dense_lora.py."""
+"""Name of our kernels for it, see sglang/adapter.py."""
 
 
 def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tasuki.wire.errors import InvalidArgument
 
 NEXT = "Qwen3NextForCausalLM"
 UNROTATED = "SmolLM3ForCausalLM"
-"""Served as a Llama, see sglang/unrotated.py."""
+"""Served as a Llama, see sglang/models.py."""
 
 
 @dataclass(frozen=True, slots=True)

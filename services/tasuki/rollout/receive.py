@@ -82,7 +82,7 @@ class RecordedPlan:
     def __init__(self, model: EngineModel, layout: Layout) -> None:
         """Raises as `record`."""
         self.fingerprint, self.parameters = Fingerprint(model), Parameters(model)
-        self.recording = record(model, layout)
+        self.layout, self.plan = layout, record(model, layout)
         parameters, device = self.parameters, self.parameters.device
         views = [
             ViewCopy(
@@ -91,12 +91,12 @@ class RecordedPlan:
                 counted=layout[piece.name][1],
                 slot=slot,
             )
-            for slot, piece in enumerate(self.recording.pieces)
+            for slot, piece in enumerate(self.plan.pieces)
         ]
         self.checksums = prepare_copies(views, num_sums=len(views), device=device)
         constants = [
             (parameters.view(constant.parameter, constant.destination), _expanded(constant, parameters))
-            for constant in self.recording.constants
+            for constant in self.plan.constants
         ]
         filled = [
             ViewCopy(held=held, source=value, where=whole(held.shape), slot=slot)
@@ -110,7 +110,7 @@ class RecordedPlan:
 
     def applies_to(self, layout: Layout) -> bool:
         """Whether tensors of `layout` become the parameters in this way: both are as they were recorded."""
-        return self.recording.layout == layout and self.fingerprint.is_memory_held() and self.fingerprint.is_current()
+        return self.layout == layout and self.fingerprint.is_memory_held() and self.fingerprint.is_current()
 
 
 def _expanded(constant: Constant, parameters: Parameters) -> torch.Tensor:
@@ -234,7 +234,7 @@ class WeightReceiver:
             if recorded is None or not recorded.applies_to(layout):
                 self._recorded = None
                 recorded = self._recorded = RecordedPlan(self.model, layout)
-            self._prepared = _PreparedPlan(complete_plan(recorded.recording, self.model, imported), recorded, imported)
+            self._prepared = _PreparedPlan(complete_plan(recorded.plan, self.model, imported), recorded, imported)
         return self._prepared
 
     @contextmanager

@@ -7,7 +7,7 @@ tensor a fallback, which each sync gathers and passes to the real `load_weights`
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -42,25 +42,10 @@ class PublishedTensors(Protocol):
     def gathered(self, name: str) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """Everything a loader does with tensors of a layout. `fallback_names` are those whose values it needs."""
-
-    layout: Layout
-    pieces: tuple[Piece, ...]
-    constants: tuple[Constant, ...]
-    fallback_names: tuple[str, ...]
-
-
-def record_plan(model: EngineModel, published: PublishedTensors) -> CopyPlan:
-    """Records the plan by which `published` becomes the model's parameters. Raises as `record` and `complete_plan` do."""
-    return complete_plan(record(model, published.layout()), model, published)
-
-
-def record(model: EngineModel, layout: Layout) -> Recording:
+def record(model: EngineModel, layout: Layout) -> CopyPlan:
     """Records what the model's loader does with tensors of `layout`, in the order of their names. Needs no values and touches no weights.
 
-    Raises UnsupportedModel if the loader does what a plan cannot express.
+    Of `fallback_names` the plan has no writes yet: `complete_plan`. Raises UnsupportedModel if the loader does what a plan cannot express.
     """
     parameters = Parameters(model)
     layout = dict(sorted(layout.items()))
@@ -73,25 +58,17 @@ def record(model: EngineModel, layout: Layout) -> Recording:
         fallback |= recorder.fallback
     names = tuple(name for name in layout if name in fallback)
     # A loader that copies an embedding also to the LM head that it is tied to writes the same parameter twice.
-    pieces, constants = dict.fromkeys(recorder.pieces), dict.fromkeys(recorder.constants)
-    return Recording(layout, tuple(pieces), tuple(constants), names)
+    return CopyPlan(tuple(dict.fromkeys(recorder.pieces)), tuple(dict.fromkeys(recorder.constants)), names, ())
 
 
-def complete_plan(recording: Recording, model: EngineModel, published: PublishedTensors) -> CopyPlan:
-    """Checks a recording of the same layout and makes it a plan.
+def complete_plan(plan: CopyPlan, model: EngineModel, published: PublishedTensors) -> CopyPlan:
+    """Adds the writes of fallback tensors to a recording of the same layout, and checks it as `check_plan` does.
 
-    Fallback tensors are really loaded, once, to see what they write. Raises WeightsCorrupt naming a parameter not written exactly once,
-    BadHandle if a tensor would lose precision, UnsupportedModel if the loader replaces parameters.
+    Fallback tensors are really loaded, once, to see what they write. Raises UnsupportedModel if the loader replaces parameters.
     """
     parameters = Parameters(model)
-    plan = CopyPlan(
-        pieces=recording.pieces,
-        constants=recording.constants,
-        fallback_names=recording.fallback_names,
-        fallback_writes=_observe_fallback(model, parameters, published, recording.fallback_names),
-    )
-    _check_precision(plan, parameters, published.layout())
-    check_coverage(plan, parameters.numels())
+    plan = replace(plan, fallback_writes=_observe_fallback(model, parameters, published, plan.fallback_names))
+    check_plan(plan, parameters, published.layout())
     return plan
 
 
@@ -320,7 +297,8 @@ def _observe_fallback(
     return tuple(observer.writes)
 
 
-def _check_precision(plan: CopyPlan, parameters: Parameters, layout: Layout) -> None:
+def check_plan(plan: CopyPlan, parameters: Parameters, layout: Layout) -> None:
+    """Raises WeightsCorrupt naming a parameter not written exactly once, BadHandle if a tensor would lose precision."""
     for piece in plan.pieces:
         published, held = layout[piece.name][1], parameters.dtype(piece.parameter)
         if torch.promote_types(published, held) != held:
@@ -328,6 +306,7 @@ def _check_precision(plan: CopyPlan, parameters: Parameters, layout: Layout) -> 
                 f"{piece.name} is published as {published}, but the engine holds {piece.parameter} as {held}; publish it as {held}",
                 tensor=piece.name,
             )
+    check_coverage(plan, parameters.numels())
 
 
 def _tensors(*values: Any) -> Iterator[torch.Tensor]:

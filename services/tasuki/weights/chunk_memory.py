@@ -260,12 +260,17 @@ class ImportedChunks(PeerMemory):
 
 def tensors_at(address: int, entries: Sequence[Entry], num_bytes: int, *, device: torch.device) -> list[torch.Tensor]:
     """The entries in the bytes from `address` on."""
+    storage = storage_at(address, num_bytes, device=device)
+    return [tensor_in(storage, entry, device=device) for entry in entries]
+
+
+def storage_at(address: int, num_bytes: int, *, device: torch.device) -> torch.UntypedStorage:
+    """The bytes at an address as a storage that does not own them."""
     if device.type == "cuda":
         storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
-        return [tensor_in(storage, entry, device=device) for entry in entries]
+        return storage
     # torch has no read-only tensors; page protection stops writes to a peer's memory.
-    storage = torch.frombuffer(buffer_at(address, num_bytes), dtype=torch.uint8).untyped_storage()
-    return [tensor_in(storage, entry, device=device) for entry in entries]
+    return torch.frombuffer(buffer_at(address, num_bytes), dtype=torch.uint8).untyped_storage()
 
 
 def tensor_in(storage: torch.UntypedStorage, entry: Entry, *, device: torch.device) -> torch.Tensor:

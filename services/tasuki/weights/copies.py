@@ -165,6 +165,7 @@ def _launch(dtypes: Dtypes, table: Table, sums: torch.Tensor) -> None:
     source, held, counted = dtypes
     bits = _bits(counted)
     is_counted_as_held = source in (None, held) and counted == held
+    kernel: Any
     types = {"BITS": bits, "CAST": bits if is_counted_as_held else _float(counted)}
     if source is None:
         kernel, types["HELD"] = sum_tiles, bits if is_counted_as_held else _float(held)

@@ -61,15 +61,6 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldSlice:
-    """A slice of a checkpoint tensor, row-major from element `start` of a parameter on."""
-
-    start: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Constant:
     """A constant slice of a parameter, such as the padding rows of a vocabulary."""
 
@@ -96,8 +87,8 @@ class CopyPlan:
     fallback_writes: tuple[FallbackWrite, ...]
 
 
-def held_slice(pieces: Sequence[Piece], shape: Sequence[int]) -> HeldSlice | None:
-    """Slice of one parameter that these pieces of a tensor form; None if they form no single slice, or lie apart."""
+def held_slice(pieces: Sequence[Piece], shape: Sequence[int]) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+    """Start in one parameter, offsets and sizes of the slice of a tensor that these pieces form; None if they form none, or lie apart."""
     first, strides, rows = pieces[0], whole(shape).strides, 0
     width = first.source.shape[1:]
     for piece in pieces:
@@ -109,7 +100,7 @@ def held_slice(pieces: Sequence[Piece], shape: Sequence[int]) -> HeldSlice | Non
             return None
         rows += num_rows
     offsets = tuple(first.source.offset // stride % size for stride, size in zip(strides, shape, strict=True))
-    return HeldSlice(first.destination.offset, offsets, (rows, *width))
+    return first.destination.offset, offsets, (rows, *width)
 
 
 def check_coverage(plan: CopyPlan, parameter_numels: Mapping[str, int]) -> None:

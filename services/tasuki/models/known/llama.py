@@ -66,7 +66,7 @@ FAMILIES = (
         keys={"sliding_window": None, "layer_types": None},
         checks=(refuse_layer_types, partial(refuse_window, default=4096)),
     ),
-    # Some layers rotate nothing. SGLang has no model of its own for it (rollout/sglang/unrotated.py).
+    # Some layers rotate nothing. SGLang has no model of its own for it (rollout/sglang/models.py).
     Family(
         architecture="SmolLM3ForCausalLM",
         model_type="smollm3",

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature
 from multiprocessing.connection import Connection
@@ -12,7 +13,7 @@ from sglang.srt.configs import model_config
 from sglang.srt.environ import envs
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.attention import attention_registry
-from sglang.srt.managers import io_struct
+from sglang.srt.managers import io_struct, mm_utils
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.model_executor import model_runner
@@ -25,33 +26,24 @@ from tasuki.config.engine_arguments import DRAFT_BLOCKS
 from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator, set_host_budget
-from tasuki.models.families import find_family, read_model_shape
-from tasuki.rollout.model import UNROTATED
-from tasuki.rollout.rank_commands import EngineLock, EngineRank, rank_allocator, register_rank
+from tasuki.models.families import read_model_shape
+from tasuki.rollout.rank_commands import EngineLock, EngineRank, register_rank
+from tasuki.rollout.rank_memory import rank_allocator
 from tasuki.rollout.ranks import RankReport, reporting
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.record import EngineModel, published_layout
-from tasuki.rollout.sglang.adapter import AdapterBuffers, ScaledLora, UnpinnedLora, serve_adapter
+from tasuki.rollout.sglang.adapter import AdapterBuffers, ScaledLora, UnpinnedLora, install_dense_lora, serve_adapter
 from tasuki.rollout.sglang.cpu.attention import BatchedAttention, multinomial_with_seed
-from tasuki.rollout.sglang.cpu.gated_delta import install_delta_nets
-from tasuki.rollout.sglang.dense_lora import install_dense_lora
-from tasuki.rollout.sglang.first_samples import FirstSamples
 from tasuki.rollout.sglang.float32_logits import install_float32_logits
-from tasuki.rollout.sglang.images import install_levels
 from tasuki.rollout.sglang.json_grammar import EngineTokenizer, JsonGrammars
-from tasuki.rollout.sglang.latent import install_latent_attention
-from tasuki.rollout.sglang.live_router import install_live_routers
 from tasuki.rollout.sglang.memory_saver import install_saver
-from tasuki.rollout.sglang.oss import install_oss
-from tasuki.rollout.sglang.rank_scheduler import RankScheduler
-from tasuki.rollout.sglang.routes import install_routes
+from tasuki.rollout.sglang.models import install_model, install_routes
+from tasuki.rollout.sglang.receivers import FirstSamples, LendingReceiver
 from tasuki.rollout.sglang.shared_base import EngineBase
-from tasuki.rollout.sglang.text_only import install_text_only
-from tasuki.rollout.sglang.unrotated import install_unrotated
-from tasuki.rollout.sglang.window_tower import install_window_tower
 from tasuki.rollout.sglang.windows import install_windows
 from tasuki.rpc.memory import staying_of_engine_rank
 from tasuki.rpc.process_start import freeze_started
+from tasuki.v1 import ranks_pb2
 from tasuki.weights.gloo_peers import check_gloo_peers
 from tasuki.wire.stages import MemoryTag
 
@@ -79,15 +71,47 @@ def _timed(method: Any, part: str, parts: dict[str, float]) -> Any:
     return timed
 
 
-class LendingReceiver:
-    """SGLang's receiver of requests; releases the lock while it waits for them or for the first rank to pass them on."""
+class RankScheduler:
+    """SGLang's scheduler, as a rank's commands see it."""
 
-    def __init__(self, receiver: Any, lock: EngineLock) -> None:
-        self._receiver, self._lock = receiver, lock
+    def __init__(self, scheduler: Any) -> None:
+        """scheduler: SGLang's."""
+        self._scheduler = scheduler
 
-    def recv_requests(self, **options: Any) -> list[Any]:
-        with self._lock.released():
-            return list(self._receiver.recv_requests(**options))
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running_batch.reqs)
+
+    def is_idle(self) -> bool:
+        return self._scheduler.is_fully_idle()
+
+    def flush(self) -> bool:
+        """Evicts every cached prefix and embedding of an image.
+
+        False while a request runs, and until the scheduler has noticed that the last one ended.
+        """
+        # Prevents SGLang from collecting garbage and emptying torch's cache, which takes longer than everything else.
+        if not self._scheduler.flush_cache(empty_cache=False):
+            return False
+        if mm_utils.embedding_cache is not None:  # of a tower that the next weights may change
+            mm_utils.embedding_cache.clear()
+        return True
+
+    def forget_slots(self) -> None:
+        """Zeroes the map from requests to cache slots, which lies in the cache's region."""
+        self._scheduler.req_to_token_pool.req_to_token.zero_()
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """The scheduler's, on a GPU."""
+        return torch.cuda.stream(self._scheduler.schedule_stream)
+
+    def load(self) -> ranks_pb2.LoadResult:
+        num_kv_tokens, _ratio = self._scheduler.pool_stats_observer.get_pool_stats().get_kv_token_stats()
+        return ranks_pb2.LoadResult(
+            num_running=self.num_running,
+            num_queued=len(self._scheduler.waiting_queue),
+            num_kv_tokens=max(0, num_kv_tokens),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +181,9 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
 
     def _become_engine_rank(self) -> str:
         """Lets the front's commands reach the model, and takes the lock for the scheduler. Returns the problem of `_record_ahead`."""
-        setup, lock, adapter = self._setup, self._lock, self._served_adapter()
+        setup, lock, adapter, staying = self._setup, self._lock, self._served_adapter(), frozenset[MemoryTag]()
+        if setup.config is not None:
+            staying = staying_of_engine_rank(setup.config, read_choices(setup.config.state_dir), setup.rank)
         model = cast(EngineModel, self.tp_worker.model_runner.model)
         engine_rank = EngineRank(
             model,
@@ -166,7 +192,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             scheduler=RankScheduler(self),
             lock=lock,
             adapter=adapter,
-            staying=frozenset() if setup.config is None else _staying(setup.config, rank=setup.rank),
+            staying=staying,
             base=None if setup.base is None else setup.base.base,
         )
         updater = cast(Any, self.weight_updater)
@@ -246,10 +272,6 @@ def run_scheduler(
     run(server_args, port_args, gpu_id, tp_rank, dp_rank=None, pipe_writer=pipe_writer, **dict.fromkeys(unused, 0))
 
 
-def _staying(config: NodeConfig, *, rank: int) -> frozenset[MemoryTag]:
-    return staying_of_engine_rank(config, read_choices(config.state_dir), rank)
-
-
 def _rank_memory(config: NodeConfig | None, device: torch.device) -> NativeAllocator:
     """Allocates within the rank's share of the host budget, if there is one."""
     if config is not None and config.memory.host_budget_bytes is not None:
@@ -286,31 +308,17 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         install_float32_logits()
         install_windows()
     shape = None if setup.config is None else read_model_shape(setup.config.model.path)
-    if shape is not None and shape.architecture.startswith("Glm4Moe"):
-        install_live_routers()
-    if shape is not None and shape.latent is not None:
-        install_latent_attention(device=device)
-    if shape is not None and shape.has_sinks:
-        install_oss(device=device)
-    if shape is not None and shape.architecture == UNROTATED:
-        install_unrotated()
-    if setup.config is not None and shape is not None and replays_routes(setup.config, shape):
-        install_routes(shape, device=str(device))
-    if shape is not None and find_family(shape.architecture).text_module and shape.tower is None:
-        install_text_only(shape.architecture)
-    if shape is not None and shape.tower is not None and shape.tower.has_windows:
-        install_window_tower()
-    if shape is not None and shape.tower is not None:
-        install_levels()
-    if shape is not None and shape.delta is not None and device == "cpu":
-        install_delta_nets()
+    if setup.config is not None and shape is not None:
+        install_model(shape, device=device)
+        if replays_routes(setup.config, shape):
+            install_routes(shape, device=str(device))
     if setup.config is not None and setup.config.served_adapter is not None:
         install_dense_lora(setup.config.served_adapter)
         model_runner.LoRAManager = UnpinnedLora if device == "cpu" else ScaledLora
     if device == "cpu":
         attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
     # It would write a file for a data-parallel balancer to /dev/shm that nobody removes.
-    sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
+    sglang_scheduler.create_load_snapshot_writer = _nothing
 
 
 def stop_at_the_last_token() -> None:
@@ -340,10 +348,7 @@ def ignore_generation_config() -> None:
     """Keeps the model's generation_config.json from SGLang. Its stop tokens are among ours; its samplers' defaults are for chats, and
     SGLang would not start with some values.
     """
-    model_config.get_generation_config = cast(Any, _no_generation_config)
-
-
-def _no_generation_config(*args: object, **kwargs: object) -> None: ...
+    model_config.get_generation_config = cast(Any, _nothing)
 
 
 def _sample_by_seeds() -> None:
@@ -352,7 +357,7 @@ def _sample_by_seeds() -> None:
     sglang_sampler.multinomial_with_seed = multinomial_with_seed
 
 
-def _no_load_snapshots(*args: object, **kwargs: object) -> None: ...
+def _nothing(*args: object, **kwargs: object) -> None: ...
 
 
 def _weight_bytes(scheduler: Any) -> int:

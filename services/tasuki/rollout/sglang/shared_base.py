@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from tasuki.config.paths import base_socket_path
 from tasuki.config.schema import NodeConfig
-from tasuki.rollout.record import EngineModel, Layout, Parameters, published_layout, record_plan
+from tasuki.rollout.record import EngineModel, Parameters, check_plan, published_layout, record
 from tasuki.weights.manifest import Entry, place
 from tasuki.weights.plan import Piece, held_slice
 from tasuki.weights.shared_base import SharedBase, WritableBase, find_base
@@ -64,8 +64,14 @@ class EngineBase:
 
     def _checkpoint_entries(self, model: torch.nn.Module, entries: Sequence[Entry]) -> list[Entry]:
         """Where the checkpoint's tensors are, by SGLang's own loader. Raises UnsupportedModel for one whose slice is not in one piece."""
-        plan = record_plan(cast(EngineModel, model), _Published(self._layout))
-        parameters, starts = Parameters(cast(EngineModel, model)), {entry.name: entry.arena_offset for entry in entries}
+        plan, parameters = record(cast(EngineModel, model), self._layout), Parameters(cast(EngineModel, model))
+        for name in plan.fallback_names:
+            raise UnsupportedModel(
+                f'rollout.lora: the engine computes with {name} when it loads it, and cannot share it; use "merged"',
+                tensor=name,
+            )
+        check_plan(plan, parameters, self._layout)
+        starts = {entry.name: entry.arena_offset for entry in entries}
         # A tensor may go to several parameters: Gemma 3's embedding, whole, and a rank's rows of it to the head.
         pieces: defaultdict[str, defaultdict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
         for piece in plan.pieces:
@@ -73,15 +79,16 @@ class EngineBase:
         found: list[Entry] = []
         for name, (shape, _) in self._layout.items():
             held = ((parameter, held_slice(written, shape)) for parameter, written in pieces[name].items())
-            parameter, slice_ = next((one for one in held if one[1] is not None), ("", None))
-            if slice_ is None:
+            parameter, at = next((one for one in held if one[1] is not None), ("", None))
+            if at is None:
                 raise UnsupportedModel(
                     f'rollout.lora: the engine does not hold {name} as the checkpoint does, and cannot share it; use "merged"',
                     tensor=name,
                 )
             dtype = parameters.dtype(parameter)
-            offset = starts[parameter] + slice_.start * dtype.itemsize
-            found.append(Entry(name, str(dtype).removeprefix("torch."), shape, slice_.offsets, slice_.sizes, offset))
+            start, offsets, sizes = at
+            offset = starts[parameter] + start * dtype.itemsize
+            found.append(Entry(name, str(dtype).removeprefix("torch."), shape, offsets, sizes, offset))
         return found
 
 
@@ -135,22 +142,6 @@ class _Unmade(TorchFunctionMode):
 def _is_unmade(value: object) -> bool:
     """Whether it is a tensor without memory for all its elements."""
     return isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() < value.nbytes
-
-
-class _Published:
-    """The checkpoint's tensors, of which nobody needs the values."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-
-    def layout(self) -> Layout:
-        return self._layout
-
-    def gathered(self, name: str) -> torch.Tensor:
-        raise UnsupportedModel(
-            f'rollout.lora: the engine computes with {name} when it loads it, and cannot share it; use "merged"',
-            tensor=name,
-        )
 
 
 def _whole_entry(name: str, parameter: torch.Tensor) -> Entry:

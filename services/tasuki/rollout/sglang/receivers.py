@@ -1,16 +1,30 @@
-"""The first sample of every prompt goes ahead of the others, which then find the prompt in the engine's cache.
-
-SGLang computes all prompts of one batch side by side, equal ones as well, and caches a prompt once its batch has ended.
-"""
+"""What stands between SGLang's scheduler and its receiver of requests."""
 
 from collections import deque
 from typing import Any
 
 from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput
 
+from tasuki.rollout.rank_commands import EngineLock
+
+
+class LendingReceiver:
+    """SGLang's receiver of requests; releases the lock while it waits for them or for the first rank to pass them on."""
+
+    def __init__(self, receiver: Any, lock: EngineLock) -> None:
+        self._receiver, self._lock = receiver, lock
+
+    def recv_requests(self, **options: Any) -> list[Any]:
+        with self._lock.released():
+            return list(self._receiver.recv_requests(**options))
+
 
 class FirstSamples:
-    """Wraps SGLang's receiver of requests. All ranks of an engine receive the same, and hold the same back."""
+    """The first sample of every prompt goes ahead of the others, which then find the prompt in the engine's cache.
+
+    SGLang computes all prompts of one batch side by side, equal ones as well, and caches a prompt once its batch has ended. All ranks of
+    an engine receive the same, and hold the same back.
+    """
 
     def __init__(self, receiver: Any, *, num_iterations: int) -> None:
         """num_iterations: of the scheduler's loop, from a batch's start until its prompts are cached."""

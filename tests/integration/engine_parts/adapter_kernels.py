@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.rollout.arguments import LORA_BACKEND
-from tasuki.rollout.sglang.dense_lora import SLOT, DenseLora, install_dense_lora
+from tasuki.rollout.sglang.adapter import SLOT, DenseLora, install_dense_lora
 
 RANK, ALPHA, TOKENS, WIDTH = 4, 12.0, 5, 16
 SCALES = (ALPHA / RANK, 2.0, ALPHA / 3)

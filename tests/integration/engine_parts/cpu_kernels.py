@@ -10,7 +10,7 @@ from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.layers.attention.linear.kernels import gdn_triton
 from torch import Tensor
 
-from tasuki.rollout.sglang.cpu import gated_delta
+from tasuki.rollout.sglang.cpu import kernels
 
 NUM_TOKENS, HEADS, KEYS = 90, 6, 2
 SLOTS = torch.tensor([3, 1])
@@ -24,9 +24,9 @@ def inputs() -> dict[str, Tensor]:
 
 
 def test_sglang_takes_them() -> None:
-    assert gdn_backend.causal_conv1d_fn is gated_delta.causal_conv1d_fn_cpu
-    assert gdn_backend.causal_conv1d_update is gated_delta.causal_conv1d_update_cpu
-    assert gdn_triton.chunk_gated_delta_rule is gated_delta.chunk_gated_delta_rule_cpu
+    assert gdn_backend.causal_conv1d_fn is kernels.causal_conv1d_fn_cpu
+    assert gdn_backend.causal_conv1d_update is kernels.causal_conv1d_update_cpu
+    assert gdn_triton.chunk_gated_delta_rule is kernels.chunk_gated_delta_rule_cpu
     for operator in (gdn_backend.fused_gdn_gating, gdn_triton.fused_sigmoid_gating_delta_rule_update):
         assert str(operator).startswith("sgl_kernel.")
 

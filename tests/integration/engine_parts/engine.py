@@ -1,0 +1,124 @@
+"""The front's side of an engine: first batches, idleness, replicas, and schemas that no text follows."""
+
+import asyncio
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasuki.rollout.request_queue import Intake
+from tasuki.rollout.serve import Shutdown, warm_up
+from tasuki.rollout.sessions import shares
+from tasuki.rollout.sglang.engine import RolloutEngine
+from tasuki.rollout.sglang.json_grammar import check_schema
+from tasuki.wire.errors import DeadlineExceeded, InternalError, InvalidArgument
+
+
+class Endless:
+    """An engine that never answers."""
+
+    was_cut = False
+
+    async def warm_up(self):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.was_cut = True
+
+
+@pytest.mark.parametrize("end", ["death", "stop", "deadline"])
+async def test_first_batches_that_do_not_end_are_cut_and_a_dead_rank_is_named(end: str) -> None:
+    engine, shutdown = Endless(), Shutdown(SimpleNamespace(unwatch=lambda: None))
+    if end != "deadline":
+        asyncio.get_running_loop().call_soon(shutdown.on_death if end == "death" else shutdown.stop.set)
+    raised = {"death": InternalError, "deadline": DeadlineExceeded}.get(end)
+    with pytest.raises(raised) if raised else nullcontext():
+        await warm_up(engine, shutdown, timeout_s=0.05 if end == "deadline" else 60)
+    assert engine.was_cut
+
+
+ENDED = {"meta_info": {"finish_reason": {"type": "stop"}}}
+
+
+class TwoRequests(RolloutEngine):
+    """Two requests are in the engine."""
+
+    def __init__(self) -> None:
+        self.num_finished = self.num_cut = 0
+        self._requests = SimpleNamespace(rid_to_state={"first": None, "last": None})
+        self._intake = cast(Intake, SimpleNamespace(num_waiting=0, notice_room=lambda: None))
+        self._idle = asyncio.Event()
+
+
+def test_a_wait_for_idleness_ends_with_the_last_request() -> None:
+    async def run() -> None:
+        engine = TwoRequests()
+        waiting = asyncio.create_task(engine.become_idle(timeout_s=3600))
+        for name in ("first", "last"):
+            await asyncio.sleep(0.01)
+            assert not waiting.done()
+            del engine._requests.rid_to_state[name]
+            engine.ended(ENDED)
+        await asyncio.wait_for(waiting, 60)
+        assert (engine.num_running, engine.num_finished) == (0, 2)
+
+    asyncio.run(run())
+
+
+def test_a_wait_for_idleness_ends_after_its_time() -> None:
+    async def run() -> None:
+        engine = TwoRequests()
+        await engine.become_idle(timeout_s=0.01)
+        assert engine.num_running == 2
+
+    asyncio.run(run())
+
+
+NUM_RUNNING = st.lists(st.integers(0, 500), min_size=1, max_size=8)
+
+
+def test_requests_are_cut_into_runs_of_neighbours() -> None:
+    assert shares([0, 0], 8) == [range(4), range(4, 8)]
+    assert shares([0, 0, 0], 4) == [range(2), range(2, 3), range(3, 4)]
+    assert shares([3], 5) == [range(5)]
+
+
+def test_a_busier_replica_gets_fewer_requests() -> None:
+    assert shares([6, 0, 2], 4) == [range(0), range(3), range(3, 4)]
+    assert shares([100, 0], 1) == [range(0), range(1)]
+    assert shares([1, 1], 0) == [range(0), range(0)]
+
+
+@given(num_running=NUM_RUNNING, num_requests=st.integers(0, 2000))
+def test_every_request_goes_to_one_replica_and_loads_stay_even(num_running: list[int], num_requests: int) -> None:
+    given_out = shares(num_running, num_requests)
+    assert [index for share in given_out for index in share] == list(range(num_requests))
+    after = [running + len(share) for running, share in zip(num_running, given_out, strict=True)]
+    lowest = min(after)
+    assert all(total <= lowest + 1 for total, share in zip(after, given_out, strict=True) if share)
+
+
+SELF = {"$ref": "#"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        SELF,
+        {"anyOf": [SELF]},
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+        {"properties": {"x": {"$ref": "#/properties/x"}}},
+    ],
+)
+def test_a_schema_that_refers_to_itself_alone_is_refused(schema: object):
+    with pytest.raises(InvalidArgument, match="json_schema: refers to itself"):
+        check_schema(json.dumps(schema))
+
+
+@pytest.mark.parametrize("schema", [{"properties": {"x": SELF}}, {"anyOf": [SELF, {"type": "null"}]}])
+def test_a_schema_that_ends_somewhere_may_refer_to_itself(schema: object):
+    check_schema(json.dumps(schema))
