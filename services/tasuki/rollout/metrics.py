@@ -1,6 +1,6 @@
 """Rollout's Prometheus metrics: samples and tokens as they end, requests and KV cache when scraped."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from tasuki.rollout.rollout import RankCalls
+from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.metrics import (
     KV_CAPACITY,
     KV_TOKENS,
@@ -75,19 +75,8 @@ class GenerationMetrics:
 class EngineLoad(Collector):
     """Load reported by the schedulers at a scrape; empty while they are busy with something long."""
 
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        calls: RankCalls,
-        *,
-        tp_size: int,
-        capacity_tokens: int,
-        num_waiting: Callable[[], int],
-        policy_version: Callable[[], int | None],
-    ) -> None:
-        """capacity_tokens: of all replicas' KV caches. num_waiting: requests not yet in a scheduler. policy_version: being served."""
-        self._calls, self._tp_size, self._capacity_tokens = calls, tp_size, capacity_tokens
-        self._num_waiting, self._policy_version = num_waiting, policy_version
+    def __init__(self, registry: CollectorRegistry, rollout: Rollout) -> None:
+        self._rollout = rollout
         self._replicas: Sequence[LoadResult] | None = ()
         """None while the schedulers do not answer; empty while nothing is served."""
         registry.register(self)
@@ -95,9 +84,9 @@ class EngineLoad(Collector):
     async def refresh(self) -> None:
         """Queries the schedulers while they serve, with one message between two batches."""
         self._replicas = ()
-        if self._policy_version() is not None:
+        if self._rollout.policy_version is not None:
             try:
-                self._replicas = (await self._calls.load(timeout_s=_LOAD_TIMEOUT_S))[:: self._tp_size]
+                self._replicas = (await self._rollout.ranks.load(timeout_s=_LOAD_TIMEOUT_S))[:: self._rollout.engine.tp_size]
             except TasukiError:
                 self._replicas = None
 
@@ -105,12 +94,12 @@ class EngineLoad(Collector):
         running, queued, kv_tokens, capacity, version = (
             name.gauges() for name in (RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_CAPACITY, POLICY_VERSION)
         )
-        capacity.add_metric([], self._capacity_tokens)
+        engine = self._rollout.engine
+        capacity.add_metric([], engine.num_kv_tokens)
         if self._replicas is not None:
             running.add_metric([], sum(replica.num_running for replica in self._replicas))
-            queued.add_metric([], self._num_waiting() + sum(replica.num_queued for replica in self._replicas))
+            queued.add_metric([], engine.num_waiting + sum(replica.num_queued for replica in self._replicas))
             kv_tokens.add_metric([], sum(replica.num_kv_tokens for replica in self._replicas))
-        served = self._policy_version()
-        if served is not None:
+        if (served := self._rollout.policy_version) is not None:
             version.add_metric([], served)
         return running, queued, kv_tokens, capacity, version

@@ -4,21 +4,18 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import grpc.aio
 
 from tasuki.rollout.generate import check_request, generate, prepared_images
 from tasuki.rollout.seeds import CallSeeds
 from tasuki.rollout.sync import WeightSync
-from tasuki.rpc.commands import REFUSALS, CommandGate, remaining_s
-from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, joined, watch_usage
+from tasuki.rpc.commands import REFUSALS
+from tasuki.rpc.memory import joined
 from tasuki.rpc.ranks import RankFront
-from tasuki.v1 import memory_pb2, memory_pb2_grpc, ranks_pb2, types_pb2, weights_pb2
+from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2, weights_pb2
 from tasuki.v1.memory_pb2 import PauseRequest, PauseResponse, ResumeRequest, ResumeResponse
 from tasuki.v1.rollout_pb2 import DrainResponse, GenerateRequest, ReceiveWeightsResponse
 from tasuki.wire.errors import (
@@ -360,35 +357,3 @@ class Rollout:
                 text = f"{stage} failed half-way, and the engine is restarted: {error.message}"
                 raise InternalError(text, **error.metadata) from error
             raise
-
-
-class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
-    """gRPC interface to the engine's memory, moved by stages."""
-
-    def __init__(self, rollout: Rollout, gate: CommandGate) -> None:
-        self._rollout, self._gate = rollout, gate
-
-    async def Pause(self, request: PauseRequest, context: grpc.aio.ServicerContext) -> PauseResponse:
-        stage, tags = decode_move(request, Service.ROLLOUT)
-        pause = partial(self._rollout.pause, stage, tags, timeout_s=remaining_s(context))
-        return await self._gate.stage(request, pause)
-
-    async def Resume(self, request: ResumeRequest, context: grpc.aio.ServicerContext) -> ResumeResponse:
-        stage, tags = decode_move(request, Service.ROLLOUT)
-        resume = partial(self._rollout.resume, stage, tags, timeout_s=remaining_s(context))
-        return await self._gate.stage(request, resume)
-
-    async def GetUsage(
-        self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext
-    ) -> memory_pb2.GetUsageResponse:
-        # Of a shorter deadline a part, so that the caller hears why it was not met.
-        return await self._rollout.ranks.usage(request, timeout_s=min(USAGE_TIMEOUT_S, 0.9 * remaining_s(context)))
-
-    async def WatchUsage(
-        self, request: memory_pb2.WatchUsageRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
-        def usage() -> Awaitable[memory_pb2.GetUsageResponse]:
-            return self._rollout.ranks.usage(memory_pb2.GetUsageRequest(), timeout_s=USAGE_TIMEOUT_S)
-
-        async for response in watch_usage(request, usage):
-            yield response

@@ -14,9 +14,9 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rollout.metrics import EngineLoad, EngineMetrics, GenerationMetrics, keep_metrics_in_memory
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.ranks import RankProcesses, RankReport
-from tasuki.rollout.rollout import RankCalls, Rollout, RolloutMemoryServicer
+from tasuki.rollout.rollout import RankCalls, Rollout
 from tasuki.rollout.seeds import CallNumbers, CallSeeds
-from tasuki.rollout.servicer import RolloutServicer
+from tasuki.rollout.servicer import RolloutMemoryServicer, RolloutServicer
 from tasuki.rollout.sglang.engine import RolloutEngine, start_engine
 from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rollout.sync import WeightSync
@@ -73,8 +73,15 @@ async def _serve(
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
         )
         gate = CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id)
-        _add_servicers(server, rollout, gate, num_gpus=len(set(gpus_of(config).rollout)))
-        _add_engine_metrics(server, config, engine=engine, rank_calls=rank_calls, rollout=rollout)
+        metrics = GenerationMetrics(server.registry, num_gpus=len(set(gpus_of(config).rollout)))
+        server.add(
+            rollout_pb2_grpc.add_RolloutServiceServicer_to_server, RolloutServicer(rollout, gate, metrics=metrics), _SERVICE
+        )
+        memory = RolloutMemoryServicer(rollout, gate)
+        server.add(memory_pb2_grpc.add_MemoryServiceServicer_to_server, memory, "tasuki.v1.MemoryService")
+        server.metrics.refresh = EngineLoad(server.registry, rollout).refresh
+        if config.rollout.has_engine_metrics:
+            EngineMetrics(server.registry, paths.engine_metrics_dir(config.state_dir))
         ranks.watch(shutdown.on_death)
         await warm_up(engine, shutdown, timeout_s=config.coordinator.stage_timeout_s)
         start.end("first batches")
@@ -145,28 +152,3 @@ def _log_plans(reports: Sequence[RankReport]) -> None:
     seconds = [parts["plan"] for report in reports if "plan" in (parts := report.get("start_seconds", {}))]
     if seconds:
         _log.info("event=plan_recorded ranks=%d seconds=%.3f", len(seconds), max(seconds))
-
-
-def _add_servicers(server: RpcServer, rollout: Rollout, gate: CommandGate, *, num_gpus: int) -> None:
-    servicer = RolloutServicer(rollout, gate, metrics=GenerationMetrics(server.registry, num_gpus=num_gpus))
-    server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _SERVICE)
-    server.add(
-        memory_pb2_grpc.add_MemoryServiceServicer_to_server, RolloutMemoryServicer(rollout, gate), "tasuki.v1.MemoryService"
-    )
-
-
-def _add_engine_metrics(
-    server: RpcServer, config: NodeConfig, *, engine: RolloutEngine, rank_calls: RankCalls, rollout: Rollout
-) -> None:
-    """Adds the schedulers' load and, if configured, SGLang's own metrics."""
-    load = EngineLoad(
-        server.registry,
-        rank_calls,
-        tp_size=engine.tp_size,
-        capacity_tokens=engine.num_kv_tokens,
-        num_waiting=lambda: engine.num_waiting,
-        policy_version=lambda: rollout.policy_version,
-    )
-    server.metrics.refresh = load.refresh
-    if config.rollout.has_engine_metrics:
-        EngineMetrics(server.registry, paths.engine_metrics_dir(config.state_dir))

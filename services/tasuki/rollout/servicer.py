@@ -1,6 +1,6 @@
-"""tasuki.v1.RolloutService: decode, call, encode."""
+"""tasuki.v1.RolloutService and MemoryService: decode, call, encode."""
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from functools import partial
 
 import grpc
@@ -9,8 +9,11 @@ import grpc.aio
 from tasuki.rollout.metrics import GenerationMetrics
 from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.commands import CommandGate, remaining_s
-from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2
+from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, watch_usage
+from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2
+from tasuki.v1.memory_pb2 import PauseRequest, PauseResponse, ResumeRequest, ResumeResponse
 from tasuki.wire.routes import in_parts
+from tasuki.wire.stages import Service
 
 # A token and its log-prob take at most 9 bytes, so that even with the longest last sample a message stays below 4 MiB.
 _MAX_BUNDLE_TOKENS = 131_072
@@ -66,6 +69,38 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             is_in_stage=self._gate.is_in_stage,
             stop_token_ids=engine.model.stop_token_ids,
         )
+
+
+class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
+    """gRPC interface to the engine's memory, moved by stages."""
+
+    def __init__(self, rollout: Rollout, gate: CommandGate) -> None:
+        self._rollout, self._gate = rollout, gate
+
+    async def Pause(self, request: PauseRequest, context: grpc.aio.ServicerContext) -> PauseResponse:
+        stage, tags = decode_move(request, Service.ROLLOUT)
+        pause = partial(self._rollout.pause, stage, tags, timeout_s=remaining_s(context))
+        return await self._gate.stage(request, pause)
+
+    async def Resume(self, request: ResumeRequest, context: grpc.aio.ServicerContext) -> ResumeResponse:
+        stage, tags = decode_move(request, Service.ROLLOUT)
+        resume = partial(self._rollout.resume, stage, tags, timeout_s=remaining_s(context))
+        return await self._gate.stage(request, resume)
+
+    async def GetUsage(
+        self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext
+    ) -> memory_pb2.GetUsageResponse:
+        # Of a shorter deadline a part, so that the caller hears why it was not met.
+        return await self._rollout.ranks.usage(request, timeout_s=min(USAGE_TIMEOUT_S, 0.9 * remaining_s(context)))
+
+    async def WatchUsage(
+        self, request: memory_pb2.WatchUsageRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
+        def usage() -> Awaitable[memory_pb2.GetUsageResponse]:
+            return self._rollout.ranks.usage(memory_pb2.GetUsageRequest(), timeout_s=USAGE_TIMEOUT_S)
+
+        async for response in watch_usage(request, usage):
+            yield response
 
 
 def _bundles(samples: Sequence[types_pb2.Sample]) -> Iterator[list[types_pb2.Sample]]:

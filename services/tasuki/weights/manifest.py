@@ -154,12 +154,9 @@ class Manifest:
     chunk_bytes: tuple[int, ...] = ()
     ipc_memory: weights_pb2.IpcMemory | None = None
 
-    def digest(self) -> str:
-        """SHA-256, in hex, of its message."""
-        return digest_of(to_proto(self).SerializeToString())
-
 
 def digest_of(message: bytes) -> str:
+    """SHA-256 of a manifest's message, in hex."""
     return hashlib.sha256(message).hexdigest()
 
 
