@@ -18,7 +18,7 @@ from tasuki.weights.chunk_memory import descriptor_problem
 from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.weights.fd_socket import FdServer
 from tasuki.weights.imported_weights import import_weights
-from tasuki.weights.manifest import to_proto
+from tasuki.weights.manifest import digest_of, to_proto
 from tasuki.wire.errors import BadHandle
 from tests.gpu.weight_exchange import TINY, engines, published, receive
 from tools.bench.sync_shapes import random_shards
@@ -130,9 +130,10 @@ def test_an_ipc_handle_that_leads_nowhere_is_refused(ipc_trainer: IpcTrainer, tm
         ipc_trainer.close()
     with ExitStack() as stack:
         header = imported._arenas[0].header
-        server = FdServer(tmp_path / "rogue.sock", message=to_proto(manifest).SerializeToString(), fds=[_sealed_like(header)])
+        message = to_proto(manifest).SerializeToString()
+        server = FdServer(tmp_path / "rogue.sock", message=message, fds=[_sealed_like(header)])
         stack.callback(server.close)
-        weights.handles[0].socket_path, weights.handles[0].manifest_digest = str(server.path), manifest.digest()
+        weights.handles[0].socket_path, weights.handles[0].manifest_digest = str(server.path), digest_of(message)
         with pytest.raises(BadHandle, match="cannot open its CUDA IPC handle"):
             import_weights(weights, timeout_s=5, device=GPU)
     assert torch.ones(3, device=GPU).sum() == 3, "the context is whole"

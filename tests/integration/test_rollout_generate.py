@@ -80,25 +80,6 @@ async def test_a_seed_repeats_samples_however_prompts_are_split_and_none_is_draw
     assert len({tuple(sample) for sample in drawn}) == 16
 
 
-async def test_calls_without_a_seed_never_repeat_each_other_but_for_one_that_is_sent_again(
-    rollout: RolloutClient, trainer: TestTrainer
-) -> None:
-    async def tokens(call: str) -> list[list[int]]:
-        samples = await rollout.generate([[5, 6]], num_samples=2, request_id=call, max_new_tokens=12, ignore_eos=True)
-        return [list(sample.token_ids) for sample in sorted(samples, key=lambda sample: sample.sample_index)]
-
-    weights = trainer.publish(6)
-    await rollout.wake(weights)
-    drawn = [await tokens(call) for call in ("", "", "a", "b")]
-    assert await tokens("a") == drawn[2]
-    # To TRAIN and back.
-    await rollout.sleep()
-    await rollout.wake(weights)
-    drawn += [await tokens(call) for call in ("", "c")]
-    assert await tokens("a") == drawn[2]
-    assert len({tuple(sample) for samples in drawn for sample in samples}) == 12
-
-
 async def test_samples_say_under_which_distribution_their_log_probs_are(rollout: RolloutClient, trainer: TestTrainer) -> None:
     await rollout.wake(trainer.publish(6))
 

@@ -79,15 +79,14 @@ def test_what_is_refused_at_first_is_refused_later_as_well(trainer: Trainer, fie
     receive(receiver, trainer.publish(2))
 
 
-def published_by(
-    folder: Path, message: bytes, *, digest: str, header_bytes: int = 4096, num_bytes: int = 4096, seals: int = 0xF
-) -> weights_pb2.PublishedWeights:
-    """Handles of a trainer that sends `message`, a header and one chunk of `num_bytes`; `seals` are the header's."""
+def published_by(folder: Path, *, header_bytes: int, num_bytes: int = 4096, seals: int = 0xF) -> weights_pb2.PublishedWeights:
+    """Handles of a trainer that sends GOOD, a header and one chunk of `num_bytes`; `seals` are the header's."""
+    message = manifest.to_proto(GOOD).SerializeToString()
     fds = [rogue_memory(header_bytes, seals=seals), rogue_memory(num_bytes, seals=0xF)]
     path = folder / "rogue.sock"
     FdServer(path, message=message, fds=fds)
     kind = weights_pb2.HANDLE_KIND_HOST_MEMFD
-    handle = weights_pb2.WeightHandle(rank=0, socket_path=str(path), manifest_digest=digest, kind=kind)
+    handle = weights_pb2.WeightHandle(rank=0, socket_path=str(path), manifest_digest=manifest.digest_of(message), kind=kind)
     return weights_pb2.PublishedWeights(policy_version=0, boot_id="rogue", handles=[handle])
 
 
@@ -125,12 +124,14 @@ def exported(folder: Path, boxes: Sequence[Box]) -> Iterator[weights_pb2.Publish
     [
         ({"header_bytes": 16}, "must be sealed"),
         ({"seals": 0}, "must be sealed"),
+        ({}, "no valid header"),
         ({"num_bytes": 8192}, "rank 0 sent memory that cpu does not map: .*the file holds 8192 bytes"),
     ],
 )
-def test_memory_that_is_of_another_size_or_could_shrink_is_refused(tmp_path: Path, changes: dict[str, int], message: str):
-    arguments = {"header_bytes": HEADER_BYTES, **changes}
-    weights = published_by(tmp_path, manifest.to_proto(GOOD).SerializeToString(), digest=GOOD.digest(), **arguments)
+def test_memory_of_another_size_without_a_header_or_that_could_shrink_is_refused(
+    tmp_path: Path, changes: dict[str, int], message: str
+):
+    weights = published_by(tmp_path, **{"header_bytes": HEADER_BYTES, **changes})
     assert re.search(message, str(refusal(WeightReceiver(AwkwardModel()), weights)))
 
 
@@ -146,12 +147,6 @@ def test_slices_that_do_not_make_up_their_tensor_are_refused_by_name(boxes: list
         error = refusal(WeightReceiver(AwkwardModel()), published)
     assert isinstance(error, BadHandle) and str(error) == message
     assert error.metadata["tensor"] == "plain"
-
-
-def test_memory_without_a_header_is_refused(tmp_path: Path) -> None:
-    message = manifest.to_proto(GOOD).SerializeToString()
-    weights = published_by(tmp_path, message, digest=GOOD.digest(), header_bytes=HEADER_BYTES)
-    assert "no valid header" in str(refusal(WeightReceiver(AwkwardModel()), weights))
 
 
 def test_a_receiver_cannot_map_the_memory_for_writing(trainer: Trainer) -> None:

@@ -73,12 +73,6 @@ def test_without_a_checkpoint_a_node_of_the_run_goes_on():
     assert (found.first_step, found.checkpoint, numbers(found)) == (2, None, [0, 1])
 
 
-def several(number: int, *, version: int, num_policy_steps: int, position: int | None = None) -> Step:
-    """A step with several optimizer steps. position: of the next row."""
-    place = {} if position is None else {"seed": 0, "epoch": 0, "next": position, "num_rows": 10}
-    return Step(number, policy_version=version, mean_reward=0.5, num_policy_steps=num_policy_steps, position=place)
-
-
 def next_rows(found: Continuation) -> list[object]:
     """Number of the next row, in the order of the data."""
     dataset, order = Dataset(ROWS, seed=0), Dataset(ROWS, seed=0)

@@ -50,6 +50,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
     return ModelTokenizer(folder)
 
 
+@pytest.fixture
+def sessions(tokenizer: ModelTokenizer) -> Sessions:
+    return Sessions(Rollout("unix:nowhere", decode=tokenizer.decode_whole), tokenizer, model="m", key="secret")
+
+
 def sample(token_ids: list[int], *, temperature: float = 1.0, **fields: Any) -> Sample:
     log_probs = np.zeros(len(token_ids), np.float32)
     return Sample(0, 0, np.array(token_ids, np.int32), log_probs, FinishReason.STOP, 3, temperature, **fields)
@@ -143,8 +148,7 @@ def test_a_stop_text_that_a_changeover_has_split_ends_the_answer(tokenizer: Mode
         assert len(ended.token_ids) == len(tokens) + (not is_found)
 
 
-def test_sessions_are_told_apart_by_their_secrets_and_have_a_limit(tokenizer: ModelTokenizer):
-    sessions = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode_whole), tokenizer, model="m", key="secret")
+def test_sessions_are_told_apart_by_their_secrets_and_have_a_limit(sessions: Sessions):
     made = sessions.create("secret")
     assert sessions.session(None, made.key) is sessions.session(made.id, made.key) is sessions.known(made.id, "secret") is made
     other = sessions.session("chosen", "secret")
@@ -162,8 +166,7 @@ def test_sessions_are_told_apart_by_their_secrets_and_have_a_limit(tokenizer: Mo
     assert sessions.session("one more", "secret").id == "one more"
 
 
-def test_idle_sessions_make_room_and_ended_ones_keep_no_tokens(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch):
-    sessions = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode_whole), tokenizer, model="m", key="secret")
+def test_idle_sessions_make_room_and_ended_ones_keep_no_tokens(sessions: Sessions, monkeypatch: pytest.MonkeyPatch):
     idle, used = sessions.create("secret"), sessions.create("secret")
     for session in (idle, used):
         sessions.count(session, 10)
@@ -179,10 +182,8 @@ def test_idle_sessions_make_room_and_ended_ones_keep_no_tokens(tokenizer: ModelT
     assert sessions.num_tokens == 0
 
 
-def test_turns_without_exact_log_probs_are_not_trained(tokenizer: ModelTokenizer):
-    session = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode_whole), tokenizer, model="m", key="secret").create(
-        "secret"
-    )
+def test_turns_without_exact_log_probs_are_not_trained(sessions: Sessions, tokenizer: ModelTokenizer):
+    session = sessions.create("secret")
     messages: list[dict[str, Any]] = []
     for is_exact in (True, False, True):
         messages.append({"role": "user", "content": "q"})
@@ -195,14 +196,12 @@ def test_turns_without_exact_log_probs_are_not_trained(tokenizer: ModelTokenizer
     assert (given["skipped_turns"], one["has_exact_log_probs"], sum(one["loss_mask"])) == (1, False, 4)
 
 
-async def test_long_tools_are_read_beside_the_event_loop(tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch):
+async def test_long_tools_are_read_beside_the_event_loop(sessions: Sessions, monkeypatch: pytest.MonkeyPatch):
     def read(*_: object, **__: object) -> Asked:
         raise InvalidArgument("messages", threading.current_thread().name)
 
     monkeypatch.setattr(Asked, "of", read)
-    session = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode_whole), tokenizer, model="m", key="secret").create(
-        "secret"
-    )
+    session = sessions.create("secret")
     for characters, name in ((1, "MainThread"), (20_000, "asyncio_0")):
         fields = read_chat({"messages": [{"role": "user", "content": "q"}], "tools": ["a" * characters]}).fields
         with pytest.raises(InvalidArgument, match=name):
@@ -282,10 +281,8 @@ async def test_an_answer_that_a_changeover_cuts_at_its_last_token_is_whole(
     assert (len(whole.token_ids), whole.finish_reason, list(whole.prompt_token_ids)) == (4, FinishReason.LENGTH, [A])
 
 
-async def test_more_agents_than_the_soft_limit_of_open_files_are_served(tokenizer: ModelTokenizer):
-    rollout = Rollout("unix:nowhere", decode=tokenizer.decode_whole)
-    rollout.context_length = 64
-    sessions = Sessions(rollout, tokenizer, model="m", key="secret")
+async def test_more_agents_than_the_soft_limit_of_open_files_are_served(sessions: Sessions):
+    sessions.rollout.context_length = 64
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
     headers, limits = {"authorization": "Bearer secret"}, httpx.Limits(max_connections=None)
@@ -302,11 +299,10 @@ async def test_more_agents_than_the_soft_limit_of_open_files_are_served(tokenize
     assert {answer.status_code for answer in answers} == {200}
 
 
-async def test_requests_that_cannot_be_told_or_read_are_refused(tokenizer: ModelTokenizer):
+async def test_requests_that_cannot_be_told_or_read_are_refused(sessions: Sessions):
     async def reward(request: Request) -> Response:
         return JSONResponse(await read_reward(request))
 
-    sessions = Sessions(Rollout("unix:nowhere", decode=tokenizer.decode_whole), tokenizer, model="m", key="secret")
     deep = "[" * 700 + "]" * 700
     call = f'{{"function": {{"name": "f", "arguments": {{"x": {deep}}}}}}}'
     served = application(sessions, Route("/reward", answering(reward), methods=["POST"]))

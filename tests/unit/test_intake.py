@@ -87,13 +87,6 @@ async def test_the_loop_turns_between_two_parts() -> None:
         assert max(after - before for before, after in itertools.pairwise(given)) == AT_ONCE
 
 
-async def test_the_samples_of_a_usual_step_go_in_one_part() -> None:
-    """Parts of a call reach the engine together: one by one, their batching would depend on this process's speed."""
-    call = call_of(1024)
-    assert call.take()[0] == 0
-    assert call.num_waiting == 0
-
-
 async def test_a_second_call_begins_at_once_and_then_they_take_turns() -> None:
     engine = Engine()
     async with intake_of(engine) as intake:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from tasuki.v1.weights_pb2 import IpcMemory
 from tasuki.weights.manifest import (
-    ALIGNMENT,
     Box,
     Entry,
     Manifest,
@@ -46,36 +45,6 @@ def with_entry(index: int, **changes: object) -> Manifest:
     return replace(good, entries=tuple(entries))
 
 
-def test_entries_are_aligned_and_apart() -> None:
-    laid_out = manifest()
-    assert [e.arena_offset % ALIGNMENT for e in laid_out.entries] == [0, 0]
-    assert laid_out.entries[1].arena_offset >= laid_out.entries[0].arena_offset + 6 * 5 * 2
-    assert laid_out.arena_bytes >= laid_out.entries[1].arena_offset + 600
-
-
-def test_survives_the_wire_and_keeps_its_digest() -> None:
-    received = from_proto(to_proto(manifest()))
-    assert received == manifest()
-    assert received.digest() == manifest().digest()
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"name": "b"},
-        {"dtype": "float32"},
-        {"global_shape": (6, 4)},
-        {"offsets": (1, 0)},
-        {"offsets": (0, 1)},
-        {"sizes": (5, 5)},
-        {"sizes": (6, 4)},
-        {"arena_offset": 512},
-    ],
-)
-def test_digest_sees_every_field(changes: dict[str, object]) -> None:
-    assert with_entry(0, **changes).digest() != manifest().digest()
-
-
 @pytest.mark.parametrize(
     ("index", "changes", "message"),
     [
@@ -92,6 +61,7 @@ def test_digest_sees_every_field(changes: dict[str, object]) -> None:
         (0, {"arena_offset": 257}, "a: arena_offset 257"),
         (1, {"arena_offset": 1 << 40}, "b: ends at byte"),
         (1, {"global_shape": (1 << 40,), "sizes": (1 << 40,)}, "b: ends at byte"),
+        (1, {"arena_offset": 0}, "a and b overlap"),
     ],
 )
 def test_bad_entries_are_refused_by_name(index: int, changes: dict[str, object], message: str) -> None:
@@ -99,20 +69,7 @@ def test_bad_entries_are_refused_by_name(index: int, changes: dict[str, object],
         check(with_entry(index, **changes))
 
 
-def test_overlapping_entries_are_refused() -> None:
-    bad = with_entry(1, arena_offset=manifest().entries[0].arena_offset)
-    with pytest.raises(BadHandle, match="a and b overlap"):
-        from_proto(to_proto(bad))
-
-
 ON_GPU = {"device_uuid": "b1946ac9", "chunk_bytes": (1 << 21, 1 << 21)}
-
-
-def test_the_gpu_and_its_chunks_survive_the_wire_and_count_for_the_digest() -> None:
-    on_gpu = replace(manifest(), **ON_GPU)
-    assert from_proto(to_proto(on_gpu)) == on_gpu
-    others = [replace(on_gpu, device_uuid="c2946ac9"), replace(on_gpu, chunk_bytes=(1 << 22,)), manifest()]
-    assert len({one.digest() for one in [on_gpu, *others]}) == 4
 
 
 @pytest.mark.parametrize(
@@ -140,11 +97,10 @@ def ipc(**changes: Any) -> IpcMemory:
     return IpcMemory(**{**IPC, **changes})
 
 
-def test_an_ipc_handle_survives_the_wire_and_counts_for_the_digest() -> None:
-    by_handle = replace(manifest(), device_uuid="b1946ac9", ipc_memory=ipc())
-    assert from_proto(to_proto(by_handle)) == by_handle
-    other = replace(by_handle, ipc_memory=ipc(handle=IPC["handle"][:-1] + b"\1"))
-    assert len({by_handle.digest(), other.digest(), manifest().digest()}) == 3
+@pytest.mark.parametrize("changes", [{}, ON_GPU, {"device_uuid": "b1946ac9", "ipc_memory": ipc()}])
+def test_a_manifest_survives_the_wire(changes: dict[str, Any]) -> None:
+    whole = replace(with_entry(0, global_shape=(9, 8), offsets=(1, 2)), **changes)
+    assert from_proto(to_proto(whole)) == whole
 
 
 @pytest.mark.parametrize(

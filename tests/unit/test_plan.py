@@ -41,11 +41,6 @@ def test_what_is_missing_or_repeated_is_counted_and_named(writes: tuple[Slice, .
     assert caught.value.metadata["tensors"] == "p"
 
 
-def test_a_parameter_that_nothing_writes_is_named() -> None:
-    with pytest.raises(WeightsCorrupt, match="q: of 8 elements 8"):
-        check_coverage(covered(whole((24,))), {"p": 24, "q": 8})
-
-
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 7), st.integers(1, 8)), max_size=4))
 def test_counts_agree_with_counting_element_by_element(boxes: list[tuple[int, int, int, int]]) -> None:

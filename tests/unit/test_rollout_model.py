@@ -44,10 +44,6 @@ def test_what_the_engine_cannot_serve_is_refused_with_the_folder(tmp_path: Path,
     assert refused.value.metadata["field"] == key
 
 
-def test_a_model_without_caps_is_served_on_a_cpu(tmp_path: Path) -> None:
-    assert read_model(node(tmp_path, "gemma3", architecture="Gemma3ForCausalLM")).vocab_size == CONFIGS["gemma3"]().vocab_size
-
-
 def test_the_engine_is_told_which_layers_have_full_attention(tmp_path: Path) -> None:
     save_checkpoint(make_model("qwen3_5", seed=0), tmp_path)
     table = json.loads((tmp_path / "config.json").read_text())

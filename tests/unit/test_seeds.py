@@ -79,14 +79,6 @@ def test_a_question_is_the_prompts_as_they_are_split_and_all_that_is_asked_of_th
     assert question(again) == question(asked)
 
 
-async def test_an_explicit_seed_gives_every_sample_its_own_and_the_same_in_every_split(tmp_path: Path) -> None:
-    node = Node(tmp_path / "calls")
-    await node.wake(0)
-    whole = await node.ask(seed=5, prompts=3)
-    assert whole == await node.ask(seed=5, prompts=1) + await node.ask(seed=5, prompts=2, first_prompt=1)
-    assert len(set(whole + await node.ask(seed=6, prompts=3))) == 12
-
-
 async def test_a_run_whose_rollout_is_killed_draws_what_an_undisturbed_one_draws(tmp_path: Path) -> None:
     """Calls have new ids in every run, and a lost call is repeated under its id."""
     calm = Node(tmp_path / "calm")
