@@ -45,7 +45,7 @@ def follow(folder: str) -> None:
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         if name == "__call__" and file.endswith("grpc/aio/_channel.py"):
             note(f"rpc {frame.f_locals['self']._method.decode().rpartition('/')[2]}", frame.f_back)
-        elif name == "send_multipart" or (name == "update_weights_from_tensor" and "sglang" in file):
+        elif name == "send_multipart":
             note("ranks", frame.f_back)
         elif name == "call" and file.endswith("memory/arena.py"):
             note(f"pages {frame.f_locals['name']}", frame)

@@ -41,7 +41,7 @@ _WAYS = {
         *_TO_SERVICE,
         ("task", "Servicer.Pause", "rollout/"),
         ("ranks", ":Rollout.pause", "rollout/"),
-        ("pages pause", ":EngineRank.run_at_once", "rollout/"),
+        ("pages pause", ":EngineRank.run", "rollout/"),
     ],
     "weight": [
         ("rpc PublishWeights", "", "coordinator/"),

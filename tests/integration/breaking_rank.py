@@ -1,6 +1,5 @@
 """An engine rank without an engine: the real receive path with many tensors, in a process that fails between two copies."""
 
-import asyncio
 import hashlib
 import os
 import signal
@@ -17,11 +16,10 @@ import torch
 from torch import nn
 
 from tasuki.rollout import receive
-from tasuki.rollout.rank_commands import EngineRank, command_tensors, register_rank, run_command
+from tasuki.rollout.rank_commands import EngineRank
 from tasuki.rollout.rank_memory import rank_allocator
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.weights.copies import ViewCopy
-from tasuki.wire.errors import InternalError
 from tasuki.wire.stages import MemoryTag
 from tests.integration.forked import processes
 from tests.models import poison
@@ -107,7 +105,9 @@ def _prepared(prepare: Callable[..., Any], breaking: Breaking | None, copies: Se
     return BreakingCopies(prepare(copies[: breaking.after], **settings), breaking)
 
 
-def run_rank(pipe: Connection, shapes: Shapes, breaking: Breaking | None, rank: int, failpoint: str | None) -> None:
+def run_rank(
+    pipe: Connection, shapes: Shapes, breaking: Breaking | None, socket_dir: Path, rank: int, failpoint: str | None
+) -> None:
     torch.set_num_threads(1)
     break_copies(breaking)
     allocator = rank_allocator("cpu")
@@ -116,43 +116,33 @@ def run_rank(pipe: Connection, shapes: Shapes, breaking: Breaking | None, rank: 
     with allocator.region(MemoryTag.KV_CACHE):
         cache = torch.zeros(1 << 20, dtype=torch.uint8)
     engine_rank = EngineRank(model, allocator, rank=rank)
-    register_rank(engine_rank)
     poison(model)
     with tempfile.TemporaryDirectory(prefix="tasuki-") as folder:
         if failpoint is not None:
             engine_rank.receiver.failpoints = Failpoints(f"scheduler{rank}", [failpoint], folder=Path(folder))
-        _answer_commands(pipe, model, cache)
-
-
-def _answer_commands(pipe: Connection, model: FlatModel, cache: torch.Tensor) -> None:
-    while True:
-        match pipe.recv():
-            case bytes() as command:
-                run_command(model, command_tensors(command))
-                pipe.send(None)
-            case _:
-                pipe.send((model.digest(), BreakingCopies.longest, cache.nbytes))
+        engine_rank.serve(socket_dir)
+        while True:
+            pipe.recv()
+            pipe.send((model.digest(), BreakingCopies.longest, cache.nbytes))
 
 
 class BreakingRank:
-    """A rank's process, with the interface that the front's RankCalls expects of an engine of one rank."""
-
-    num_ranks = 1
+    """A rank's process, which takes the commands of a front with its socket in `socket_dir`."""
 
     def __init__(
-        self, shapes: Shapes, breaking: Breaking | None = None, *, rank: int = 0, failpoint: str | None = None
+        self,
+        shapes: Shapes,
+        breaking: Breaking | None = None,
+        *,
+        socket_dir: Path,
+        rank: int = 0,
+        failpoint: str | None = None,
     ) -> None:
         self._pipe, theirs = processes.Pipe()
-        self._process = processes.Process(target=run_rank, args=(theirs, shapes, breaking, rank, failpoint), daemon=True)
+        arguments = theirs, shapes, breaking, socket_dir, rank, failpoint
+        self._process = processes.Process(target=run_rank, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
-
-    async def run_on_ranks(self, command: bytes) -> None:
-        self._pipe.send(command)
-        try:
-            await asyncio.to_thread(self._pipe.recv)
-        except EOFError as error:
-            raise InternalError("the engine rank is gone") from error
 
     def holds(self) -> tuple[str, int]:
         """Returns a digest of all parameters, and the number of copies in a sync."""
@@ -169,18 +159,3 @@ class BreakingRank:
         self._process.kill()
         self._process.join()
         self._pipe.close()
-
-
-class BreakingReplicas:
-    """One rank per model, as an engine with as many replicas."""
-
-    def __init__(self, models: Sequence[Shapes]) -> None:
-        self.ranks = [BreakingRank(shapes, rank=rank) for rank, shapes in enumerate(models)]
-        self.num_ranks = len(models)
-
-    async def run_on_ranks(self, command: bytes) -> None:
-        await asyncio.gather(*(rank.run_on_ranks(command) for rank in self.ranks))
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.close()

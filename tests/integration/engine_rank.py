@@ -1,6 +1,5 @@
 """Real SGLang models in TP ranks without an engine: quick to start, and accessible for poisoning and comparison."""
 
-import asyncio
 import dataclasses
 import gc
 import multiprocessing
@@ -74,16 +73,11 @@ class EngineRanks:
             pipe.send(_Job(tp_rank, tp_size, address, str(folder), b"", state_dir))
         return [self._answer(pipe) for pipe in self._pipes[:tp_size]]
 
-    @property
-    def num_ranks(self) -> int:
-        return len(self._pipes)
-
-    async def run_on_ranks(self, command: bytes) -> None:
-        """Runs the command on every rank, as the engine does, and waits for all."""
+    def serve(self, socket_dir: Path) -> None:
+        """Takes the commands of a front with its socket in this folder, for the models received last."""
         for pipe in self._pipes:
-            pipe.send(command)
-        for pipe in self._pipes:
-            await asyncio.to_thread(self._answer, pipe)
+            pipe.send(socket_dir)
+            self._answer(pipe)
 
     def limit_memory(self, num_bytes: int, *, tp_rank: int) -> None:
         """Limits the rank's host arenas to `num_bytes` from now on; 0 lifts the limit."""
@@ -181,6 +175,10 @@ def _fork_ranks(pipes: Sequence[Connection]) -> None:
     _run_rank(pipes[0], "cpu")
 
 
+_ranks: list[Any] = []
+_lines: list[Any] = []
+
+
 def _run_rank(pipe: Connection, device: str) -> None:
     import torch
 
@@ -190,7 +188,6 @@ def _run_rank(pipe: Connection, device: str) -> None:
         os.environ |= {"OMP_NUM_THREADS": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_without_a_test())}
         torch.cuda.set_device(device)
     from tasuki.memory.arena import set_host_budget
-    from tasuki.rollout.rank_commands import command_tensors, run_command
     from tasuki.rollout.rank_memory import rank_allocator
     from tasuki.rollout.sglang.models import install_latent_attention
 
@@ -214,8 +211,10 @@ def _run_rank(pipe: Connection, device: str) -> None:
                     outcome = _share_base(model, args, allocator, job.state_dir, rank=job.tp_rank)
                 else:
                     outcome = _receive(model, allocator, job)
-            elif isinstance(job, bytes):
-                run_command(model, command_tensors(job))
+            elif isinstance(job, Path):
+                while _lines:
+                    _lines.pop().close()
+                _lines.append(_ranks[0].serve(job))
             else:
                 set_host_budget(job)
             pipe.send(outcome)
@@ -346,7 +345,7 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
     import torch
 
     from tasuki.config.schema import ModelConfig, NodeConfig
-    from tasuki.rollout.rank_commands import EngineRank, register_rank
+    from tasuki.rollout.rank_commands import EngineRank
     from tasuki.rollout.record import published_layout
 
     folder = Path(job.folder)
@@ -358,7 +357,7 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
             # Represents the tensors of an attention backend.
             orphan = torch.arange(1, 5000, device=allocator.device)
         rank = EngineRank(model, allocator, rank=job.tp_rank)
-        register_rank(rank)
+        _ranks[:] = [rank]
         _poison_loaded(model)
         rank.memory.pause(PauseRequest(tags=[MEMORY_TAG_WEIGHTS]))
         rank.receiver.record_ahead(published_layout(NodeConfig(state_dir=folder, model=ModelConfig(path=folder))))

@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 
-from tasuki.rollout.rank_commands import RankLine
+from tasuki.rollout.rank_commands import RankLine, rank_address
 from tasuki.rollout.rollout import RankCalls
 from tasuki.rpc.ranks import CommandRunner, RankFront, RankServer, rank_error
 from tasuki.v1.memory_pb2 import PauseResponse
@@ -148,35 +149,28 @@ async def test_ranks_that_disagree_or_fail_for_no_known_reason_are_broken(tmp_pa
         assert front.broken.is_set()
 
 
-class FailingEngine:
-    """An engine of two ranks, each with its own error or none."""
-
-    num_ranks = 2
-    errors: Sequence[TasukiError | None] = (None, None)
-
-    async def run_on_ranks(self, command: bytes) -> None:
-        one = EngineRankCommand.FromString(command)
-        line = RankServer(one.reply_address)
-        for rank, error in enumerate(self.errors):
-            result = EngineRankResult(call=one.call, rank=rank, pause=PauseResponse(released_bytes=rank + 3))
-            if error is not None:
-                result.error.CopyFrom(rank_error(error))
-            line.send(result)
-        line.close()
-
-
 async def test_engine_ranks_may_fail_alone_and_a_lack_of_memory_is_told_last(tmp_path: Path) -> None:
-    engine = FailingEngine()
-    calls = RankCalls(engine, socket_dir=tmp_path)
+    errors: list[TasukiError | None] = [OutOfGpuMemory("no room", needed_bytes=2, free_bytes=1), InternalError("torn")]
+
+    def run(rank: int, one: EngineRankCommand) -> EngineRankResult:
+        result = EngineRankResult(call=one.call, rank=rank, pause=PauseResponse(released_bytes=rank + 3))
+        if (error := errors[rank]) is not None:
+            result.error.CopyFrom(rank_error(error))
+        return result
+
+    calls = RankCalls(2, socket_dir=tmp_path)
+    lines = [RankLine(rank_address(tmp_path), rank=rank, run=partial(run, rank)) for rank in range(2)]
     try:
-        engine.errors = (OutOfGpuMemory("no room", needed_bytes=2, free_bytes=1), InternalError("torn"))
         with pytest.raises(InternalError, match="^engine rank 1: torn$"):
             await calls.pause([], timeout_s=START_S)
         assert not calls.broken.is_set()
-        engine.errors = (None, None)
+        errors[:] = [None, None]
         assert await calls.pause([], timeout_s=START_S) == 3 + 4
     finally:
+        for line in lines:
+            line.close()
         calls.close()
+    assert "front-line" not in {thread.name for thread in threading.enumerate()}
 
 
 async def test_a_rank_that_waits_for_one_that_failed_is_given_up(tmp_path: Path) -> None:
@@ -202,55 +196,19 @@ async def test_the_peer_of_a_killed_rank_fails_and_the_killed_one_is_named(tmp_p
             await call_each(front, "tear", "die")
 
 
-class OtherWay(RankFront[EngineRankCommand, EngineRankResult]):
-    """Sends commands like SGLang once it has `lines`: ranks get them in the thread that made the line."""
-
-    lines: Sequence[RankLine] = ()
-
-    async def _send(self, commands: Sequence[EngineRankCommand]) -> None:
-        if not self.lines:
-            await super()._send(commands)
-        for rank, (line, one) in enumerate(zip(self.lines, commands, strict=False)):
-            line.send(EngineRankResult(call=one.call, rank=rank, pause=PauseResponse(released_bytes=rank + 3)))
-
-
-async def test_a_line_takes_commands_in_its_thread_and_sends_what_another_says(tmp_path: Path) -> None:
-    threads: set[str] = set()
-
-    def run(rank: int, one: EngineRankCommand) -> EngineRankResult:
-        threads.add(threading.current_thread().name)
-        return EngineRankResult(call=one.call, rank=rank)
-
-    front = OtherWay(tmp_path / "ranks.sock", EngineRankResult, service="test", num_ranks=2)
-    lines = [RankLine(front.address, rank=rank, run=lambda one, rank=rank: run(rank, one)) for rank in range(2)]
-    try:
-        await until(lambda: front.is_connected)
-        assert [result.rank for result in await front.call(EngineRankCommand())] == [0, 1]
-        assert threads == {"front-line"}
-        front.lines = lines
-        results = await asyncio.wait_for(front.call(EngineRankCommand()), 60)
-        assert [result.pause.released_bytes for result in results] == [3, 4]
-    finally:
-        for line in lines:
-            line.close()
-        front.close()
-    assert "front-line" not in {thread.name for thread in threading.enumerate()}
-
-
-def fail_in_a_line(address: str) -> None:
+def fail_in_a_line(socket_dir: Path) -> None:
     def run(one: EngineRankCommand) -> EngineRankResult:
         raise RuntimeError("outside CommandRunner")
 
-    RankLine(address, rank=0, run=run)
+    RankLine(rank_address(socket_dir), rank=0, run=run)
     signal.pause()
 
 
 async def test_a_rank_whose_line_fails_ends(tmp_path: Path) -> None:
-    front = OtherWay(tmp_path / "ranks.sock", EngineRankResult, service="test", num_ranks=1)
-    rank = forked.processes.Process(target=fail_in_a_line, args=(front.address,), daemon=True)
+    front = RankCalls(1, socket_dir=tmp_path)
+    rank = forked.processes.Process(target=fail_in_a_line, args=(tmp_path,), daemon=True)
     rank.start()
     try:
-        await until(lambda: front.is_connected)
         call = asyncio.ensure_future(front.call(EngineRankCommand()))
         await asyncio.to_thread(rank.join, START_S)
         assert rank.exitcode == 1

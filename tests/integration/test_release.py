@@ -94,9 +94,9 @@ def test_a_rank_holds_nothing_after_a_sync_or_a_refused_one(trainer: TrainerRank
 async def test_the_front_holds_nothing_after_a_sync_or_a_refused_one(trainer: TrainerRank, tmp_path: Path) -> None:
     held = native.totals().imported_bytes
     with ExitStack() as stack:
-        rank = BreakingRank(list(SHAPES.items()))
+        rank = BreakingRank(list(SHAPES.items()), socket_dir=tmp_path)
         stack.callback(rank.close)
-        calls = RankCalls(rank, socket_dir=tmp_path)
+        calls = RankCalls(1, socket_dir=tmp_path)
         stack.callback(calls.close)
         sync = WeightSync(calls, socket_dir=tmp_path)
         stack.callback(sync.close)

@@ -14,7 +14,7 @@ from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import EnginePoisoned, TasukiError, WeightsCorrupt
 from tasuki.wire.stages import MemoryTag, Stage
 from tests.extent import IS_WHOLE
-from tests.integration.breaking_rank import Break, Breaking, BreakingRank, BreakingReplicas, digest_of
+from tests.integration.breaking_rank import Break, Breaking, BreakingRank, digest_of
 from tests.integration.published import Published
 from tests.unit.test_rollout_stages import NO_SEEDS, IdleEngine, said, samples
 
@@ -40,8 +40,8 @@ def published() -> Iterator[PublishedModel]:
 @asynccontextmanager
 async def rollout_with(published: PublishedModel, breaking: Breaking | None) -> AsyncIterator[tuple[Rollout, BreakingRank]]:
     """The rollout service's state, memory and sync over one rank's process, with its weights awake."""
-    rank = BreakingRank(published.shapes, breaking)
-    calls = RankCalls(rank, socket_dir=published.socket_dir)
+    rank = BreakingRank(published.shapes, breaking, socket_dir=published.socket_dir)
+    calls = RankCalls(1, socket_dir=published.socket_dir)
     sync = WeightSync(calls, socket_dir=published.socket_dir)
     try:
         rollout = Rollout(IdleEngine(), sync, calls, seeds=NO_SEEDS, on_serving=said, on_poison=lambda: None)
@@ -110,18 +110,19 @@ async def test_every_replica_must_hold_every_tensor(published: PublishedModel) -
     """The second replica's model lacks a tensor that the first one holds."""
     missing, _ = published.shapes[-1]
     for models in ([published.shapes] * 2, [published.shapes, published.shapes[:-1]]):
-        engine = BreakingReplicas(models)
-        calls = RankCalls(engine, socket_dir=published.socket_dir)
+        ranks = [BreakingRank(shapes, socket_dir=published.socket_dir, rank=rank) for rank, shapes in enumerate(models)]
+        calls = RankCalls(2, socket_dir=published.socket_dir)
         sync = WeightSync(calls, socket_dir=published.socket_dir, num_replicas=2)
         try:
             imported = await sync.prepare(published.message)
             if models[0] is models[1]:
                 await sync.run(published.message, imported, timeout_s=30)
-                assert [rank.holds()[0] for rank in engine.ranks] == [published.digest] * 2
+                assert [rank.holds()[0] for rank in ranks] == [published.digest] * 2
             else:
                 with pytest.raises(WeightsCorrupt, match=f"{missing}: no engine rank reads it"):
                     await sync.run(published.message, imported, timeout_s=30)
         finally:
             sync.close()
             calls.close()
-            engine.close()
+            for rank in ranks:
+                rank.close()

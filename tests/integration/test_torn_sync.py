@@ -13,6 +13,7 @@ from tasuki.rollout import receive as receiving
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.rollout import RankCalls
 from tasuki.rollout.sync import WeightSync
+from tasuki.v1.ranks_pb2 import ReceiveCommand, ReceiveResult
 from tasuki.weights.copies import HostCopies, ViewCopy
 from tasuki.weights.imported_weights import import_weights
 from tasuki.wire.errors import VersionOrder, WeightsCorrupt
@@ -93,15 +94,16 @@ def test_a_publication_during_the_copy_is_noticed_by_the_rank(trainer: Trainer) 
 async def test_a_publication_after_the_copy_is_noticed_by_the_front(trainer: Trainer, tmp_path: Path) -> None:
     """The rank has read all of version 0 and succeeds, but the published checksums are those of the next version."""
 
-    class Overtaken(BreakingRank):
-        async def run_on_ranks(self, command: bytes) -> None:
-            await super().run_on_ranks(command)
+    class Overtaken(RankCalls):
+        async def receive(self, receive: ReceiveCommand, *, timeout_s: float) -> list[ReceiveResult]:
+            results = await super().receive(receive, timeout_s=timeout_s)
             trainer.publish(1)
+            return results
 
     with ExitStack() as stack:
-        rank = Overtaken(list(TENSORS.items()))
+        rank = BreakingRank(list(TENSORS.items()), socket_dir=tmp_path)
         stack.callback(rank.close)
-        calls = RankCalls(rank, socket_dir=tmp_path)
+        calls = Overtaken(1, socket_dir=tmp_path)
         stack.callback(calls.close)
         sync = WeightSync(calls, socket_dir=tmp_path)
         stack.callback(sync.close)

@@ -43,8 +43,8 @@ async def test_what_is_corrupted_after_it_was_summed_is_refused_until_it_is_publ
     plant(sockets, "trainer1", "publish_weights", Action.CORRUPT)
     published = (await client.publish()).weights
     shapes = [(name, shape) for name, (shape, _) in import_weights(published, timeout_s=5).layout().items()]
-    rank = BreakingRank(shapes)
-    calls = RankCalls(rank, socket_dir=sockets)
+    rank = BreakingRank(shapes, socket_dir=sockets)
+    calls = RankCalls(1, socket_dir=sockets)
     sync = WeightSync(calls, socket_dir=sockets)
     try:
         with pytest.raises(WeightsCorrupt):

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import torch
 from sglang.srt.managers.tp_worker import BaseTpWorker
 from sglang.srt.utils import MultiprocessingSerializer
 
-from tasuki.rollout.rank_commands import _ranks
+from tasuki.rollout.rank_commands import EngineRank
 from tasuki.rollout.sglang import scheduler
 from tools.bench.floors import Floors
 
 BENCH_LOADER = "tools.bench.peer_engine.run_command"
 """Name under which SGLang finds `run_command`."""
+SOCKET_DIR = "PEER_SOCKET_DIR"
+"""Environment variable with the folder of our front's socket."""
 
 
 def run_scheduler(*arguments: Any) -> None:
@@ -30,7 +33,20 @@ def run_scheduler(*arguments: Any) -> None:
         return result
 
     BaseTpWorker.update_weights_from_tensor = update_and_wait
+    scheduler.EngineRank = _ServingRank
     scheduler.run_scheduler(*arguments)
+
+
+class _ServingRank(EngineRank):
+    """Takes our front's commands, too."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        _ranks[:] = [self]
+        self.serve(Path(os.environ[SOCKET_DIR]))
+
+
+_ranks: list[EngineRank] = []
 
 
 def command_payload(command: str) -> bytes:

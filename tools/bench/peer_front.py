@@ -13,7 +13,7 @@ from sglang.srt.managers.io_struct import UpdateWeightsFromIPCReqInput, UpdateWe
 from tasuki.rollout.rollout import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.v1 import weights_pb2
-from tools.bench.peer_engine import BENCH_LOADER, command_payload, run_scheduler
+from tools.bench.peer_engine import BENCH_LOADER, SOCKET_DIR, command_payload, run_scheduler
 from tools.bench.peer_start import SETTINGS, start_engine
 from tools.bench.sync_ranks import answer
 
@@ -24,13 +24,14 @@ class PeerFront:
     def __init__(self, *, index: int, tp_size: int, model_path: str, folder: Path) -> None:
         asyncio.set_event_loop(asyncio.new_event_loop())
         arguments = {"model_path": model_path, "base_gpu_id": index * tp_size, **SETTINGS}
-        self._engine = start_engine(arguments, tp_size=tp_size, scheduler=run_scheduler, loaders=[BENCH_LOADER])
         self._index, self._tp_size = index, tp_size
         self._folder = folder / f"engine-{index}"
         self._folder.mkdir()
+        os.environ[SOCKET_DIR] = str(self._folder)  # for the ranks, which connect to our front
+        self._engine = start_engine(arguments, tp_size=tp_size, scheduler=run_scheduler, loaders=[BENCH_LOADER])
 
         async def make_sync() -> WeightSync:
-            return WeightSync(RankCalls(self._engine, socket_dir=self._folder), socket_dir=folder)
+            return WeightSync(RankCalls(tp_size, socket_dir=self._folder), socket_dir=folder)
 
         self._sync = self._engine.loop.run_until_complete(make_sync())
 

@@ -21,15 +21,12 @@ SETTINGS: dict[str, Any] = {
 def start_engine(
     arguments: dict[str, Any], *, tp_size: int, scheduler: Callable[..., None] | None = None, loaders: Sequence[str] = ()
 ) -> Any:
-    """scheduler: runs in every rank instead of the service's scheduler; loaders: more names that SGLang may call as weight loaders."""
+    """scheduler: runs in every rank instead of the service's scheduler; loaders: names that SGLang may call as weight loaders."""
     from contextlib import nullcontext
 
     from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-    from sglang.srt.utils import MultiprocessingSerializer
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
-    from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
     from tasuki.rollout.sglang.scheduler import run_scheduler
 
     class NoSaver:
@@ -37,15 +34,6 @@ def start_engine(
 
     class ArenaEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler if scheduler is None else scheduler)
-        num_ranks = tp_size
-
-        async def run_on_ranks(self, command: bytes) -> None:
-            payload = MultiprocessingSerializer.serialize(command_tensors(command))
-            request = UpdateWeightsFromTensorReqInput(
-                serialized_named_tensors=[payload] * tp_size, load_format=COMMAND_LOADER, flush_cache=False
-            )
-            success, message = await self.tokenizer_manager.update_weights_from_tensor(request)
-            assert success, message
 
     TorchMemorySaverAdapter.create = staticmethod(lambda enable: NoSaver())
-    return ArenaEngine(**arguments, tp_size=tp_size, custom_weight_loader=[COMMAND_LOADER, *loaders])
+    return ArenaEngine(**arguments, tp_size=tp_size, custom_weight_loader=[*loaders])

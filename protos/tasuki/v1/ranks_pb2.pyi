@@ -558,20 +558,17 @@ Global___RankPublished: _TypeAlias = RankPublished  # noqa: Y015
 
 @_typing.final
 class EngineRankCommand(_message.Message):
-    """A command of the rollout front to an engine rank: carried through SGLang's weight update call, or sent directly to the rank."""
+    """A command of the rollout front to an engine rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CALL_FIELD_NUMBER: _builtins.int
-    REPLY_ADDRESS_FIELD_NUMBER: _builtins.int
     RECEIVE_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     GET_USAGE_FIELD_NUMBER: _builtins.int
     GET_LOAD_FIELD_NUMBER: _builtins.int
     call: _builtins.int
-    reply_address: _builtins.str
-    """ZMQ address of the front. The rank answers there and then receives its commands from there."""
     @_builtins.property
     def receive(self) -> Global___ReceiveCommand: ...
     @_builtins.property
@@ -586,7 +583,6 @@ class EngineRankCommand(_message.Message):
         self,
         *,
         call: _builtins.int = ...,
-        reply_address: _builtins.str = ...,
         receive: Global___ReceiveCommand | None = ...,
         pause: _memory_pb2.PauseRequest | None = ...,
         resume: _memory_pb2.ResumeRequest | None = ...,
@@ -595,7 +591,7 @@ class EngineRankCommand(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "command", b"command", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "reply_address", b"reply_address", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "command", b"command", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage", "get_load"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015

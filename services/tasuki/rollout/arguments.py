@@ -13,7 +13,6 @@ from tasuki.models.families import FAMILIES
 from tasuki.planner.kv_tokens import graph_requests, running_requests, state_slots
 from tasuki.planner.rollout_bytes import MEASURED_FREE
 from tasuki.rollout.model import NEXT, ModelFacts
-from tasuki.rollout.rank_commands import COMMAND_LOADER
 from tasuki.wire.errors import InvalidArgument
 
 # SGLang 0.5.17 accepts prompts of at most context_length - 7 tokens and ends completions at context_length - 2. Asking for this much
@@ -48,7 +47,6 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
         # Token ids in, token ids out.
         "skip_tokenizer_init": True,
         "json_model_override_args": json.dumps(_model_overrides(model)),
-        "custom_weight_loader": [COMMAND_LOADER],
         # Replaced by ours, see memory_saver.py.
         "enable_memory_saver": True,
         # SGLang refuses to capture prefill together with a memory saver.

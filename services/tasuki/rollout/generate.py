@@ -58,10 +58,6 @@ class Completion:
     routed_experts: bytes = b""
     """See types.proto."""
 
-    @property
-    def is_cut(self) -> bool:
-        return self.reason == CUT
-
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:

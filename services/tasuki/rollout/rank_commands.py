@@ -1,8 +1,4 @@
-"""Runs in every engine rank: executes the front's commands and answers over ZMQ.
-
-SGLang calls `run_command` as a custom weight loader, between two batches and in the same order on every rank. The first command
-also connects the rank's line to the front, on which most commands come directly to `EngineRank.run_at_once`.
-"""
+"""Runs in every engine rank: executes the front's commands while its scheduler waits for requests, and answers over ZMQ."""
 
 import hashlib
 import logging
@@ -10,11 +6,13 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tasuki.config import paths
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator
 from tasuki.memory.device_usage import device_usage
@@ -38,34 +36,31 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tasuki.rollout")
 # If nobody takes a result, the front is gone and this process will end too.
 _LINGER_MS = 5000
-COMMAND_LOADER = "tasuki.rollout.rank_commands.run_command"
-"""Name under which SGLang finds `run_command`."""
+
+
+def rank_address(socket_dir: Path) -> Path:
+    """The front's socket, to which the ranks connect."""
+    return socket_dir / "rollout-ranks.sock"
 
 
 class RankLine:
-    """Owns the rank's sockets and the thread that reads commands, until `close`. There are two sockets, one per thread.
+    """Owns the rank's socket and the thread that reads commands, until `close`.
 
     run: executes a command from the front, in this thread.
     """
 
-    def __init__(self, address: str, *, rank: int, run: Callable[[EngineRankCommand], EngineRankResult]) -> None:
-        self.address = address
-        self._results = RankServer(address, linger_ms=_LINGER_MS)
-        self._commands = RankServer(address, rank=rank, linger_ms=_LINGER_MS)
-        self._commands.send(EngineRankResult(rank=rank))  # lets the front send
+    def __init__(self, path: Path, *, rank: int, run: Callable[[EngineRankCommand], EngineRankResult]) -> None:
+        self._socket = RankServer(f"ipc://{path}", rank=rank, linger_ms=_LINGER_MS)
+        self._socket.send(EngineRankResult(rank=rank))  # lets the front send
         self._closed = os.eventfd(0)
         self._thread = threading.Thread(target=self._answer, args=(run,), name="front-line", daemon=True)
         self._thread.start()
 
-    def send(self, result: EngineRankResult) -> None:
-        """Must be called from the thread that created this object."""
-        self._results.send(result)
-
     def _answer(self, run: Callable[[EngineRankCommand], EngineRankResult]) -> None:
         """Ends the process where it fails, so that the front sees the rank's end instead of waiting for an answer."""
         try:
-            for command in self._commands.commands(EngineRankCommand, until=[self._closed]):
-                self._commands.send(run(command))
+            for command in self._socket.commands(EngineRankCommand, until=[self._closed]):
+                self._socket.send(run(command))
         except BaseException:  # noqa: BLE001  whatever it is, nobody else reads commands
             _log.exception("event=rank_line_failed")
             os._exit(1)
@@ -73,8 +68,7 @@ class RankLine:
     def close(self) -> None:
         os.eventfd_write(self._closed, 1)
         self._thread.join()
-        self._commands.close()
-        self._results.close()
+        self._socket.close()
         os.close(self._closed)
 
 
@@ -115,14 +109,19 @@ class EngineRank:
         self.commands = CommandRunner(ranks_pb2.EngineRankResult, handlers, rank)
 
     def join_node(self, config: NodeConfig) -> None:
-        """Starts the heartbeat that the node's supervisor watches."""
+        """Starts the heartbeat that the node's supervisor watches, and takes commands."""
         name = f"scheduler{self.rank}"
         self.commands.failpoints = self.receiver.failpoints = Failpoints.of(config, name)
         self.commands.heartbeat = Heartbeat(config.state_dir, name)
         self.commands.heartbeat.beat_in_thread()
+        self.serve(paths.socket_dir(config.state_dir))
 
-    def run_at_once(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
-        """Runs a command that came directly from the front, in a separate thread, once the scheduler waits for requests."""
+    def serve(self, socket_dir: Path) -> RankLine:
+        """Takes commands of the front whose socket is in this folder."""
+        return RankLine(rank_address(socket_dir), rank=self.rank, run=self.run)
+
+    def run(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
+        """Runs a command in the thread of the line, once the scheduler waits for requests."""
         if self._allocator.device != "cpu":
             torch.cuda.set_device(self._allocator.device)
         with self._lock.held(), torch.no_grad(), self._stream_of(command):
@@ -163,39 +162,6 @@ class EngineRank:
 
     def _load(self, _: ranks_pb2.GetLoadCommand) -> ranks_pb2.LoadResult:
         return ranks_pb2.LoadResult() if self._scheduler is None else self._scheduler.load()
-
-
-# SGLang passes its loader the model and nothing that could hold state. One per scheduler process.
-_ranks: list[EngineRank] = []
-_lines: list[RankLine] = []
-
-
-def register_rank(rank: EngineRank) -> None:
-    """Sets the rank that `run_command` uses."""
-    _ranks[:] = [rank]
-
-
-def command_tensors(command: bytes) -> list[tuple[str, torch.Tensor]]:
-    """Encodes a command for SGLang as the name of an empty tensor, which needs neither shared memory nor a copy."""
-    return [(command.decode("latin-1"), torch.empty(0, dtype=torch.uint8))]
-
-
-def run_command(model: EngineModel, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's custom weight loader: takes an EngineRankCommand (see `command_tensors`) and answers on the rank's line."""
-    ((content, _),) = named_tensors
-    command = ranks_pb2.EngineRankCommand.FromString(content.encode("latin-1"))
-    (rank,) = _ranks
-    result = rank.commands.run(command)
-    _line_to(command.reply_address).send(result)
-
-
-def _line_to(address: str) -> RankLine:
-    if not _lines or _lines[0].address != address:
-        for line in _lines:
-            line.close()
-        (rank,) = _ranks
-        _lines[:] = [RankLine(address, rank=rank.rank, run=rank.run_at_once)]
-    return _lines[0]
 
 
 class EngineLock:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasuki.rollout.generate import check_request, generate, prepared_images
+from tasuki.rollout.rank_commands import rank_address
 from tasuki.rollout.seeds import CallSeeds
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import REFUSALS
@@ -40,12 +41,11 @@ _log = logging.getLogger(__name__)
 _CUT_AGAIN_S = 0.05
 _IDLE_TIMEOUT_S = 5.0
 _IDLE_POLL_S = 0.005
-_STRAIGHT = ("receive", "pause", "resume", "get_usage")
-"""Commands that need not come between the same two batches of all ranks: they are refused while requests run, or only read."""
+_CONNECT_POLL_S = 0.005
 
 
 class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResult]):
-    """Calls the ranks of all replicas. The first command, sent through SGLang, tells them where to answer.
+    """Calls the ranks of all replicas. They run a command while their scheduler waits for requests.
 
     Their memory is awake when the engine has started. Pause and resume are idempotent and all-or-nothing.
 
@@ -53,39 +53,21 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
     next one waits for its end.
     """
 
-    def __init__(self, engine: "RolloutEngine", *, socket_dir: Path, staying: frozenset[MemoryTag] = frozenset()) -> None:
+    def __init__(self, num_ranks: int, *, socket_dir: Path, staying: frozenset[MemoryTag] = frozenset()) -> None:
         """staying: tags that the ranks do not release."""
-        self._engine, self._staying = engine, staying
+        self._staying = staying
         self._awake = {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
-        self._running: asyncio.Future[None] | None = None
-        path = socket_dir / "rollout-ranks.sock"
-        super().__init__(path, ranks_pb2.EngineRankResult, service="engine", num_ranks=engine.num_ranks)
+        super().__init__(rank_address(socket_dir), ranks_pb2.EngineRankResult, service="engine", num_ranks=num_ranks)
 
     @property
     def resident_tags(self) -> list[MemoryTag]:
         """Tags that are mapped on every rank."""
         return [tag for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE) if tag in self._awake]
 
-    async def call(
-        self, command: ranks_pb2.EngineRankCommand | Sequence[ranks_pb2.EngineRankCommand], *, timeout_s: float | None = None
-    ) -> list[ranks_pb2.EngineRankResult]:
-        """Runs one command, the same in every rank.
-
-        Once the ranks are connected, those in `_STRAIGHT` go directly to them: SGLang's own way takes longer than a command that moves
-        nothing. All others run between the same two batches on every rank.
-        """
-        assert isinstance(command, ranks_pb2.EngineRankCommand)
-        commands = [command] * self.num_ranks
-        async with self._calling(commands, timeout_s=timeout_s) as results:
-            if self._running is not None:
-                await asyncio.wait([self._running])
-            command.reply_address = self.address
-            if command.WhichOneof("command") in _STRAIGHT and self.is_connected:
-                await self._send(commands)
-            else:
-                self._running = asyncio.ensure_future(self._engine.run_on_ranks(command.SerializeToString()))
-                await asyncio.shield(self._running)
-        return results
+    async def _send(self, commands: Sequence[ranks_pb2.EngineRankCommand]) -> None:
+        while not self.is_connected:  # noqa: ASYNC110 - ranks that have just started are heard of by no event
+            await asyncio.sleep(_CONNECT_POLL_S)
+        await super()._send(commands)
 
     async def receive(self, receive: ranks_pb2.ReceiveCommand, *, timeout_s: float) -> list[ranks_pb2.ReceiveResult]:
         """Copies the published weights on every rank. After any error the engine's weights are unknown.
@@ -144,11 +126,6 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         errors = [_error_of(result) for result in results if result.HasField("error")]
         for error in sorted(errors, key=lambda error: isinstance(error, OutOfGpuMemory)):
             raise error
-
-    def close(self) -> None:
-        if self._running is not None:
-            self._running.cancel()
-        super().close()
 
 
 def _error_of(result: ranks_pb2.EngineRankResult) -> TasukiError:

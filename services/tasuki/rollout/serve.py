@@ -59,7 +59,7 @@ async def _serve(
     _log_plans(engine.reports)
     socket_dir = paths.socket_dir(config.state_dir)
     staying = staying_tags(config, read_choices(config.state_dir), Service.ROLLOUT)
-    rank_calls = RankCalls(engine, socket_dir=socket_dir, staying=staying)
+    rank_calls = RankCalls(engine.num_ranks, socket_dir=socket_dir, staying=staying)
     sync = WeightSync(rank_calls, socket_dir=socket_dir, num_replicas=config.dp_size)
     heartbeat = Heartbeat(config.state_dir, "rollout")
     numbers = CallNumbers(paths.generate_calls_path(config.state_dir), instance_id=read_instance(config.state_dir).id)

@@ -152,7 +152,6 @@ READ = [
     (MANAGER, "TokenizerManager.auto_create_handle_loop"),
     (MANAGER, "TokenizerManager.rid_to_state"),
     (MANAGER, "TokenizerManager.send_to_scheduler"),
-    (MANAGER, "TokenizerManager.update_weights_from_tensor"),
     (RUNNER, "ModelRunner.lora_manager"),
     ("srt.mem_cache.memory_pool", "MHATokenToKVPool.get_kv_size_bytes"),
     ("srt.mem_cache.memory_pool", "ReqToTokenPool.req_to_token"),

@@ -16,9 +16,8 @@ from typing import Any, cast
 
 import zmq
 from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult
-from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput, UpdateWeightsFromTensorReqInput
+from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 from sglang.srt.server_args import PortArgs, ServerArgs
-from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.network import get_zmq_socket
 
 from tasuki.config.choices import read_choices
@@ -28,7 +27,6 @@ from tasuki.models.routes import RouteShape
 from tasuki.rollout.arguments import ADAPTER_ID, engine_arguments
 from tasuki.rollout.generate import CUT, Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts, check_capacity
-from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
 from tasuki.rollout.ranks import RankProcesses, RankReport
 from tasuki.rollout.request_queue import AT_ONCE, Answer, Call, Intake
 from tasuki.rollout.sessions import SessionPlaces, shares
@@ -67,8 +65,6 @@ class ReplicaSockets:
         others = [get_zmq_socket(first.context, zmq.PUSH, one.scheduler_input_ipc_name, True) for one in ports[1:]]
         self._every = self._addressed = [first, *others]
         manager.send_to_scheduler = self
-        # The only kind of message that every replica answers.
-        manager.update_weights_from_tensor_communicator._fan_out = len(ports)
 
     def send_pyobj(self, message: Any, **settings: Any) -> None:
         """Called by SGLang."""
@@ -279,19 +275,6 @@ class RolloutEngine:
         """Capacity of the KV caches of all replicas, in tokens."""
         return sum(report["max_total_num_tokens"] for report in self.reports[:: self.tp_size])
 
-    async def run_on_ranks(self, command: bytes) -> None:
-        """Runs `rank_commands.run_command` in every rank, between two batches. Returns when all are done."""
-        payload = cast(bytes, MultiprocessingSerializer.serialize(command_tensors(command)))
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[payload] * self.tp_size,
-            load_format=COMMAND_LOADER,
-            # Flushing would need an idle engine, and a pause has already flushed.
-            flush_cache=False,
-        )
-        success, message = await self._requests.update_weights_from_tensor(request)
-        if not success:
-            raise InternalError(f"SGLang did not run a command: {message}")
-
     def stop(self) -> None:
         """Ends the rank processes and waits until they are gone."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, lambda: None)  # ranks may fail together
@@ -378,8 +361,7 @@ class _EmbeddedEngine(Engine):
         signal.signal(signal.SIGQUIT, lambda *_: None)
         tp_size = server_args.tp_size
         cls.launches = launches_of(server_args, port_args, num_replicas=len(cls.gpus) // tp_size)
-        # Of SGLang's kinds of parallelism only this one: its data parallelism cannot update weights from tensors, which is how commands
-        # are sent.
+        # Of SGLang's kinds of parallelism only this one; replicas are engines of their own behind one front.
         cls.ranks.launch([(*cls.launches[rank // tp_size], gpu, rank % tp_size) for rank, gpu in enumerate(cls.gpus)])
         pids = [process.pid for process in cls.ranks.processes if process.pid is not None]
         result = SchedulerInitResult(scheduler_infos=[], all_child_pids=pids)

@@ -13,7 +13,7 @@ from sglang.srt.configs import model_config
 from sglang.srt.environ import envs
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.attention import attention_registry
-from sglang.srt.managers import io_struct, mm_utils
+from sglang.srt.managers import mm_utils
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.model_executor import model_runner
@@ -27,7 +27,7 @@ from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator, set_host_budget
 from tasuki.models.families import read_model_shape
-from tasuki.rollout.rank_commands import EngineLock, EngineRank, register_rank
+from tasuki.rollout.rank_commands import EngineLock, EngineRank
 from tasuki.rollout.rank_memory import rank_allocator
 from tasuki.rollout.ranks import RankReport, reporting
 from tasuki.rollout.receive import WeightReceiver
@@ -195,9 +195,6 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             staying=staying,
             base=None if setup.base is None else setup.base.base,
         )
-        updater = cast(Any, self.weight_updater)
-        if hasattr(updater, "begin_weight_update"):  # SGLang 0.5.23 runs our commands within an update alone
-            updater.begin_weight_update(cast(Any, io_struct).BeginWeightUpdateReqInput())
         engine_rank.receiver.warm_up()
         problem = self._record_ahead(engine_rank.receiver, adapter)
         lock.acquire()
@@ -208,7 +205,6 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             self.request_receiver = self._first_samples
         if setup.config is not None:
             engine_rank.join_node(setup.config)
-        register_rank(engine_rank)
         return problem
 
     def _record_ahead(self, receiver: WeightReceiver, adapter: AdapterBuffers | None) -> str:
