@@ -126,7 +126,6 @@ def _memory(snapshot: NodeSnapshot) -> Table:
 
 
 def _devices(snapshot: NodeSnapshot) -> Table:
-    """Each rank's device memory beyond its tags."""
     sizes = ("process", "torch's cache", "others", "free", "of")
     table = _sizes_table("MiB", "seen by", sizes=sizes)
     for service, usage in _usages(snapshot):
@@ -137,7 +136,6 @@ def _devices(snapshot: NodeSnapshot) -> Table:
 
 
 def _sizes_table(*headings: str, sizes: tuple[str, ...]) -> Table:
-    """A table that fits 80 columns even with the sizes of a large GPU."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for heading in headings:
         table.add_column(heading, no_wrap=bool(heading), max_width=None if heading else _BAR_WIDTH)
@@ -173,10 +171,7 @@ def print_text(text: RenderableType) -> None:
 
 
 def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool = False) -> int:
-    """Prints the node's state. Raises NodeDown if none runs.
-
-    must_serve: return 1 while a service does not answer.
-    """
+    """Prints the node's state. must_serve: return 1 while a service does not answer. Raises NodeDown if none runs."""
     with NodeReader(config) as reader:
         snapshot = reader.read()
     if as_json:
@@ -187,9 +182,7 @@ def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool = False) -
 
 
 def watch(config: NodeConfig) -> int:
-    """Follows the node until Ctrl-C, even while services restart. Returns 0 if someone stops it; 1, with the reason, if it ends
-    unexpectedly. Raises NodeDown if none runs.
-    """
+    """Follows the node until Ctrl-C, even while services restart. Returns 0 if someone stops it, 1 if it ends by itself."""
     console, state_dir = Console(), config.state_dir
     with NodeReader(config) as reader:
         reader.read()
@@ -211,9 +204,7 @@ def watch(config: NodeConfig) -> int:
 
 
 def _list(reader: NodeReader, state_dir: Path) -> None:
-    """Prints lines as they happen, and one for each step of a run, flushed so that a pipe gets them. Returns once the coordinator goes
-    away.
-    """
+    """Prints events and a run's steps as they happen. Returns once the coordinator goes away."""
     step = -1
     stream = reader.coordinator.WatchState(coordinator_pb2.WatchStateRequest())
     try:

@@ -26,10 +26,7 @@ _LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LoggedCommand:
-    """outcome: "OK" or the reason of the error. request_id: as Python's ascii() writes it.
-
-    boot_id: of the life that executed it. policy_version: the version that it published or received.
-    """
+    """outcome: "OK" or an error's reason. request_id: as ascii() writes it. boot_id: of the life that executed it."""
 
     name: str
     epoch: int
@@ -92,11 +89,7 @@ _CHANGED_NOTHING = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID
 
 
 def audit_commands(history: History, lives: Mapping[Service, Sequence[LoggedLife]]) -> Violation | None:
-    """Compares every logged life with the journal.
-
-    lives: of each service, oldest first; they need not reach back to the beginning. Read the logs before the journal, so that every
-    logged command already has its intent.
-    """
+    """lives: of each service, oldest first, from any point on. Read logs before the journal, which then has every intent."""
     try:
         for service, logged in lives.items():
             for life in logged:
@@ -108,7 +101,6 @@ def audit_commands(history: History, lives: Mapping[Service, Sequence[LoggedLife
 
 
 def _check_life(service: Service, life: Sequence[LoggedCommand]) -> None:
-    """Checks that one life ran no command twice, and its stages in order."""
     seen: set[str] = set()
     for command in life:
         if command.request_id in seen:

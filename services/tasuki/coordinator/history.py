@@ -70,10 +70,7 @@ class ChangeoverRecord:
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """A row of `stages` with its result. boot_ids: of the services, as last observed before it.
-
-    status: None without a result. is_settled: it was inferred from the services' later state, and is no answer.
-    """
+    """boot_ids: as observed before it. status: None without a result. is_settled: inferred from the services' later state."""
 
     id: int
     changeover_id: str
@@ -147,7 +144,6 @@ def _stage(row: sqlite3.Row) -> StageRecord:
 
 
 def _outcome(row: sqlite3.Row) -> tuple[StageStatus | None, int | None, str]:
-    """Status, policy version and reason of an error."""
     if row["status"] is None:
         return None, None, ""
     version = None if row["policy_version"] is None else _number(row, "policy_version")
@@ -266,10 +262,7 @@ class PossibleStages:
         return bool(self.at)
 
     def refused(self, moves: _Moves, *, is_out_of_order: bool) -> None:
-        """Records that the service reported a refusal; earlier commands have ended.
-
-        is_out_of_order: the command did not fit the service's stage: it restarted, unless a possible stage explains it.
-        """
+        """is_out_of_order: the command did not fit the stage: the service restarted, unless a possible stage explains it."""
         if not moves:
             return
         self.at, self.unknown = self.may_be(), []

@@ -52,10 +52,7 @@ def port_of(config: NodeConfig, service: str) -> Port | None:
 
 
 def port_at(config: NodeConfig, target: str, *, key: str) -> Port:
-    """A port beside those of the three services, with the same security.
-
-    key: of the address in the configuration. Raises InvalidArgument naming it, or a key of [security].
-    """
+    """A port beside those of the services. Raises InvalidArgument naming `key`, or a key of [security]."""
     security = config.security
     if security.client_ca is None and security.callers is None and not security.insecure:
         raise InvalidArgument(
@@ -142,10 +139,7 @@ def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration
 
 
 def peer_credentials(security: SecurityConfig) -> Credentials | None:
-    """The node's own certificate; None if ports on loopback admit every caller.
-
-    `client_ca` has to have signed the nodes' certificates, too. Raises InvalidArgument for TLS or tokens without it.
-    """
+    """The node's own certificate; None if ports on loopback admit every caller. Raises InvalidArgument without client_ca."""
     if security.client_ca is not None:
         return Credentials(ca=security.client_ca, cert=security.cert, key=security.key)
     if security.cert is not None or security.callers is not None:
@@ -154,10 +148,7 @@ def peer_credentials(security: SecurityConfig) -> Credentials | None:
 
 
 def read_certificate(cert: Path, key: Path) -> dict[str, Any]:
-    """Fields as of `getpeercert`, seen by a client that trusts only this certificate. Names are not checked.
-
-    Raises SSLError; SSLCertVerificationError if it has expired.
-    """
+    """Fields as of `getpeercert`, seen by a client that trusts only this certificate. Raises SSLError."""
     serving, asking = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     serving.load_cert_chain(cert, key)
     asking.check_hostname = False
@@ -189,10 +180,7 @@ class HttpPort(ThreadingHTTPServer):
     request_queue_size = 64
 
     def __init__(self, listen: str, handler: type[BaseHTTPRequestHandler], *, guard: NodeConfig | None) -> None:
-        """guard: whose [security] has the certificate and the callers; None serves plain text to everybody.
-
-        Raises OSError when the address cannot be had, InvalidArgument naming a key of [security] whose file cannot be used.
-        """
+        """guard: whose [security] has the callers; None serves plain text to everybody. Raises OSError, InvalidArgument."""
         host, port = split_host_port(listen)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.access: Access | None = None
@@ -203,10 +191,7 @@ class HttpPort(ThreadingHTTPServer):
         super().__init__((host, port), handler)
 
     def takes_host(self, header: str | None) -> bool:
-        """Whether the `Host` header may name this server. Refuses pages elsewhere whose name resolves to it (DNS rebinding).
-
-        Over TLS the certificate determines the name. The port may differ, as through a tunnel.
-        """
+        """Whether `Host` may name this server, with any port. Refuses pages whose name resolves to it (DNS rebinding)."""
         if self.tls is not None or header is None:
             return self.tls is not None
         host, _, port = header.rpartition(":") if not header.endswith("]") else (header, "", "")
