@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration.node_process import Start, nodes_in
 from tests.integration.rollout_process import (
     RolloutClient,
     RolloutProcess,
@@ -115,3 +116,9 @@ async def client(trainer_process: TrainerProcess) -> AsyncIterator[TrainerClient
         await client.back_to_training()
         yield client
         await client.back_to_training()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with nodes_in(tmp_path) as start:
+        yield start

@@ -16,7 +16,7 @@ import pytest
 
 from tasuki.node.processes import is_exiting, stop_node
 from tests.integration.exiting_process import hold
-from tests.integration.node_process import Node, Start, nodes_in, pids_of
+from tests.integration.node_process import Node, Start, pids_of
 from tests.limits import wait_for
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -26,12 +26,6 @@ _PROBE = (
 )
 _MAY_UNSHARE = subprocess.run([sys.executable, "-c", _PROBE], cwd=_REPOSITORY, check=False, stderr=subprocess.DEVNULL)
 pytestmark = pytest.mark.skipif(_MAY_UNSHARE.returncode != 0, reason="needs pid namespaces and ptrace")
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with nodes_in(tmp_path) as start:
-        yield start
 
 
 def lingering(node: Node, name: str) -> tuple[int, Callable[[], object]]:

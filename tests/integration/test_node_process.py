@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,8 @@ from tasuki.node import processes
 from tasuki.node.processes import stop_node
 from tasuki.node.start import StartedNode, running_node
 from tests.extent import IS_WHOLE
-from tests.integration.node_process import LIMIT_S, Start, is_alive, nodes_in, pids_of
+from tests.integration.node_process import LIMIT_S, Start, is_alive, pids_of
 from tests.limits import wait_for
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with nodes_in(tmp_path) as start:
-        yield start
 
 
 def test_stop_ends_services_and_their_children_and_says_how(start: Start) -> None:

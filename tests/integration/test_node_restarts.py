@@ -4,21 +4,13 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tasuki.config.paths import restart_request_path, stall_dir
 from tasuki.node.processes import stop_node
-from tests.integration.node_process import Start, is_alive, nodes_in, pids_of
+from tests.integration.node_process import Start, is_alive, pids_of
 from tests.limits import wait_for
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with nodes_in(tmp_path) as start:
-        yield start
 
 
 def test_service_that_is_killed_is_restarted_without_its_children_and_the_others_stay(start: Start) -> None:

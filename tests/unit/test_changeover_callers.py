@@ -4,10 +4,11 @@ import asyncio
 
 import pytest
 
+from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
-from tasuki.wire.errors import ChangeoverRunning, InvalidArgument, OutOfGpuMemory
-from tasuki.wire.stages import Phase, Stage, StageStatus
-from tests.unit.fake_node import ROLLOUT, TO_ROLLOUT, Hold, acquire, events
+from tasuki.wire.errors import ChangeoverRunning, DiskFull, InvalidArgument, OutOfGpuMemory
+from tasuki.wire.stages import Phase, Service, Stage, StageStatus
+from tests.unit.fake_node import ROLLOUT, TO_ROLLOUT, Hold, acquire, events, make_node
 from tests.unit.fake_services import FakeServices
 
 
@@ -40,12 +41,6 @@ async def test_acquire_of_the_other_phase_is_refused_while_one_runs(node: Node, 
     assert len(services.asked) == len(TO_ROLLOUT)
 
 
-async def test_request_id_cannot_be_used_for_something_else(node: Node) -> None:
-    await acquire(node, Phase.ROLLOUT, "mine")
-    with pytest.raises(InvalidArgument, match="request_id"):
-        node.acquire(Phase.TRAIN, "mine")
-
-
 async def test_failed_operation_gives_its_error_again(node: Node, services: FakeServices) -> None:
     services.fail[Stage.OFFLOAD] = OutOfGpuMemory("no")
     for _ in range(2):
@@ -63,3 +58,26 @@ async def test_watchers_see_every_event_with_the_state_after_it(node: Node) -> N
         ROLLOUT,
     ]
     assert told[-1].state == node.state()
+
+
+@pytest.mark.parametrize("has_restarted", [False, True])
+async def test_a_changeover_that_had_no_room_on_disk_is_carried_out_when_there_is(
+    has_restarted: bool, node: Node, services: FakeServices, journal: Journal
+) -> None:
+    journal._db.execute("PRAGMA query_only = 1")
+    with pytest.raises(DiskFull):
+        await acquire(node, Phase.ROLLOUT, "the same")
+    journal._db.execute("PRAGMA query_only = 0")
+    services.fail_once[Stage.RESUME_KV] = DiskFull("no room for the result")
+    with pytest.raises(DiskFull):
+        await acquire(node, Phase.ROLLOUT, "the same")
+    if has_restarted:
+        journal.begin_epoch("boot-2")
+        node = make_node(journal, services)
+    await acquire(node, Phase.ROLLOUT, "the same")
+    assert services.stage[Service.ROLLOUT] is Stage.RESUME_KV
+    num_asked = len(services.asked)
+    await acquire(node, Phase.ROLLOUT, "the same")
+    assert len(services.asked) == num_asked
+    with pytest.raises(InvalidArgument, match="request_id: .* was used for"):
+        node.acquire(Phase.TRAIN, "the same")

@@ -13,41 +13,33 @@ from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, Hold, acquire, events, ma
 from tests.unit.fake_services import FakeServices
 
 
+async def come_to(node: Node, stage: Stage) -> Phase:
+    """Brings the node to the phase before `stage`. Returns the phase after it."""
+    if stage in TO_TRAIN:
+        await acquire(node, Phase.ROLLOUT)
+    return Phase.TRAIN if stage in TO_TRAIN else Phase.ROLLOUT
+
+
 @pytest.mark.parametrize("was_done", [False, True])
-@pytest.mark.parametrize("failing", TO_ROLLOUT)
-async def test_lost_answer_on_the_way_to_rollout_is_taken_back_and_the_whole_tried_again(
+@pytest.mark.parametrize("failing", [*TO_ROLLOUT, *TO_TRAIN])
+async def test_lost_answer_is_taken_back_where_that_is_possible_and_the_phase_reached(
     failing: Stage, was_done: bool, node: Node, services: FakeServices, journal: Journal
 ) -> None:
+    target = await come_to(node, failing)
     services.fail_once[failing] = PeerUnavailable("socket closed")
     services.done_anyway = {failing} if was_done else set()
-    await acquire(node, Phase.ROLLOUT)
-    assert (Phase.of(node.state().phase), services.served) == (Phase.ROLLOUT, 0)
-    tried = journal.changeovers(limit=9)
-    assert [(StageStatus.of(one.status), one.error_reason) for one in tried] == [
-        (StageStatus.DONE, ""),
-        (StageStatus.FAILED, "PEER_UNAVAILABLE"),
-    ]
-    assert services.asked.count(("run", failing)) == 2
+    await acquire(node, target)
+    assert (Phase.of(node.state().phase), services.served) == (target, 0 if target is Phase.ROLLOUT else None)
     assert journal.unresolved() == []
-
-
-@pytest.mark.parametrize("was_done", [False, True])
-@pytest.mark.parametrize("failing", TO_TRAIN)
-async def test_lost_answer_on_the_way_to_train_is_tried_again(
-    failing: Stage, was_done: bool, node: Node, services: FakeServices
-) -> None:
-    await acquire(node, Phase.ROLLOUT)
-    services.fail_once[failing] = PeerUnavailable("socket closed")
-    services.done_anyway = {failing} if was_done else set()
-    await acquire(node, Phase.TRAIN)
-    assert Phase.of(node.state().phase) is Phase.TRAIN
+    if target is Phase.ROLLOUT:
+        tried = [(StageStatus.of(one.status), one.error_reason) for one in journal.changeovers(limit=9)]
+        assert tried == [(StageStatus.DONE, ""), (StageStatus.FAILED, "PEER_UNAVAILABLE")]
+        assert services.asked.count(("run", failing)) == 2
 
 
 @pytest.mark.parametrize("failing", [*TO_ROLLOUT, *TO_TRAIN])
 async def test_stage_that_does_not_end_has_its_service_restarted(failing: Stage, node: Node, services: FakeServices) -> None:
-    if failing in TO_TRAIN:
-        await acquire(node, Phase.ROLLOUT)
-    target = Phase.TRAIN if failing in TO_TRAIN else Phase.ROLLOUT
+    target = await come_to(node, failing)
     services.fail_once[failing] = DeadlineExceeded("600 s are over")
     await acquire(node, target)
     assert Phase.of(node.state().phase) is target
@@ -97,9 +89,7 @@ async def test_service_that_dies_in_a_stage_is_waited_for_and_the_phase_reached(
     service: Service, stage: Stage, comes_back: bool, services: FakeServices, journal: Journal
 ) -> None:
     node = make_node(journal, services, recovery_timeout_s=60.0 if comes_back else 0.3)
-    if stage in TO_TRAIN:
-        await acquire(node, Phase.ROLLOUT)
-    target = Phase.TRAIN if stage in TO_TRAIN else Phase.ROLLOUT
+    target = await come_to(node, stage)
     hold = Hold(services, stage)
     acquiring = asyncio.create_task(acquire(node, target))
     await hold.reached.wait()
@@ -122,15 +112,27 @@ async def test_service_that_dies_in_a_stage_is_waited_for_and_the_phase_reached(
     assert journal.unresolved() == []
 
 
-@pytest.mark.parametrize("at", [Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS])
+@pytest.mark.parametrize(
+    "how", ["is gone", "is gone at LOAD_WEIGHTS", "ends poisoned", "is gone and the trainer does not hear of it"]
+)
 async def test_trainer_leaves_the_gpus_before_an_engine_is_restarted(
-    at: Stage, node: Node, services: FakeServices, journal: Journal
+    how: str, node: Node, services: FakeServices, journal: Journal
 ) -> None:
-    if at is Stage.LOAD_WEIGHTS:
+    if "LOAD_WEIGHTS" in how:
         await events(node.run_stage(Stage.LOAD_WEIGHTS, "hand"))
-    services.kill(Service.ROLLOUT)
+    if "hear" in how:
+        services.fail_undo_once[Stage.LOAD_TRAINER] = PeerUnavailable("socket closed")
+    if "poisoned" in how:
+        services.poison = "planted"
+    else:
+        services.kill(Service.ROLLOUT)
     acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT))
+    if "poisoned" in how:
+        while "waiting for rollout to come back" not in node.state().last_error:
+            await asyncio.sleep(0)
+        services.kill(Service.ROLLOUT)
     while services.stage[Service.TRAINER] is not Stage.OFFLOAD:
+        assert not acquiring.done()
         await asyncio.sleep(0)
     await asyncio.sleep(0.02)
     assert not acquiring.done()
@@ -138,34 +140,6 @@ async def test_trainer_leaves_the_gpus_before_an_engine_is_restarted(
     await acquiring
     assert (Phase.of(node.state().phase), services.served) == (Phase.ROLLOUT, 0)
     assert StageStatus.STARTED.number not in {one.status for one in journal.changeovers(limit=100)}
-
-
-async def test_trainer_makes_room_for_an_engine_that_was_poisoned_when_it_was_asked_for_and_ended_then(
-    node: Node, services: FakeServices
-) -> None:
-    services.poison = "planted"
-    acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT))
-    while "waiting for rollout to come back" not in node.state().last_error:
-        await asyncio.sleep(0)
-    services.kill(Service.ROLLOUT)
-    while services.stage[Service.TRAINER] is not Stage.OFFLOAD:
-        assert not acquiring.done()
-        await asyncio.sleep(0)
-    services.start(Service.ROLLOUT)
-    await acquiring
-    assert (Phase.of(node.state().phase), services.served) == (Phase.ROLLOUT, 0)
-
-
-async def test_trainer_that_did_not_hear_that_it_has_to_make_room_is_asked_again(node: Node, services: FakeServices) -> None:
-    services.kill(Service.ROLLOUT)
-    services.fail_undo_once[Stage.LOAD_TRAINER] = PeerUnavailable("socket closed")
-    acquiring = asyncio.create_task(acquire(node, Phase.ROLLOUT))
-    while services.stage[Service.TRAINER] is not Stage.OFFLOAD:
-        assert not acquiring.done()
-        await asyncio.sleep(0)
-    services.start(Service.ROLLOUT)
-    await acquiring
-    assert (Phase.of(node.state().phase), services.served) == (Phase.ROLLOUT, 0)
 
 
 async def test_training_goes_on_while_rollout_is_away(node: Node, services: FakeServices) -> None:

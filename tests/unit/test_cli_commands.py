@@ -43,20 +43,27 @@ def snapshot_of(node: coordinator_pb2.NodeState) -> NodeSnapshot:
     )
 
 
-def test_a_nodes_state_shows_control_characters_escaped() -> None:
-    node = coordinator_pb2.NodeState(last_error="the path /x\x1b]0;evil\x07 \N{LATIN SMALL LETTER E WITH ACUTE} exists")
+def drawn(snapshot: NodeSnapshot, *, width: int = 200) -> str:
     shown = io.StringIO()
-    console = Console(file=shown, width=200)
-    console.print(draw(snapshot_of(node)))
-    assert "the path /x\\x1b]0;evil\\x07 \N{LATIN SMALL LETTER E WITH ACUTE} exists" in shown.getvalue()
+    Console(file=shown, width=width).print(draw(snapshot))
+    return shown.getvalue()
 
 
-@pytest.mark.parametrize(("stage", "served"), [("STAGE_UNSPECIFIED", "unknown"), ("STAGE_LOAD_TRAINER", "none yet")])
-def test_a_version_is_none_yet_only_where_the_node_knows(stage: str, served: str) -> None:
-    shown = io.StringIO()
-    node = coordinator_pb2.NodeState(stage=types_pb2.Stage.Value(stage))
-    Console(file=shown, width=200).print(draw(snapshot_of(node)))
-    assert f"trainer 0, rollout {served}" in shown.getvalue()
+@pytest.mark.parametrize(
+    ("node", "text"),
+    [
+        (
+            coordinator_pb2.NodeState(last_error="the path /x\x1b]0;evil\x07 \u00e9 exists"),
+            "the path /x\\x1b]0;evil\\x07 \u00e9 exists",
+        ),
+        (coordinator_pb2.NodeState(), "trainer 0, rollout unknown"),
+        (coordinator_pb2.NodeState(stage=types_pb2.STAGE_LOAD_TRAINER), "trainer 0, rollout none yet"),
+    ],
+)
+def test_a_nodes_state_escapes_control_characters_and_tells_a_version_where_it_is_known(
+    node: coordinator_pb2.NodeState, text: str
+) -> None:
+    assert text in drawn(snapshot_of(node))
 
 
 def test_a_nodes_state_has_whole_addresses_and_no_trailing_spaces(
@@ -69,9 +76,7 @@ def test_a_nodes_state_has_whole_addresses_and_no_trailing_spaces(
         snapshot = replace(reader.read(), absent={}, trainer=trainer_pb2.GetTrainerStateResponse(num_ranks=1))
     target = node_targets(config)["coordinator"]
     for width in (40, 80, 200):
-        shown = io.StringIO()
-        Console(file=shown, width=width).print(draw(snapshot))
-        assert f"{target}and127.0.0.1:50050" in "".join(shown.getvalue().split()), "folded, not cut"
+        assert f"{target}and127.0.0.1:50050" in "".join(drawn(snapshot, width=width).split()), "folded, not cut"
     print_text(draw(snapshot))
     lines = capsys.readouterr().out.splitlines()
     assert "trainer         1 rank, 0 parameters" in lines
@@ -86,9 +91,7 @@ def test_a_nodes_state_names_a_file_that_its_ports_cannot_use(tmp_path: Path, mo
     monkeypatch.setattr(node_snapshot, "holder", lambda folder, name: 1)
     with NodeReader(config) as reader:
         snapshot = reader.read()
-    shown = io.StringIO()
-    Console(file=shown, width=200).print(draw(snapshot))
-    assert "not reloaded" in shown.getvalue() and str(tmp_path / "callers.toml") in str(as_dict(snapshot)["files_problem"])
+    assert "not reloaded" in drawn(snapshot) and str(tmp_path / "callers.toml") in str(as_dict(snapshot)["files_problem"])
 
 
 def test_output_without_room_is_an_error_that_names_it() -> None:

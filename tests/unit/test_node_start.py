@@ -13,13 +13,14 @@ import pytest
 
 from tasuki.cli.__main__ import main
 from tasuki.config.gpus import gpu_not_shown
-from tasuki.config.lock import NODE_LOCK, StateLock, holder, lock_path
+from tasuki.config.lock import NODE_LOCK, Instance, StateLock, begin_instance, holder, lock_path, read_instance
 from tasuki.config.paths import LAUNCHED_VARIABLE
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.node.services import node_services, without_secrets
 from tasuki.node.start import make_private
 from tasuki.rpc.process_start import StartSeconds, read_start_seconds
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.flock import is_free
 from tests.conftest import ENVIRONMENT
 
 
@@ -214,3 +215,26 @@ def test_nothing_is_collected_meanwhile_and_what_was_made_is_frozen(tmp_path: Pa
         [sys.executable, "-c", PROGRAM, tmp_path], env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_each_start_has_a_name_of_its_own_while_it_holds_the_lock(tmp_path: Path) -> None:
+    assert read_instance(tmp_path) == Instance()
+    names: list[str] = []
+    for _ in range(2):
+        with StateLock.take(tmp_path, name=NODE_LOCK):
+            begin_instance(tmp_path)
+            told = read_instance(tmp_path)
+            assert told == read_instance(tmp_path)
+            assert not is_free(Path(told.lock_path))
+            names.append(told.id)
+        assert is_free(Path(told.lock_path))
+        assert read_instance(tmp_path) == Instance()  # killed, so its file is left
+    assert len(set(names)) == 2
+    assert all(names)
+
+
+def test_a_lock_names_its_newest_holder_whatever_the_length_of_the_pid(tmp_path: Path) -> None:
+    with StateLock.take(tmp_path, name=NODE_LOCK) as lock:
+        for pid in (4_194_303, 7):
+            lock.sign(pid)
+            assert holder(tmp_path, name=NODE_LOCK) == pid

@@ -16,6 +16,8 @@ from tasuki.coordinator.phases import (
     turns_back,
     undo_path,
 )
+from tasuki.v1.coordinator_pb2 import NodeState
+from tasuki.v1.types_pb2 import PHASE_TRAIN
 from tasuki.wire.errors import StageOrder
 from tasuki.wire.stages import HOLDS, NEXT, RULES, Phase, Service, Stage, stages_of
 
@@ -197,3 +199,12 @@ class AnySequenceOfStages(RuleBasedStateMachine):
 
 
 test_any_sequence_of_stages_keeps_the_invariants = AnySequenceOfStages.TestCase
+
+
+def test_a_number_of_a_message_is_never_silently_another_phase() -> None:
+    state = NodeState(phase=PHASE_TRAIN)
+    for compare in (lambda: state.phase == Phase.TRAIN, lambda: state.phase != Phase.TRAIN):
+        with pytest.raises(TypeError, match=r"compare Phase\.of\(1\) with Phase\.TRAIN"):
+            compare()
+    assert Phase.of(state.phase) == Phase.TRAIN == "TRAIN"
+    assert {Phase.TRAIN: "held"}["TRAIN"] == "held"
