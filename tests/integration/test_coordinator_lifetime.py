@@ -75,7 +75,8 @@ async def test_coordinator_killed_in_the_middle_finds_the_node_and_brings_it_to_
     node.process.kill()
     await node.process.wait()
     node.rollout.hold[Stage.SYNC].set()
-    await node.rollout.gate.idle()
+    while node.rollout.gate.is_in_stage:
+        await asyncio.sleep(0.01)
     assert (node.trainer.stage, node.rollout.stage) == (Stage.LOAD_WEIGHTS, Stage.SYNC)
     node.process = await node.start()
     state = await node.settled()

@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
+from tasuki.coordinator.journal import Intent
 from tasuki.coordinator.journal_file import id_number, id_text, open_snapshot
 from tasuki.wire.errors import StaleSequence
 from tasuki.wire.stages import RING, RULES, Phase, Rpc, Service, Stage, StageStatus, allowed_after, stages_of
@@ -69,16 +70,9 @@ class ChangeoverRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class StageRecord:
+class StageRecord(Intent):
     """boot_ids: as observed before it. status: None without a result. is_settled: inferred from the services' later state."""
 
-    id: int
-    changeover_id: str
-    stage: Stage
-    is_undo: bool
-    epoch: int
-    sequence: int
-    request_id: str
     boot_ids: dict[Service, str]
     status: StageStatus | None
     policy_version: int | None
@@ -137,7 +131,7 @@ def _changeover(row: sqlite3.Row) -> ChangeoverRecord:
 def _stage(row: sqlite3.Row) -> StageRecord:
     status, version, reason = _outcome(row)
     place = _number(row, "id"), id_text(_number(row, "number")), Stage(row["stage"]), bool(_number(row, "is_undo"))
-    command = _number(row, "epoch"), _number(row, "sequence"), _text(row, "request_id")
+    command = _number(row, "epoch"), _number(row, "sequence"), _text(row, "request_id"), row["time"]
     boot_ids = {service: _text(row, f"{service}_boot_id") for service in Service}
     # Written so by `resolve_intents`; a real answer takes time.
     return StageRecord(*place, *command, boot_ids, status, version, reason, is_settled=row["seconds"] == 0.0)

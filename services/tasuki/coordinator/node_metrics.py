@@ -81,11 +81,7 @@ class NodeMetrics:
 
     async def _make(self) -> bytes:
         answers: dict[Service, bytes] = {}
-        reads = (self._read_service(service, answers) for service in Service)
-        await asyncio.gather(*reads, self._read_run(), self._plan(), *map(self._measure, Service))
-        for service in Service:
-            if service not in answers:
-                self._usages.pop(service, None)
+        await asyncio.gather(self._read_run(), self._plan(), *(self._read_service(service, answers) for service in Service))
         own = [*self._state_families(answers), *self._memory_families(), *self._run.families()]
         return await asyncio.to_thread(_whole_text, self._registry, answers, own)
 
@@ -98,11 +94,12 @@ class NodeMetrics:
             self._gpu_seconds.labels("changeover").inc(event.seconds * self._num_gpus)
 
     async def _read_service(self, service: Service, answers: dict[Service, bytes]) -> None:
-        with suppress(TasukiError):
+        """Reads metrics and memory, this not during a changeover, whose stages would wait for the ranks' answers."""
+        try:
             answers[service] = await self._peers.metrics(service, timeout_s=_READ_TIMEOUT_S)
-
-    async def _measure(self, service: Service) -> None:
-        """Measures memory, except during a changeover, whose stages would wait for the ranks' answers."""
+        except TasukiError:
+            self._usages.pop(service, None)
+            return
         with suppress(TasukiError):
             if not self._node.state().changeover_id:
                 self._usages[service] = await self._peers.usage(service)

@@ -129,11 +129,6 @@ class CommandGate:
             future.set_result(answer)
         self._keep(request_id, content, future)
 
-    async def idle(self) -> None:
-        """Returns when no command runs."""
-        async with self._lock:
-            return
-
     def _first_answer(self, request: Commanded, content: bytes) -> asyncio.Future[Any] | None:
         """Answer of this same request; None if it is new. content: its digest."""
         request_id = request.command.request_id

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -51,36 +51,28 @@ def port_of(config: NodeConfig, service: str) -> Port | None:
     return Port(target=target, access=access_of(config), credentials=_server_credentials(config))
 
 
-def port_at(config: NodeConfig, target: str, *, key: str) -> Port:
-    """A port beside those of the services. Raises InvalidArgument naming `key`, or a key of [security]."""
-    security = config.security
-    if security.client_ca is None and security.callers is None and not security.insecure:
-        raise InvalidArgument(
-            key, f"= {target} needs security.client_ca or security.callers, or on loopback security.insecure = true"
-        )
-    if is_beyond_loopback(target) and security.cert is None:
-        raise InvalidArgument(
-            key, f"= {target} is not loopback: set security.cert and security.key (`tasuki certs` makes them)"
-        )
-    return Port(target=target, access=access_of(config), credentials=_server_credentials(config))
-
-
 def fleet_port(config: NodeConfig) -> Port:
-    """The fleet's port, on node 0. Raises as `port_at`."""
+    """The fleet's port, on node 0. Raises InvalidArgument naming `fleet.leader`, or a key of [security]."""
     assert config.fleet is not None
-    leader = config.fleet.leader
+    leader, security = config.fleet.leader, config.security
     listen = f"0.0.0.0:{split_host_port(leader)[1]}" if is_beyond_loopback(leader) else leader
-    port = port_at(config, listen, key="fleet.leader")
-    num_ranks = config.fleet.num_nodes * config.trainer.num_ranks
-    return replace(port, max_calls=port.max_calls + 2 * num_ranks)  # each rank waits for the others in one, its node in another
+    problem = ""
+    if security.client_ca is None and security.callers is None and not security.insecure:
+        problem = "needs security.client_ca or security.callers, or on loopback security.insecure = true"
+    elif is_beyond_loopback(listen) and security.cert is None:
+        problem = "is not loopback: set security.cert and security.key (`tasuki certs` makes them)"
+    if problem:
+        raise InvalidArgument("fleet.leader", f"= {listen} {problem}")
+    # Each rank waits for the others in one call, its node in another.
+    max_calls = MAX_PORT_CALLS + 2 * config.fleet.num_nodes * config.trainer.num_ranks
+    return Port(listen, access_of(config), _server_credentials(config), max_calls=max_calls)
 
 
 def check_ports(config: NodeConfig) -> None:
     """Raises as the start of a service would, for its port and the metrics', and for certificates that no port shows, as to a fleet."""
-    for service in config.port_targets:
-        port_of(config, service)
-    if config.metrics.listen is not None and is_beyond_loopback(config.metrics.listen):
-        port_at(config, config.metrics.listen, key="metrics.listen")
+    metrics = config.metrics.listen
+    if config.port_targets or (metrics is not None and is_beyond_loopback(metrics)):
+        access_of(config)
     _server_credentials(config)
 
 

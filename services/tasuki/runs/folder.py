@@ -6,11 +6,11 @@ import os
 import shutil
 import sqlite3
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from tasuki.client.durable import named_if_full, open_private, write_durably
 from tasuki.client.loop_state import checkpoint_order, complete_checkpoints
@@ -26,11 +26,6 @@ from tasuki.wire.errors import DiskFull, InvalidArgument, PathExists, TasukiErro
 from tasuki.wire.line_reader import LineReader
 from tasuki.wire.regular_file import open_regular, read_path
 from tasuki.wire.stages import HOLDS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 
 # Files that exist once a run has begun.
 RUN_FILES = ("summary.json", "metrics.jsonl", "model")
@@ -128,30 +123,29 @@ def write_summary(output_dir: Path, summary: dict[str, object]) -> None:
     write_durably(output_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
-def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:
-    """Draws curve.png by step: reward and held-out score above, the gap between trainer and rollout below."""
+Curve = tuple[str, str, str, Callable[[Step], float | None]]
+"""Label, color, marker, and the value of a step."""
+
+
+def draw_curves(
+    output_dir: Path, steps: Sequence[Step], *panels: tuple[str, Sequence[Curve]], scale: Literal["linear", "log"] = "linear"
+) -> None:
+    """Draws curve.png, readable by its owner alone: two panels of named curves by step. scale: of the lower one."""
     from matplotlib.figure import Figure  # takes half a second to import; no other command draws
 
     figure = Figure(figsize=(8, 6), layout="constrained")
-    learning, gap = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    rewards, scores = ([(step.step, getattr(step, field)) for step in steps] for field in ("mean_reward", "eval_score"))
-    draw_points(learning, rewards, label="mean reward of the samples", color="tab:blue")
-    draw_points(learning, scores, label="held-out score", color="tab:orange", marker="o")
-    learning.set_ylabel("reward")
-    for name, label, color in (("log_prob_gap_max", "largest", "tab:red"), ("log_prob_gap", "mean", "tab:gray")):
-        draw_points(gap, [(step.step, step.metrics.get(name)) for step in steps], label=label, color=color)
-    gap.set_yscale("log")
-    gap.set_ylabel("|trainer - rollout|\nlog-prob")
-    gap.set_xlabel("step")
-    for axes, place in ((learning, "lower right"), (gap, "upper right")):
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+    for axes, (name, curves) in zip((upper, lower), panels, strict=True):
+        for label, color, marker, value_of in curves:
+            known = [(step.step, value) for step in steps if (value := value_of(step)) is not None]
+            if known:
+                axes.plot(*zip(*known, strict=True), label=label, color=color, marker=marker, markersize=4)
+        axes.set_ylabel(name)
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc=place)
-    save_figure(output_dir, figure)
-
-
-def save_figure(output_dir: Path, figure: "Figure") -> None:
-    """Writes curve.png, readable by its owner alone."""
+        if axes.lines:
+            axes.legend()
+    lower.set_yscale(scale)
+    lower.set_xlabel("step")
     aside = output_dir / ".curve.partial"
     aside.unlink(missing_ok=True)
     with open_private(aside, "wb") as file:
@@ -161,13 +155,6 @@ def save_figure(output_dir: Path, figure: "Figure") -> None:
 
 def _line(step: Step) -> str:
     return json.dumps(asdict(step)) + "\n"
-
-
-def draw_points(axes: "Axes", points: Sequence[tuple[int, float | None]], *, label: str, color: str, marker: str = "") -> None:
-    """Draws a line through the known points."""
-    known = [(number, value) for number, value in points if value is not None]
-    if known:
-        axes.plot(*zip(*known, strict=True), label=label, color=color, marker=marker, markersize=4)
 
 
 _REMOVED = ".removed"

@@ -18,12 +18,13 @@ from tasuki.client.progress import Progress
 from tasuki.client.rewards import NamedReward, RewardPool
 from tasuki.client.rl_loop import RlLoop
 from tasuki.client.sample_dump import SampleDump
+from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import RewardConfig, TrainConfig
 from tasuki.models.config_json import read_json_object, size
 from tasuki.node.model_folder import check_model_folders
-from tasuki.runs.folder import EVALUATIONS, SAMPLES, draw_curve, summarize
+from tasuki.runs.folder import EVALUATIONS, SAMPLES, draw_curves, summarize
 from tasuki.runs.recipe import RunSettings, field_as_key
 from tasuki.runs.resume import Continuation, MakeLoop
 from tasuki.runs.tokenizer import ModelTokenizer
@@ -33,6 +34,19 @@ from tasuki.wire.extras import install_extras
 _RUNS_PROGRAM, _ASKS_SERVER = "tasuki.gateway.program:run_program", "tasuki.gateway.program:run_on_server"
 _EVAL_TEXTS = 256
 """Held-out rows whose prompts and completions are written; of all others the rewards."""
+
+
+def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:
+    """Reward and held-out score above, the gap between trainer and rollout below."""
+    learning = [
+        ("mean reward of the samples", "tab:blue", "", lambda step: step.mean_reward),
+        ("held-out score", "tab:orange", "o", lambda step: step.eval_score),
+    ]
+    gap = [
+        ("largest", "tab:red", "", lambda step: step.metrics.get("log_prob_gap_max")),
+        ("mean", "tab:gray", "", lambda step: step.metrics.get("log_prob_gap")),
+    ]
+    draw_curves(output_dir, steps, ("reward", learning), ("|trainer - rollout|\nlog-prob", gap), scale="log")
 
 
 @dataclass(frozen=True, slots=True)

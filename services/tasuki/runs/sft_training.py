@@ -21,7 +21,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import SftConfig
 from tasuki.models.families import read_model_shape
 from tasuki.node.model_folder import check_model_folders
-from tasuki.runs.folder import draw_points, save_figure
+from tasuki.runs.folder import draw_curves
 from tasuki.runs.recipe import RunSettings, field_as_key
 from tasuki.runs.resume import Continuation, MakeLoop
 from tasuki.runs.tokenizer import ModelTokenizer
@@ -49,22 +49,13 @@ def summarize_sft(
 
 
 def draw_sft_curve(output_dir: Path, steps: Sequence[Step]) -> None:
-    """Draws curve.png by step: losses above, gradient norm below."""
-    from matplotlib.figure import Figure  # takes half a second to import; no other command draws
-
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    loss, norm = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
-    for name, label, color, marker in (("loss", "batch", "tab:blue", ""), ("eval/loss", "held-out", "tab:orange", "o")):
-        draw_points(loss, [(step.step, step.metrics.get(name)) for step in steps], label=label, color=color, marker=marker)
-    draw_points(norm, [(step.step, step.grad_norm) for step in steps], label="before clipping", color="tab:gray")
-    loss.set_ylabel("loss")
-    norm.set_ylabel("gradient norm")
-    norm.set_xlabel("step")
-    for axes in (loss, norm):
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(loc="upper right")
-    save_figure(output_dir, figure)
+    """Losses above, gradient norm below."""
+    losses = [
+        ("batch", "tab:blue", "", lambda step: step.metrics.get("loss")),
+        ("held-out", "tab:orange", "o", lambda step: step.metrics.get("eval/loss")),
+    ]
+    norm = [("before clipping", "tab:gray", "", lambda step: step.grad_norm)]
+    draw_curves(output_dir, steps, ("loss", losses), ("gradient norm", norm))
 
 
 @dataclass(frozen=True, slots=True)
