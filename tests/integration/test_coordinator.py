@@ -19,7 +19,6 @@ from tasuki.v1.types_pb2 import (
     STAGE_PAUSE_KV,
     STAGE_UNSPECIFIED,
 )
-from tasuki.wire.errors import OutOfGpuMemory
 from tasuki.wire.stages import Stage
 from tests.integration.coordinator_process import DEADLINE_S, TO_ROLLOUT, Node, running_coordinator
 
@@ -73,20 +72,6 @@ async def scraped(node: Node) -> str:
         .read()
         .decode()
     )
-
-
-async def test_failed_stage_comes_back_as_its_own_error_and_the_node_is_back_in_train(node: Node) -> None:
-    node.rollout.fail[Stage.RESUME_KV] = OutOfGpuMemory("needs 12.4 GiB for kv_cache, 9.1 GiB free", tag="kv_cache")
-    with pytest.raises(OutOfGpuMemory, match=r"9\.1 GiB free") as failed:
-        await node.acquire(PHASE_ROLLOUT)
-    assert failed.value.metadata["tag"] == "kv_cache"
-    state = await node.state()
-    assert (state.phase, state.last_error) == (PHASE_TRAIN, "GPU_MEMORY: needs 12.4 GiB for kv_cache, 9.1 GiB free")
-    assert (node.trainer.stage, node.rollout.served) == (Stage.LOAD_TRAINER, None)
-    listed = (await node.stub.ListChangeovers(pb.ListChangeoversRequest(), timeout=DEADLINE_S)).changeovers
-    assert [event.status for event in listed[0].stages] == [*[pb.STAGE_STATUS_UNDONE] * 4, pb.STAGE_STATUS_FAILED]
-    node.rollout.fail.clear()
-    assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
 
 
 async def test_plan_is_told_while_a_changeover_runs(node: Node) -> None:

@@ -17,10 +17,9 @@ from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
-from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN, STAGE_SYNC, STAGE_UNSPECIFIED, CommandId
+from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN, STAGE_UNSPECIFIED, CommandId
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import TasukiError, from_rpc_error
-from tasuki.wire.stages import Stage
 from tests.integration.coordinator_process import DEADLINE_S, TO_ROLLOUT, Node, coordinators, running_coordinator
 
 
@@ -62,27 +61,6 @@ async def old_command(node: Node, *, epoch: int) -> TasukiError:
                 trainer_pb2.PublishWeightsRequest(command=command), timeout=DEADLINE_S
             )
     return from_rpc_error(refused.value)
-
-
-async def test_coordinator_killed_in_the_middle_finds_the_node_and_brings_it_to_train(node: Node) -> None:
-    node.rollout.hold[Stage.SYNC] = asyncio.Event()
-    call = node.call(PHASE_ROLLOUT, "cut off")
-    async for response in call:
-        if response.event.stage == STAGE_SYNC:
-            break
-    # The event says that the command was sent.
-    await asyncio.wait_for(node.rollout.reached.wait(), DEADLINE_S)
-    node.process.kill()
-    await node.process.wait()
-    node.rollout.hold[Stage.SYNC].set()
-    while node.rollout.gate.is_in_stage:
-        await asyncio.sleep(0.01)
-    assert (node.trainer.stage, node.rollout.stage) == (Stage.LOAD_WEIGHTS, Stage.SYNC)
-    node.process = await node.start()
-    state = await node.settled()
-    assert (state.phase, state.epoch, node.rollout.served) == (PHASE_TRAIN, 2, None)
-    assert (await node.acquire(PHASE_ROLLOUT, "cut off"))[-1].state.phase == PHASE_ROLLOUT
-    assert node.rollout.served == 0
 
 
 async def test_services_that_stay_away_are_named(tmp_path: Path) -> None:

@@ -41,36 +41,33 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Pa
         read(tmp_path / "fifo")
 
 
-@pytest.mark.parametrize("text", ["", "\n# nothing\n", "short\n", f"{'a' * 20} {'b' * 20}\n", "é" * 40])
-def test_a_file_without_a_good_token_is_refused_without_telling_it(tmp_path: Path, text: str) -> None:
-    with pytest.raises(InvalidArgument) as refused:
-        read_tokens("f", secret(tmp_path / "t", text))
-    assert refused.value.metadata["field"] == "f"
-    assert not text.strip() or text.strip() not in refused.value.message
+TWO_WORDS = f"{'a' * 20} {'b' * 20}"
+BAD_TOKENS = ("short", TWO_WORDS, "é" * 40, "a" * 40 + "\\n")
+CALLERS = [(f'[tokens]\n"{token}" = "{role}"\n', token) for token in BAD_TOKENS for role in ("viewer", "admin")]
 
 
-@pytest.mark.parametrize("token", ["short", f"{'a' * 20} {'b' * 20}", "é" * 40, f"{'a' * 40}\\n"])
-@pytest.mark.parametrize("role", ["viewer", "admin"])
-def test_a_file_of_callers_without_a_good_token_is_refused_without_telling_it(tmp_path: Path, token: str, role: str) -> None:
-    with pytest.raises(InvalidArgument) as refused:
-        admitted_tokens(secret(tmp_path / "t", f'[tokens]\n"{token}" = "{role}"\n'))
-    assert refused.value.metadata["field"] == "security.callers"
-    assert token not in refused.value.message
-
-
-@pytest.mark.parametrize("text", ["", "[tokens]\n", f'[certificates]\n{"a" * 40} = "viewer"\n'])
-def test_a_file_of_callers_without_a_token_or_for_every_user_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(InvalidArgument) as refused:
-        admitted_tokens(secret(tmp_path / "t", text))
-    assert refused.value.metadata["field"] == "security.callers"
-    with pytest.raises(InvalidArgument, match="chmod 600"):
-        admitted_tokens(secret(tmp_path / "t", f'[tokens]\n{"a" * 40} = "viewer"\n', mode=0o644))
+@pytest.mark.parametrize(
+    ("read", "field", "files"),
+    [
+        (READERS[0], "f", [("", ""), ("\n# nothing\n", ""), *((f"{token}\n", token) for token in ("short", TWO_WORDS, "é" * 40))]),
+        (admitted_tokens, "security.callers", [("", ""), ("[tokens]\n", ""), (f'[certificates]\n{"a" * 40} = "viewer"\n', ""), *CALLERS]),
+    ],
+)  # fmt: skip
+def test_a_file_without_a_good_token_is_refused_without_telling_it(
+    tmp_path: Path, read: Callable[[Path], object], field: str, files: list[tuple[str, str]]
+) -> None:
+    for text, token in files:
+        with pytest.raises(InvalidArgument) as refused:
+            read(secret(tmp_path / "t", text))
+        assert refused.value.metadata["field"] == field
+        assert not token or token not in refused.value.message
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o602])
 def test_a_secret_that_every_user_may_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
-    with pytest.raises(InvalidArgument, match="chmod 600"):
-        read_tokens("f", secret(tmp_path / "t", "a" * 40, mode=mode))
+    for read, text in ((READERS[0], "a" * 40), (admitted_tokens, f'[tokens]\n{"a" * 40} = "viewer"\n')):
+        with pytest.raises(InvalidArgument, match="chmod 600"):
+            read(secret(tmp_path / "t", text, mode=mode))
 
 
 @pytest.mark.parametrize("opened", ["file", "folder"])

@@ -134,21 +134,28 @@ def test_a_service_that_ended_too_often_is_named_in_words_with_what_it_said(conf
     assert isinstance(why_it_ended(config), UnsupportedModel)
 
 
-def test_a_service_that_the_kernel_killed_for_memory_is_not_judged_by_its_log(config: NodeConfig) -> None:
-    reason = f"rollout ended by itself before it served; {KILLED_FOR_MEMORY}: /sys/fs/cgroup/memory.max allows 1.1 GB of memory"
-    write_exit_report(config.state_dir, reason=reason, first="rollout", exit_codes={"rollout": -9})
-    log_path(config.state_dir, "rollout").write_text("tasuki: error PEER_UNAVAILABLE: a rank is gone\n")
-    assert why_it_ended(config).message.startswith(f"{reason} (signal SIGKILL); see ")
+KILLED = f"rollout ended by itself before it served; {KILLED_FOR_MEMORY}: /sys/fs/cgroup/memory.max allows 1.1 GB of memory"
 
 
-def test_a_node_whose_supervisor_and_guard_were_killed_left_no_word(config: NodeConfig) -> None:
-    assert isinstance(why_it_ended(config), NodeDown)
-    assert "its supervisor and guard were killed" in why_it_ended(config).message
-
-
-def test_a_supervisor_that_started_nothing_is_a_failure_with_its_words(config: NodeConfig) -> None:
-    log_path(config.state_dir, "supervisor").write_text("tasuki: error UNSUPPORTED_MODEL: none of ours\n")
-    assert isinstance(why_it_ended(config), UnsupportedModel)
-    log_path(config.state_dir, "supervisor").write_text("Traceback (most recent call last):\n  File x\nImportError: no torch\n")
-    with pytest.raises(ServiceFailed, match="ImportError: no torch"):
-        raise why_it_ended(config)
+@pytest.mark.parametrize(
+    ("reason", "process", "log", "kind", "told"),
+    [
+        # Its own words are not the cause.
+        (
+            KILLED,
+            "rollout",
+            "tasuki: error PEER_UNAVAILABLE: a rank is gone\n",
+            ServiceFailed,
+            f"{KILLED} (signal SIGKILL); see ",
+        ),
+        ("", "trainer", "", NodeDown, "its supervisor and guard were killed"),
+        ("", "supervisor", "tasuki: error UNSUPPORTED_MODEL: none of ours\n", UnsupportedModel, "none of ours"),
+        ("", "supervisor", f"{RANK_FAILED}", ServiceFailed, "no such tensor: lm_head.weight"),
+    ],
+)
+def test_why_a_node_ended(config: NodeConfig, reason: str, process: str, log: str, kind: type[TasukiError], told: str) -> None:
+    if reason:
+        write_exit_report(config.state_dir, reason=reason, first=process, exit_codes={process: -9})
+    log_path(config.state_dir, process).write_text(log)
+    error = why_it_ended(config)
+    assert isinstance(error, kind) and told in error.message
