@@ -1,46 +1,17 @@
-"""Full and read-only disks: the coordinator's journal, and the trainer's checkpoints."""
+"""A full disk and the trainer's checkpoints."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tasuki.config.save import save_config
-from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.trainer.backends.fsdp.checkpoint import save_checkpoint, training_tensors
-from tasuki.v1.types_pb2 import PHASE_ROLLOUT
 from tasuki.wire.errors import DiskFull
-from tests.integration.coordinator_process import DEADLINE_S, Node, coordinated
 from tests.integration.one_rank import group
-from tests.integration.stage_services import serving
 from tests.integration.test_checkpoint import FACTS, assert_loads, tensors_of, trained
 from tests.tiny_disk import TinyDisk, limited_files, tmpfs
 
 __all__ = ["group"]
-
-
-async def test_coordinator_ends_on_a_full_disk_and_starts_again_when_there_is_room(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "disk", num_kib=1024) as disk:
-        config = NodeConfig(state_dir=disk.folder / "state", model=ModelConfig(path=tmp_path))
-        config.state_dir.mkdir()
-        save_config(config, config.state_dir / "node.toml")
-        async with serving(config) as services, coordinated(config, *services) as node:
-            await node.settled()
-            await node.acquire(PHASE_ROLLOUT)
-            disk.fill()
-            await killed(node)
-            node.process = await node.start()
-            assert await asyncio.wait_for(node.process.wait(), DEADLINE_S) == 2
-            disk.free()
-            node.process = await node.start()
-            assert (await node.settled()).phase == PHASE_ROLLOUT
-            await node.stop()
-
-
-async def killed(node: Node) -> None:
-    node.process.kill()
-    await node.process.wait()
 
 
 @pytest.fixture(params=["tmpfs", "limit"])

@@ -53,20 +53,21 @@ def config_of(folder: Path, port: int, *security: str, host: str = "127.0.0.1") 
     return port_config(folder, f"metrics.listen={host}:{port}", *security, *insecure)
 
 
-def get(port: int, path: str = "/metrics", *, tls: ssl.SSLContext | None = None, **headers: str) -> tuple[int, bytes]:
-    connection = (
-        http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-        if tls is None
-        else http.client.HTTPSConnection("localhost", port, timeout=60, context=tls)
-    )
-    connection.request("GET", path, headers=headers)
-    answer = connection.getresponse()
-    return answer.status, answer.read()
+async def read(
+    port: int, path: str = "/metrics", *, tls: ssl.SSLContext | None = None, token: str | None = None, **headers: str
+) -> tuple[int, bytes]:
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
 
+    def get() -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        if tls is not None:
+            connection = http.client.HTTPSConnection("localhost", port, timeout=60, context=tls)
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
 
-async def read(port: int, path: str = "/metrics", *, tls: ssl.SSLContext | None = None, token: str | None = None):
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    return await asyncio.to_thread(get, port, path, tls=tls, **headers)
+    return await asyncio.to_thread(get)
 
 
 def tls_of(folder: Path, role: str | None = None) -> ssl.SSLContext:
@@ -93,10 +94,10 @@ async def test_on_loopback_a_name_that_was_made_to_lead_here_is_refused(tmp_path
             "10.0.0.1",
             "",
         ):
-            status, text = await asyncio.to_thread(get, port, Host=host)
+            status, text = await read(port, Host=host)
             assert (status, text) == (421, b"this server is for names of this machine\n")
         for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", "127.0.0.2", "[::1]:80"):
-            assert await asyncio.to_thread(get, port, Host=host) == (200, TEXT)
+            assert await read(port, Host=host) == (200, TEXT)
 
 
 async def test_elsewhere_it_asks_for_a_certificate_with_a_role(tmp_path: Path, unused_tcp_port: int) -> None:

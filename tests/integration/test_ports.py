@@ -19,7 +19,7 @@ from tests.integration.counting_trainer import command
 from tests.integration.port_node import make_certs, make_tokens, mtls, port_config, port_node, tokens, write_secret
 from tests.refusal import refused
 
-KINDS = ["certificate", "token over TLS", "token on loopback"]
+KINDS = ["certificate", "token over TLS", "token on loopback", "insecure"]
 
 
 def make_config(kind: str, folder: Path) -> tuple[NodeConfig, Path]:
@@ -28,21 +28,18 @@ def make_config(kind: str, folder: Path) -> tuple[NodeConfig, Path]:
         return port_config(folder, *mtls(secrets_dir), host="0.0.0.0"), secrets_dir
     if kind == "token over TLS":
         return port_config(folder, *mtls(secrets_dir)[:2], *tokens(secrets_dir), host="0.0.0.0"), secrets_dir
-    return port_config(folder, *tokens(secrets_dir)), secrets_dir
+    return port_config(folder, *(["security.insecure=true"] if kind == "insecure" else tokens(secrets_dir))), secrets_dir
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_client_generates_and_trains(tmp_path: Path, kind: str) -> None:
     config, folder = make_config(kind, tmp_path)
-    async with port_node(config, folder) as node, AsyncClient(node.target, credentials=node.credentials()) as client:
-        assert len(await client.generate([[5, 6]], num_samples=2)) == 2
-        assert (await client.trainer_state()).policy_version == 0
-        await client.begin_run()
-
-
-async def test_insecure_port_lets_every_local_user_in(tmp_path: Path) -> None:
-    async with port_node(port_config(tmp_path, "security.insecure=true"), tmp_path) as node, AsyncClient(node.target) as client:
-        assert len(await client.generate([[5, 6]])) == 1
+    async with port_node(config, folder) as node:
+        credentials = None if kind == "insecure" else node.credentials()
+        async with AsyncClient(node.target, credentials=credentials) as client:
+            assert len(await client.generate([[5, 6]], num_samples=2)) == 2
+            assert (await client.trainer_state()).policy_version == 0
+            await client.begin_run()
 
 
 async def test_socket_asks_for_nothing_and_tells_of_sockets(tmp_path: Path) -> None:

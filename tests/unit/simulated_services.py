@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from tasuki.rollout.rollout import check_stage
 from tasuki.rpc.commands import CommandGate, digest
@@ -12,6 +12,8 @@ from tasuki.trainer.service import state as trainer_stages
 from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2, weights_pb2
 from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder, WeightsCorrupt
 from tasuki.wire.stages import Stage
+
+Answer = TypeVar("Answer")
 
 
 def stage_of(request: memory_pb2.PauseRequest | memory_pb2.ResumeRequest) -> Stage:
@@ -121,24 +123,19 @@ class SimulatedTrainer(SimulatedService):
         return await self._stage(request, withdraw)
 
     async def Pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
-        async def pause() -> memory_pb2.PauseResponse:
-            stage = stage_of(request)
-            trainer_stages.raise_unless_next(stage, after=self.stage)
-            await self.weather()
-            self.stage = stage
-            return memory_pb2.PauseResponse(released_bytes=500)
-
-        return await self._stage(request, pause)
+        return await self._stage(request, lambda: self._move(request, memory_pb2.PauseResponse(released_bytes=500)))
 
     async def Resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
-        async def resume() -> memory_pb2.ResumeResponse:
-            stage = stage_of(request)
-            trainer_stages.raise_unless_next(stage, after=self.stage)
-            await self.weather()
-            self.stage, self.published = stage, None
-            return memory_pb2.ResumeResponse(mapped_bytes=500)
+        return await self._stage(request, lambda: self._move(request, memory_pb2.ResumeResponse(mapped_bytes=500)))
 
-        return await self._stage(request, resume)
+    async def _move(self, request: Any, response: Answer) -> Answer:
+        stage = stage_of(request)
+        trainer_stages.raise_unless_next(stage, after=self.stage)
+        await self.weather()
+        self.stage = stage
+        if stage is Stage.LOAD_TRAINER:
+            self.published = None
+        return response
 
     async def GetTrainerState(self, request: Any) -> trainer_pb2.GetTrainerStateResponse:
         self._look(request.epoch)
@@ -193,25 +190,15 @@ class SimulatedRollout(SimulatedService):
         return await self._stage(request, receive)
 
     async def Drain(self, request: rollout_pb2.DrainRequest) -> rollout_pb2.DrainResponse:
-        async def drain() -> rollout_pb2.DrainResponse:
-            await self._move(Stage.DRAIN)
-            return rollout_pb2.DrainResponse()
-
-        return await self._stage(request, drain)
+        return await self._stage(request, lambda: self._move(Stage.DRAIN, rollout_pb2.DrainResponse()))
 
     async def Pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
-        async def pause() -> memory_pb2.PauseResponse:
-            await self._move(stage_of(request))
-            return memory_pb2.PauseResponse(released_bytes=500)
-
-        return await self._stage(request, pause)
+        response = memory_pb2.PauseResponse(released_bytes=500)
+        return await self._stage(request, lambda: self._move(stage_of(request), response))
 
     async def Resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
-        async def resume() -> memory_pb2.ResumeResponse:
-            await self._move(stage_of(request))
-            return memory_pb2.ResumeResponse(mapped_bytes=500)
-
-        return await self._stage(request, resume)
+        response = memory_pb2.ResumeResponse(mapped_bytes=500)
+        return await self._stage(request, lambda: self._move(stage_of(request), response))
 
     async def GetRolloutState(self, request: Any) -> rollout_pb2.GetRolloutStateResponse:
         self._look(request.epoch)
@@ -225,7 +212,7 @@ class SimulatedRollout(SimulatedService):
             is_in_stage=self.gate.is_in_stage,
         )
 
-    async def _move(self, stage: Stage) -> None:
+    async def _move(self, stage: Stage, response: Answer) -> Answer:
         check_stage(stage, after=self.stage, poison_reason=self.poison)
         await self.weather()
         self.stage = stage
@@ -236,3 +223,4 @@ class SimulatedRollout(SimulatedService):
             self._highest = self.held
             if not self.died.is_set():
                 self._on_served(self.held)
+        return response

@@ -37,10 +37,15 @@ def roomy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasuki.coordinator.admission.host_memory", lambda: memory)
 
 
+CPU_NODE = NodeConfig(
+    state_dir=Path("/s"), model=ModelConfig(path=Path("/nowhere")), rollout=RolloutConfig(engine={"max_total_tokens": 600})
+)
 GPU_NODE = NodeConfig(state_dir=Path("/s"), device="cuda", model=ModelConfig(path=Path("/nowhere")))
 
 
 def make_node(journal: Journal, services: FakeServices, devices: Devices, config: NodeConfig = GPU_NODE) -> Node:
+    if config.device == "cpu":
+        devices.device, devices.total_bytes = "cpu", 100 * GB
     admission = Admission(devices, config, published_bytes=journal.published_bytes)
     return fake_node.make_node(journal, services, admission=admission)
 
@@ -109,18 +114,17 @@ async def test_foreign_holder_that_came_since_the_trainer_left_is_met_before_the
     assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
-async def test_what_torch_gives_back_with_the_trainer_counts(journal: Journal, services: FakeServices, devices: Devices):
-    node = make_node(journal, services, devices)
-    devices.cache_bytes, devices.torch_cached_bytes = 9 * GB, 2 * GB
-    await acquire(node, Phase.ROLLOUT)
-    assert Phase.of(node.state().phase) is Phase.ROLLOUT
-
-
-async def test_what_torch_caches_in_the_service_that_runs_the_stage_counts_as_free(
-    journal: Journal, services: FakeServices, devices: Devices
+@pytest.mark.parametrize(
+    "cached",
+    [{"cache_bytes": 9 * GB, "torch_cached_bytes": 2 * GB}, {"rollout_cached_bytes": 3 * GB}],
+    ids=["trainer", "rollout"],
+)
+async def test_what_torch_gives_back_with_the_trainer_or_to_the_stages_own_service_counts_as_free(
+    cached: dict[str, int], journal: Journal, services: FakeServices, devices: Devices
 ) -> None:
     node = make_node(journal, services, devices)
-    devices.rollout_cached_bytes = 3 * GB
+    for name, num_bytes in cached.items():
+        setattr(devices, name, num_bytes)
     await acquire(node, Phase.ROLLOUT)
     assert Phase.of(node.state().phase) is Phase.ROLLOUT
 
@@ -180,20 +184,12 @@ async def test_tags_that_stay_give_nothing_and_take_nothing(journal: Journal, se
 
 
 async def test_budget_of_a_cpu_is_shared_by_both_services(journal: Journal, services: FakeServices, devices: Devices) -> None:
-    devices.device, devices.total_bytes = "cpu", 100 * GB
-    config = NodeConfig(
-        state_dir=Path("/s"), model=ModelConfig(path=Path("/nowhere")), rollout=RolloutConfig(engine={"max_total_tokens": 600})
-    )
-
-    def with_budget(num_bytes: int) -> NodeConfig:
-        return config.model_copy(update={"memory": MemoryConfig(host_budget_bytes=num_bytes)})
-
-    tight = make_node(journal, services, devices, with_budget(9 * GB - 1))
+    tight = make_node(journal, services, devices, replace_budget(CPU_NODE, 9 * GB - 1))
     error = await refused(tight, Phase.ROLLOUT)
     assert (error.metadata["short_bytes"], error.metadata["stage"]) == ("1", "RESUME_WEIGHTS")
     assert f"raise memory.host_budget_bytes to {9 * GB}" in error.message
     assert Phase.of(tight.state().phase) is Phase.TRAIN
-    raised = make_node(journal, services, devices, with_budget(9 * GB))
+    raised = make_node(journal, services, devices, replace_budget(CPU_NODE, 9 * GB))
     await acquire(raised, Phase.ROLLOUT)
     await acquire(raised, Phase.TRAIN)
     assert Phase.of(raised.state().phase) is Phase.TRAIN
@@ -202,14 +198,7 @@ async def test_budget_of_a_cpu_is_shared_by_both_services(journal: Journal, serv
 async def test_kv_cache_that_the_budget_does_not_hold_names_the_tokens_that_fit(
     journal: Journal, services: FakeServices, devices: Devices
 ) -> None:
-    devices.device, devices.total_bytes = "cpu", 100 * GB
-    config = NodeConfig(
-        state_dir=Path("/s"),
-        model=ModelConfig(path=Path("/nowhere")),
-        rollout=RolloutConfig(engine={"max_total_tokens": 600}),
-        memory=MemoryConfig(host_budget_bytes=9 * GB),
-    )
-    node = make_node(journal, services, devices, config)
+    node = make_node(journal, services, devices, replace_budget(CPU_NODE, 9 * GB))
     devices.cache_bytes = 10 * GB
     error = await refused(node, Phase.ROLLOUT)
     assert "lower rollout.engine.max_total_tokens to 480 or less" in error.message  # 8 of 10 GB
@@ -224,9 +213,8 @@ async def test_first_publication_needs_what_the_planner_says_and_later_ones_noth
         ' "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 32000,'
         ' "max_position_embeddings": 2048, "tie_word_embeddings": false}'
     )
-    devices.device, devices.total_bytes = "cpu", 100 * GB
-    config = NodeConfig(state_dir=Path("/s"), model=ModelConfig(path=tmp_path), memory=MemoryConfig(host_budget_bytes=8 * GB))
-    node = make_node(journal, services, devices, config)
+    config = CPU_NODE.model_copy(update={"model": ModelConfig(path=tmp_path), "rollout": RolloutConfig()})
+    node = make_node(journal, services, devices, replace_budget(config, 8 * GB))
     error = await refused(node, Phase.ROLLOUT)
     assert (error.metadata["stage"], error.metadata["tag"], services.asked) == ("LOAD_WEIGHTS", "export", [])
     num_parameters = 2 * 32000 * 1024 + 8 * (4 * 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024 + 3 * 1024) + 1024

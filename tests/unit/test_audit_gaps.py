@@ -119,10 +119,34 @@ def test_commands_of_which_a_journal_that_was_recreated_knows_nothing_are_found_
     assert expected == "an intent in the journal for 'c000001-1-1', which trainer carried out, at LOAD_WEIGHTS"
 
 
-def test_a_life_of_the_trainer_that_comes_back_is_found_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change(run, "UPDATE stages SET trainer_boot_id = 'other' WHERE id = 7")
-    code, invariant, expected = audited(run, capsys)
-    assert (code, invariant, expected) == (1, "lives-in-order", "trainer with boot id other, which came after trainer-1")
+@pytest.mark.parametrize(
+    ("statements", "invariant", "expected"),
+    [
+        (
+            ["UPDATE stages SET trainer_boot_id = 'other' WHERE id = 7"],
+            "lives-in-order",
+            "trainer with boot id other, which came after trainer-1",
+        ),
+        (  # the last one in the journal
+            ["UPDATE stages SET trainer_boot_id = 'other' WHERE id >= 35"],
+            "executed-as-asked",
+            "trainer with boot id trainer-2, which carried it out, found other",
+        ),
+        (
+            [
+                f"UPDATE {table} SET policy_version = policy_version + 1 WHERE policy_version > 0"
+                for table in ("results", "outcomes")
+            ],
+            "executed-as-asked",
+            "version 1, as trainer says, found 2",
+        ),
+    ],
+)
+def test_boot_ids_and_versions_that_no_service_had_are_found_out(
+    statements: list[str], invariant: str, expected: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(run, *statements)
+    assert audited(run, capsys) == (1, invariant, expected)
 
 
 @pytest.mark.parametrize(
@@ -150,22 +174,6 @@ def test_logs_that_tell_something_else_are_found_out(
     code, invariant, found = audited(run, capsys)
     assert (code, invariant) == ((1, "executed-as-asked") if expected else (0, ""))
     assert expected in found
-
-
-def test_versions_that_were_all_raised_by_one_are_found_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for table in ("results", "outcomes"):
-        change(run, f"UPDATE {table} SET policy_version = policy_version + 1 WHERE policy_version IS NOT NULL")
-    assert audited(run, capsys) == (1, "executed-as-asked", "version 1, as trainer says, found 2")
-
-
-def test_a_boot_id_that_no_service_had_is_found_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change(run, "UPDATE stages SET trainer_boot_id = 'other' WHERE id >= 35")  # the last one in the journal
-    code, invariant, expected = audited(run, capsys)
-    assert (code, invariant, expected) == (
-        1,
-        "executed-as-asked",
-        "trainer with boot id trainer-2, which carried it out, found other",
-    )
 
 
 def test_what_is_not_there_is_told_and_is_no_breach(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,37 +62,25 @@ def test_a_bad_line_is_named_with_file_and_number(tmp_path: Path, line: str, pro
 
 
 def test_an_epoch_has_every_row_once_and_the_next_another_order():
-    dataset = Dataset([{"prompt": str(number)} for number in range(50)], seed=3)
+    rows = [{"prompt": str(number)} for number in range(50)]
+    dataset = Dataset(rows, seed=3)
     first, second = dataset.next_rows(50), dataset.next_rows(50)
     assert sorted(map(str, first)) == sorted(map(str, second))
     assert first != second
-    assert first == Dataset([{"prompt": str(number)} for number in range(50)], seed=3).next_rows(50)
-    assert first != Dataset([{"prompt": str(number)} for number in range(50)], seed=4).next_rows(50)
+    assert first == Dataset(rows, seed=3).next_rows(50) != Dataset(rows, seed=4).next_rows(50)
+    assert len(Dataset(rows[:3], seed=0).next_rows(8)) == 8, "across the end of an epoch"
 
 
-def test_a_request_across_the_end_of_an_epoch_is_whole():
-    dataset = Dataset([{"prompt": str(number)} for number in range(3)], seed=0)
-    assert len(dataset.next_rows(8)) == 8
-
-
-def test_seek_goes_on_where_position_was_taken():
+def test_seek_goes_on_where_position_was_taken_of_the_same_rows_and_seed():
     rows = [{"prompt": str(number)} for number in range(10)]
-    dataset = Dataset(rows, seed=5)
+    dataset, other = Dataset(rows, seed=5), Dataset(rows, seed=5)
     dataset.next_rows(13)
     position = dataset.position()
-    expected = dataset.next_rows(20)
-    other = Dataset(rows, seed=5)
     other.seek(position)
-    assert other.next_rows(20) == expected
-
-
-def test_seek_refuses_a_position_of_other_rows_or_another_seed():
-    rows = [{"prompt": str(number)} for number in range(10)]
-    position = Dataset(rows, seed=5).position()
-    with pytest.raises(InvalidArgument, match=r"position\.seed"):
-        Dataset(rows, seed=6).seek(position)
-    with pytest.raises(InvalidArgument, match=r"position\.num_rows"):
-        Dataset(rows[:9], seed=5).seek(position)
+    assert other.next_rows(20) == dataset.next_rows(20)
+    for field, wrong in (("seed", Dataset(rows, seed=6)), ("num_rows", Dataset(rows[:9], seed=5))):
+        with pytest.raises(InvalidArgument, match=rf"position\.{field}"):
+            wrong.seek(position)
 
 
 POSITION = {"seed": 0, "epoch": 1, "next": 3, "num_rows": 10}

@@ -139,16 +139,12 @@ def issue(
 
 def write_pair(folder: Path, name: str, cert: bytes, key: bytes) -> None:
     """Writes NAME.pem and NAME.key to the folder, each atomically."""
-    _write(folder / f"{name}.key", key, mode=0o600)
-    _write(folder / f"{name}.pem", cert, mode=0o644)
-
-
-def _write(path: Path, content: bytes, *, mode: int) -> None:
-    aside = path.with_name(f".{path.name}.new")
-    aside.unlink(missing_ok=True)
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-    aside.rename(path)
+    for path, content, mode in ((folder / f"{name}.key", key, 0o600), (folder / f"{name}.pem", cert, 0o644)):
+        aside = path.with_name(f".{path.name}.new")
+        aside.unlink(missing_ok=True)
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+        aside.rename(path)
 
 
 def _general_name(host: str) -> x509.GeneralName:

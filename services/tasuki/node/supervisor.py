@@ -254,7 +254,7 @@ class Supervisor:
         pause_s = min(_FIRST_PAUSE_S * 2 ** (recent - 1), _LONGEST_PAUSE_S)
         self._resources.scan()
         try:
-            num_killed = kill_service(name, kill_s=KILL_S, watch=self._watch_kill)
+            num_killed = kill_service(name, kill_s=KILL_S, watch=lambda pids: self._ended_meanwhile.update(self._note(pids)))
         except DeadlineExceeded as error:  # a new one would find the memory taken
             return f"{name} {how}, and cannot be restarted: {error.message}"
         self._ended_meanwhile.discard(name)
@@ -276,10 +276,6 @@ class Supervisor:
         os.close(self._starter_fd)
         self._starter_fd = None
         return said == b""
-
-    def _watch_kill(self, ended: Mapping[int, int]) -> None:
-        """Serves the other services while one is killed, which may take long."""
-        self._ended_meanwhile.update(self._note(ended))
 
     def _note(self, ended: Mapping[int, int]) -> list[str]:
         self._resources.poll()

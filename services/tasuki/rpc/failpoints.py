@@ -35,18 +35,12 @@ PUBLISHED, RECEIVED = "publish_weights", "receive"
 class Action(StrEnum):
     """Action on a process at a failpoint."""
 
-    KILL = "kill"
-    """SIGKILL."""
-    STOP = "stop"
-    """SIGSTOP: the process stays alive without running, like one that hangs in the kernel."""
-    SLOW = "slow"
-    """Sleeps for a second."""
-    HANG = "hang"
-    """Blocks the thread forever; others continue."""
-    FULL = "full"
-    """Raises an OSError, as from a full disk."""
-    CORRUPT = "corrupt"
-    """Corrupts the result before its checksum is used."""
+    KILL = "kill"  # SIGKILL
+    STOP = "stop"  # SIGSTOP: the process stays alive without running, like one that hangs in the kernel
+    SLOW = "slow"  # sleeps for a second
+    HANG = "hang"  # blocks the thread forever; others continue
+    FULL = "full"  # raises an OSError, as from a full disk
+    CORRUPT = "corrupt"  # corrupts the result before its checksum is used
 
 
 @dataclass(frozen=True, slots=True)

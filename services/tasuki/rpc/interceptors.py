@@ -97,7 +97,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     @asynccontextmanager
     async def _observed(self, method: Method, context: _Context) -> AsyncIterator[CallerRole]:
         """Observes one call, checks its caller, and yields the caller's role."""
-        request_id, outcome, started = _request_id(context), _Outcome(), time.perf_counter()
+        given, outcome, started = _metadata(context, REQUEST_ID_KEY), _Outcome(), time.perf_counter()
+        request_id = given if 0 < len(given) <= 128 and given.isprintable() else uuid.uuid4().hex
         self._metrics.started(method)
         with self._traced(method, context, request_id=request_id, outcome=outcome):
             try:
@@ -174,11 +175,6 @@ async def _abort(context: Any, error: TasukiError) -> None:
         raise
     except grpc.aio.BaseError:  # the caller is gone; grpcio would log a traceback for each
         raise asyncio.CancelledError from None
-
-
-def _request_id(context: _Context) -> str:
-    given = _metadata(context, REQUEST_ID_KEY)
-    return given if 0 < len(given) <= 128 and given.isprintable() else uuid.uuid4().hex
 
 
 def _metadata(context: _Context, wanted: str) -> str:
