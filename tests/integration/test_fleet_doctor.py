@@ -5,6 +5,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tasuki.doctor.finding import Verdict
 from tasuki.doctor.fleet import clock_finding, fleet_findings, gradients_finding
 from tasuki.fleet.lead import FleetServicer
 from tasuki.fleet.nodes import FleetNodes
-from tasuki.rpc.port import port_at
+from tasuki.rpc.port import fleet_port
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import fleet_pb2, trainer_pb2
 from tasuki.v1.fleet_pb2_grpc import add_FleetServiceServicer_to_server
@@ -70,8 +71,8 @@ def leader(config: NodeConfig, members: list[fleet_pb2.FleetNode], *, nodes_rate
         nodes = FleetNodes(config, epoch=1)
         for member in members:
             await nodes.join(member)
-        listen = config.fleet.leader.replace("localhost", "127.0.0.1")
-        server = RpcServer(service="fleet", target=fleet_target(config), port=port_at(config, listen, key="fleet.leader"))
+        port = replace(fleet_port(config), target=config.fleet.leader.replace("localhost", "127.0.0.1"))
+        server = RpcServer(service="fleet", target=fleet_target(config), port=port)
         server.add(add_FleetServiceServicer_to_server, FleetServicer(nodes, members[0]), "tasuki.v1.FleetService")
         server.add(add_TrainerServiceServicer_to_server, MeasuredTrainers(nodes_rate), "tasuki.v1.TrainerService")
         await server.start()

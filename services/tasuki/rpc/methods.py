@@ -14,7 +14,7 @@ from tasuki.v1 import coordinator_pb2, fleet_pb2, memory_pb2, metrics_pb2, rank_
 
 # They change the phase but carry no CommandId: a client needs no epoch for them.
 _COORDINATOR_MUTATIONS = {"Acquire", "RunStage"}
-# The least role that may call a method at a port. A method missing here is refused: tests/unit/test_methods.py walks the descriptors.
+# The least role that may call a method at a port. A method missing here is refused: tests/unit/test_access.py walks the descriptors.
 _VIEWER, _TRAINER, _OPERATOR, _PEER = CallerRole
 _METHODS_OF: dict[CallerRole, dict[str, str]] = {
     _VIEWER: {
