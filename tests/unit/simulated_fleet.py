@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
@@ -16,13 +15,13 @@ from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.nodes import NodePeer
 from tasuki.v1.coordinator_pb2 import NodeState, RunStageResponse, StageEvent
 from tasuki.v1.fleet_pb2 import FleetCommand
-from tasuki.wire.errors import FleetEnded, PeerUnavailable, TasukiError
+from tasuki.wire.errors import PeerUnavailable, TasukiError
 from tasuki.wire.stages import Phase, Service, Stage
 from tests.unit.simulated_faults import Crash, JournalFailpoints
 from tests.unit.simulated_node import Answer, SimulatedNode, Simulation
 
 PATIENCE_S = 150.0
-_LATENCY_S, _LATE_S, _RESTART_S, _NEVER_S = 0.001, 0.5, 0.5, 7200.0
+_LATENCY_S, _LATE_S, _RESTART_S = 0.001, 0.5, 0.5
 
 
 class FleetFault(StrEnum):
@@ -130,7 +129,6 @@ class SimulatedFleet(Simulation):
         """Rank of a node that becomes unreachable once a decision is made."""
         self.config = FleetConfig(name="f", num_nodes=num_nodes, node_rank=0, leader="127.0.0.1:1", attempt=1)
         self.failpoints = JournalFailpoints(self._crash)
-        self.num_calls = self.num_crashes = 0
         self.ended: TasukiError | None = None
         self.nodes: list[MemberNode] = []
         for rank in range(num_nodes):
@@ -148,30 +146,12 @@ class SimulatedFleet(Simulation):
     def _end(self, error: TasukiError) -> None:
         self.ended = self.ended or error
 
-    def _crash(self) -> None:
-        self.num_crashes += 1
-        self._crashed.set()
-
     async def _bury(self) -> None:
         self._journal.close()
         self._recovery.cancel()
         await self.fleet.stop()
 
-    async def ask(self, operation: Callable[[], Operation]) -> TasukiError | None:
-        """Repeats an operation as a client does, on the fleet and its successors, until it ends. Returns its error."""
-        async with asyncio.timeout(_NEVER_S):
-            while True:
-                following = self._task(_outcome(operation))
-                crashed = self._task(self._crashed.wait())
-                await asyncio.wait({following, crashed}, return_when=asyncio.FIRST_COMPLETED)
-                crashed.cancel()
-                if not self._crashed.is_set():
-                    return following.result()
-                following.cancel()
-                await self.restart()
-
     async def restart(self) -> None:
-        """Kills the fleet's process, as SIGKILL does, and starts another."""
         await self._bury()
         await asyncio.sleep(_RESTART_S)
         self._start()
@@ -265,14 +245,3 @@ class SimulatedFleet(Simulation):
 async def _follow(operation: Operation) -> None:
     async for _ in operation.follow():
         pass
-
-
-async def _outcome(operation: Callable[[], Operation]) -> TasukiError | None:
-    try:
-        await _follow(operation())
-    except FleetEnded as error:
-        return error
-    except TasukiError as error:
-        return error
-    with suppress(asyncio.CancelledError):
-        return None

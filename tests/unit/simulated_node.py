@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -88,13 +89,35 @@ class SimulatedLogs(logging.Handler):
         return read_command_log(path)
 
 
-class Simulation:
-    """Owns the tasks of a simulation, and keeps the latest assertion that one of them broke."""
+class Simulation(ABC):
+    """Owns the tasks of a simulation, and keeps the latest assertion that one of them broke. Its coordinator may crash."""
 
     broken: AssertionError | None = None
+    _crashed: asyncio.Event
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.num_calls = self.num_crashes = 0
+
+    @abstractmethod
+    async def restart(self) -> None:
+        """Kills the coordinator, as SIGKILL does, and starts another."""
+
+    async def ask(self, operation: Callable[[], Operation]) -> TasukiError | None:
+        """Repeats an operation as a client does, on the coordinator and its successors, until it ends. Returns its error."""
+        async with asyncio.timeout(_NEVER_S):
+            while True:
+                following, crashed = self._task(_outcome(operation)), self._task(self._crashed.wait())
+                await asyncio.wait({following, crashed}, return_when=asyncio.FIRST_COMPLETED)
+                crashed.cancel()
+                if not self._crashed.is_set():
+                    return following.result()
+                following.cancel()
+                await self.restart()
+
+    def _crash(self) -> None:
+        self.num_crashes += 1
+        self._crashed.set()
 
     def _later(self, seconds: float, action: Callable[[], object]) -> None:
         asyncio.get_running_loop().call_later(seconds, action)
@@ -131,7 +154,7 @@ class SimulatedNode(Simulation):
         self.logs = SimulatedLogs(self.lives)
         self.trainer: SimulatedTrainer | None = None
         self.rollout: SimulatedRollout | None = None
-        self.num_calls = self.num_crashes = self.num_kills = 0
+        self.num_kills = 0
         self._served = 0
         self._starting: set[Service] = set()
         self._begin_life(Service.ROLLOUT)
@@ -155,10 +178,6 @@ class SimulatedNode(Simulation):
         )
         self._recovery = self._task(self.node.recover())
 
-    def _crash(self) -> None:
-        self.num_crashes += 1
-        self._crashed.set()
-
     async def _bury_coordinator(self) -> None:
         self._journal.close()
         self._recovery.cancel()
@@ -168,22 +187,10 @@ class SimulatedNode(Simulation):
         await self._bury_coordinator()
         self._start_coordinator()
 
-    async def ask(self, operation: Callable[[], Operation]) -> TasukiError | None:
-        """Repeats an operation as a client does, on the coordinator and its successors, until it ends. Returns its error."""
-        async with asyncio.timeout(_NEVER_S):
-            while True:
-                following = self._task(_follow(operation()))
-                await self._unless_crashed(following)
-                if not self._crashed.is_set():
-                    return following.result()
-                await self._bury_coordinator()
-                await asyncio.sleep(0.5)
-                self._start_coordinator()
-
-    async def _unless_crashed(self, task: asyncio.Task[Any]) -> None:
-        crashed = self._task(self._crashed.wait())
-        await asyncio.wait({task, crashed}, return_when=asyncio.FIRST_COMPLETED)
-        crashed.cancel()
+    async def restart(self) -> None:
+        await self._bury_coordinator()
+        await asyncio.sleep(0.5)
+        self._start_coordinator()
 
     async def acquire(self, phase: Phase, request_id: str) -> TasukiError | None:
         return await self.ask(lambda: self.node.acquire(phase, request_id))
@@ -353,9 +360,9 @@ class SimulatedNode(Simulation):
         return found
 
 
-async def _follow(operation: Operation) -> TasukiError | None:
+async def _outcome(operation: Callable[[], Operation]) -> TasukiError | None:
     try:
-        async for _ in operation.follow():
+        async for _ in operation().follow():
             pass
     except TasukiError as error:
         return error

@@ -7,7 +7,7 @@ changeover's start, and a result by `done_before_next`, reach the disk with the 
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -288,12 +288,15 @@ class Journal:
 
     def _insert(self, table: str, **columns: object) -> int:
         names, marks = ", ".join(columns), ", ".join("?" * len(columns))
-        statement = f"INSERT INTO {table} ({names}) VALUES ({marks})"  # noqa: S608 - our own names
+        row = self._write(f"INSERT INTO {table} ({names}) VALUES ({marks})", (*columns.values(),))  # noqa: S608 - our own names
+        return int(row.lastrowid or 0)
+
+    def _write(self, statement: str, values: Sequence[object]) -> sqlite3.Cursor:
         self._write_results()
         with self._writing():
-            row = self._db.execute(statement, (*columns.values(),))
+            row = self._db.execute(statement, values)
         self.is_on_disk = self._syncs
-        return int(row.lastrowid or 0)
+        return row
 
     def _write_results(self) -> None:
         """Writes the results that found no room earlier; they come before any other row."""
