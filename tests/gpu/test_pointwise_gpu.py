@@ -9,9 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from tasuki.models.families import read_model
 from tasuki.planner.kept_bytes import kept_per_token
+from tasuki.planner.node import Checkpointing
 from tasuki.trainer.modules.pointwise import Activation, RmsNorm, down_projected, fuse_pointwise
 from tasuki.trainer.modules.rotary import rotated
 from tests.models import CONFIGS
+from tests.planned import node_with
 from tests.saved_tensors import kept_bytes
 
 pytestmark = pytest.mark.gpu
@@ -113,5 +115,7 @@ def test_a_fused_layer_keeps_as_many_bytes_for_backward_as_planned(kind: str) ->
         layer(hidden, attention_mask=None, position_embeddings=rotary)
     shape = read_model({**config.to_dict(), "architectures": [type(model).__name__]}).shape
     # torch's attention may repeat key heads, and Gemma's norms keep their weights plus one.
-    predicted = num_tokens * kept_per_token(shape, 1, num_keys=num_tokens, is_fused=True, keeps_product=False)
+    predicted = num_tokens * kept_per_token(
+        node_with(shape, micro_batch_tokens=num_tokens, checkpointing=Checkpointing.FULL), 1
+    )
     assert sum(kept.values()) == pytest.approx(predicted, rel=0.1)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.planner.kept_bytes import kept_with_attention
-from tasuki.planner.step_bytes import _attention_output
+from tasuki.planner.step_bytes import _attention_per_token
 from tasuki.trainer.backends.fsdp.activations import _Keeping
 from tasuki.trainer.backends.fsdp.host_buffers import HostActivations
 from tasuki.trainer.data.micro_batch import token_batch
@@ -131,8 +131,8 @@ def test_kept_results_of_both_calls_of_attention_are_planned(
     learn(learner, Role.POLICY, decode_samples(samples), config=LossConfig(), max_tokens=num_tokens)
     layout = fsdp(learner)._planned
     assert not stayed, "everything has room in host memory"
-    alone = num_tokens * kept_with_attention(layout.model, 0, compute_bytes=layout.compute_bytes)
-    planned = _attention_output(layout)
+    alone = num_tokens * kept_with_attention(layout, 0)
+    planned = layout.rank_tokens * _attention_per_token(layout)
     if checkpointing == "attention":
         assert num_layers * alone < sum(kept) <= num_layers * planned
     learner.backend.close()

@@ -94,7 +94,8 @@ def test_autograd_keeps_the_rows_that_are_counted_and_no_cast_weights(dtype: tor
         out_TH = experts(hidden_TH, chosen_TK, weights_TK)
     assert out_TH.requires_grad
     shape = replace(MOE, hidden_size=64, expert_size=32, num_experts=6, experts_per_token=NUM_CHOSEN)
-    counted = kept_in_parallel_experts(shape, rows_per_token=NUM_CHOSEN, compute_bytes=dtype.itemsize)
+    compute_dtype = "float32" if dtype is torch.float32 else "bfloat16"
+    counted = kept_in_parallel_experts(node_with(shape, trainer={"compute_dtype": compute_dtype}))
     # The router's tensors are not kept here: probabilities, and the choice.
     of_router = 4 * 6 + 8 * NUM_CHOSEN
     ends = 4 * 6

@@ -149,7 +149,7 @@ def test_the_planner_counts_one_tile() -> None:
             node_with(num_ranks=2, micro_batch_tokens=tokens, checkpointing=checkpointing, trainer={"mlp_tile_tokens": size})
             for size in (None, 8192, tokens)
         )
-        inside = kept_in_mlp(whole.model, 0, is_fused=True, keeps_product=checkpointing is Checkpointing.NONE)
+        inside = kept_in_mlp(whole, 0)
         saved = num_kept * tokens * inside - 8192 * inside + (tokens - 8192) * whole.model.intermediate_size * 2
         assert sum(step_moments(whole)["layer"].values()) - sum(step_moments(tiled)["layer"].values()) == saved
         assert step_moments(same) == step_moments(whole)

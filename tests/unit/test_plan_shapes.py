@@ -219,8 +219,9 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
         delta = cast(DeltaNet, shape.delta)
         once += (delta.kernel_size - 1) * delta.conv_size * dtype.itemsize + 2 * 4 * delta.num_value_heads
         once += 4 * delta.value_head_dim if dtype is torch.bfloat16 else 0
-    settings = {"num_keys": num_tokens, "compute_bytes": dtype.itemsize, "is_balanced": name.endswith("balanced")}
-    predicted = num_tokens * kept_per_token(shape, 0, **settings) + once
+    trainer = {"compute_dtype": str(dtype).removeprefix("torch."), "router_aux_loss_coef": 0.1 * name.endswith("balanced")}
+    node = node_with(shape, device="cpu", micro_batch_tokens=num_tokens, trainer=trainer)
+    predicted = num_tokens * kept_per_token(node, 0) + once
     # GLM 4 keeps its part of the rotary table for each layer; Mixtral and Qwen 3.5 the sums that normalize the router's scores, DeepSeek
     # more of them.
     rel = (

@@ -18,8 +18,8 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape
+from tasuki.planner.kept_bytes import width
 from tasuki.planner.node import GB, node_of
-from tasuki.planner.step_bytes import _width
 from tasuki.planner.trainer_bytes import trained_shards
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
 from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts
@@ -146,7 +146,7 @@ def kept_per_token(lora: LoraConfig) -> int:
 def test_what_dora_and_dropout_keep_for_backward_is_planned() -> None:
     shape, alone = shape_of(on_meta("llama")), kept_per_token(LoraConfig(rank=4))
     dora, dropout = LoraConfig(rank=4, use_dora=True), LoraConfig(rank=4, dropout=0.5)
-    outputs, inputs = (sum(_width(dora, shape, index, dim=dim) for index in range(2)) for dim in (0, 1))
+    outputs, inputs = (sum(width(dora, shape, index, dim=dim) for index in range(2)) for dim in (0, 1))
     assert kept_per_token(dora) - alone == 4 * outputs > 0
     # At most: what q, k and v share without dropout, and gate and up, is kept no more.
     assert 0.5 < (kept_per_token(dropout) - alone) / ((4 + 1) * inputs) <= 1

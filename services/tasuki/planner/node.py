@@ -158,6 +158,16 @@ class Node:
         return min(self.trainer.mlp_tile_tokens or self.rank_tokens, self.rank_tokens)
 
     @property
+    def fuses_mlp(self) -> bool:
+        """Whether MLPs use our own kernels."""
+        return self.device == "cuda" and self.trainer.compile != "blocks"
+
+    @property
+    def keeps_product(self) -> bool:
+        """Whether MLPs keep activation(gate) * up for backward: an adapter needs it, and NONE keeps everything."""
+        return not self.fuses_mlp or self.lora is not None or self.checkpointing is Checkpointing.NONE
+
+    @property
     def rows_per_token(self) -> int:
         """With `expert_parallel`: most rows that the experts of one rank compute for one token of its micro-batch.
 

@@ -4,7 +4,6 @@ import functools
 import math
 
 from tasuki.algorithms.vocabulary_tiles import most_logits
-from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.shape import EXPERTS, SPLIT_BY_COLUMNS, ModelShape
 from tasuki.models.tower import Tower
 from tasuki.planner.kept_bytes import (
@@ -119,12 +118,12 @@ def _at_layer(node: Node) -> Bytes:
     # A kept layer's output lives longer than what is recomputed.
     recomputed = _layer_activations(node, widest) if is_recomputed else _layer_input(node)
     if is_recomputed and node.checkpointing in (Checkpointing.ATTENTION, Checkpointing.OFFLOADED):
-        recomputed -= 0 if model.is_delta(widest) else _attention_output(node)
+        recomputed -= 0 if model.is_delta(widest) else node.rank_tokens * _attention_per_token(node)
     flowing = (node.mlp_tokens * _flowing_in_mlp(node, widest) + node.rank_tokens * model.hidden_size) * compute
     flowing += node.rank_tokens * _flowing_in_delta_net(node)
     if node.mlp_tokens < node.rank_tokens:
         # One tile, recomputed.
-        flowing += node.mlp_tokens * _kept_in_mlp(node, widest)
+        flowing += node.mlp_tokens * kept_in_mlp(node, widest)
     # The LM head's gradient is there while the last layer's are computed: in compute dtype if tied, otherwise as sent.
     head = model.num_outputs * model.hidden_size * (compute if model.is_tied else _FLOAT32)
     gradients = _whole_gradients(node, _gathered_numels(node)[widest] + own_experts) + (head if trains_base else 0)
@@ -182,7 +181,7 @@ def _flowing_in_mlp(node: Node, index: int) -> int:
     """
     model = node.model
     if not model.is_sparse(index):
-        return (1 if _is_fused(node) else 2) * model.intermediate_size
+        return (1 if node.fuses_mlp else 2) * model.intermediate_size
     if not node.trainer.expert_parallel:
         return 2 * model.experts_per_token * model.expert_size
     widest_row = max(model.hidden_size, model.expert_size)
@@ -251,7 +250,7 @@ def _kept(node: Node) -> int:
     routing = node.rank_tokens * sum(kept_of_routing(node.model, index) for index in range(first_kept))
     return (
         num_present * _layer_input(node)
-        + num_outputs * _attention_output(node)
+        + num_outputs * node.rank_tokens * _attention_per_token(node)
         + routing
         + _kept_of_images(node)
         + sum(_layer_activations(node, index) for index in range(first_kept, num_layers))
@@ -262,66 +261,25 @@ def _layer_input(node: Node) -> int:
     return node.rank_tokens * node.model.hidden_size * node.compute_bytes
 
 
-def _attention_output(node: Node) -> int:
-    return node.rank_tokens * _attention_per_token(node)
-
-
 def _attention_per_token(node: Node) -> int:
     """Bytes per token that save recomputing a layer's attention.
 
     If prompts are shared, of two calls: continuations, which query their prompt in the second one, may be almost all tokens.
     """
     num_calls = 2 if node.config.may_share_prompts and node.model.delta is None else 1
-    layers = range(node.model.num_layers)
-    return num_calls * max(kept_with_attention(node.model, layer, compute_bytes=node.compute_bytes) for layer in layers)
+    return num_calls * max(kept_with_attention(node, layer) for layer in range(node.model.num_layers))
 
 
 def _layer_activations(node: Node, index: int) -> int:
-    model, compute, num_shared = node.model, node.compute_bytes, node.trainer.sequence_parallel
-    each = kept_per_token(
-        model,
-        index,
-        num_keys=min(node.longest_sequence, node.micro_batch_tokens),
-        compute_bytes=compute,
-        lora_rank=None if node.lora is None else node.lora.max_rank,
-        has_expert_adapters=node.lora is not None and node.lora.experts,
-        scaled_outputs=0 if node.lora is None or not node.lora.use_dora else _width(node.lora, model, index, dim=0),
-        dropped_inputs=0 if node.lora is None or not node.lora.dropout else _width(node.lora, model, index, dim=1),
-        is_fused=node.device == "cuda",
-        keeps_product=_keeps_product(node),
-        is_balanced=node.trainer.router_aux_loss_coef > 0,
-    )
+    model, num_shared, each = node.model, node.trainer.sequence_parallel, kept_per_token(node, index)
     if node.mlp_tokens < node.rank_tokens:
-        each -= _kept_in_mlp(node, index)
+        each -= kept_in_mlp(node, index)
     if node.trainer.expert_parallel and model.is_sparse(index):
-        spread = kept_in_parallel_experts(model, rows_per_token=node.rows_per_token, compute_bytes=compute)
-        each += spread - _kept_in_mlp(node, index)
+        each += kept_in_parallel_experts(node) - kept_in_mlp(node, index)
     if num_shared > 1:  # attention's output on its way back, and repeated key heads
         repeats = max(1, num_shared // model.num_kv_heads)
-        each += (model.query_size + 2 * (repeats - 1) * model.kv_size) * compute
+        each += (model.query_size + 2 * (repeats - 1) * model.kv_size) * node.compute_bytes
     return node.rank_tokens * each
-
-
-@functools.lru_cache
-def _width(lora: LoraConfig, model: ModelShape, index: int, *, dim: int) -> int:
-    """Outputs (0) or inputs (1) of a layer's linear layers with adapters, per token."""
-    return sum(shape[dim] for layer, shape in lora.layers(model).items() if layer.startswith(f"model.layers.{index}."))
-
-
-def _kept_in_mlp(node: Node, index: int) -> int:
-    """Bytes per token."""
-    is_gpu, compute, keeps_product = node.device == "cuda", node.compute_bytes, _keeps_product(node)
-    return kept_in_mlp(node.model, index, compute_bytes=compute, is_fused=is_gpu, keeps_product=keeps_product)
-
-
-def _is_fused(node: Node) -> bool:
-    """Whether MLPs use our own kernels."""
-    return node.device == "cuda" and node.trainer.compile != "blocks"
-
-
-def _keeps_product(node: Node) -> bool:
-    """Whether MLPs keep activation(gate) * up for backward: an adapter needs it, and NONE keeps everything."""
-    return not _is_fused(node) or node.lora is not None or node.checkpointing is Checkpointing.NONE
 
 
 def _logit_places(node: Node) -> int:
