@@ -20,6 +20,7 @@ from tasuki.config.checks import fleet_port_problem
 from tasuki.config.engine_arguments import uncounted_arguments
 from tasuki.config.load import config_of, load_config, put
 from tasuki.config.schema import NodeConfig
+from tasuki.coordinator import phases
 from tasuki.coordinator.planning import plan_table
 from tasuki.memory.host import host_memory
 from tasuki.models.families import read_model_shape
@@ -31,10 +32,10 @@ from tasuki.planner.choose import choose
 from tasuki.planner.node import GB, MARGIN, Checkpointing, Node, Part, Strategy, gb, node_of
 from tasuki.planner.plan import Plan, plan
 from tasuki.planner.presets import MODELS, find_preset
-from tasuki.planner.residency import expected_seconds, gpu_names, stages_to, stay_and_leave
+from tasuki.planner.residency import expected_seconds, gpu_names, stay_and_leave
 from tasuki.planner.trainer_bytes import Traffic, checkpoint_bytes, node_traffic, run_disk
 from tasuki.wire.errors import InvalidArgument, NotInstalled
-from tasuki.wire.stages import Phase
+from tasuki.wire.stages import HOLDS, Phase
 
 DOES_NOT_FIT = 1
 _MAX_GB = 1e9
@@ -250,8 +251,8 @@ def details(planned: Plan, advice: Advice) -> list[str]:
     for name, stays, leaves in stay_and_leave(node):
         lines.append(f"{name}: keeps {', '.join(stays) or 'nothing'}; releases {', '.join(leaves) or 'nothing'}.")
     if seconds := expected_seconds(planned):
-        for phase in (Phase.ROLLOUT, Phase.TRAIN):
-            times = {stage: 1000 * seconds[stage] for stage in stages_to(phase)}
+        for origin, phase in ((Phase.TRAIN, Phase.ROLLOUT), (Phase.ROLLOUT, Phase.TRAIN)):
+            times = {stage: 1000 * seconds[stage] for stage in phases.path(HOLDS[origin], phase)}
             parts = ", ".join(f"{stage} {time:.0f}" for stage, time in times.items())
             lines.append(f"To {phase} about {sum(times.values()):.0f} ms, an estimate: {parts}.")
     return lines

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from tasuki.config.paths import instance_path
+from tasuki.config.paths import socket_dir
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import NO_ROOM, DiskFull, InvalidArgument, NodeRunning
 from tasuki.wire.flock import try_lock
@@ -22,6 +22,7 @@ TRAINING_LOCK = "training"
 """Lock held by `tasuki train` on its output folder and on its node's state folder."""
 
 _PID_BYTES = 20
+_INSTANCE = "instance"
 
 
 class StateLock:
@@ -124,12 +125,12 @@ class Instance:
 
 def begin_instance(state_dir: Path) -> None:
     """Creates the id of a starting node. Processes that restart within the node find the same one."""
-    instance_path(state_dir).write_text(uuid.uuid4().hex)
+    (socket_dir(state_dir) / _INSTANCE).write_text(uuid.uuid4().hex)
 
 
 def read_instance(state_dir: Path) -> Instance:
     """Reads the id of the node running in the folder. Ignores what a killed node left behind."""
-    path = instance_path(state_dir)
+    path = socket_dir(state_dir) / _INSTANCE
     if not path.exists() or holder(state_dir, name=NODE_LOCK) is None:
         return Instance()
     return Instance(path.read_text(), str(lock_path(state_dir.absolute(), name=NODE_LOCK)))

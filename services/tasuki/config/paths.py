@@ -71,11 +71,6 @@ def client_target(config: NodeConfig) -> str:
     return fleet_target(config)
 
 
-def client_checkpoints_dir(state_dir: Path) -> Path:
-    """Where callers at ports may write checkpoints and models, besides the run's output folder."""
-    return state_dir / "checkpoints"
-
-
 def pulse_dir(state_dir: Path) -> Path:
     """Folder of heartbeats of a running node's processes, created if missing."""
     place = socket_dir(state_dir) / "pulse"
@@ -116,16 +111,6 @@ def engine_metrics_dir(state_dir: Path) -> Path:
     return place
 
 
-def instance_path(state_dir: Path) -> Path:
-    """Id of this start of the node, stored with the node's sockets."""
-    return socket_dir(state_dir) / "instance"
-
-
-def generate_calls_path(state_dir: Path) -> Path:
-    """Generate calls for the policy version in rollout, stored with the node's sockets."""
-    return socket_dir(state_dir) / "generate-calls"
-
-
 def base_socket_path(state_dir: Path, service: str, rank: int = 0) -> Path:
     """Where a rank of a service hands out its part of the model below adapters, which both services read."""
     return socket_dir(state_dir) / f"base-{service}-{rank}.sock"
@@ -134,11 +119,6 @@ def base_socket_path(state_dir: Path, service: str, rank: int = 0) -> Path:
 def start_seconds_path(state_dir: Path, service: str) -> Path:
     """Seconds of the parts of a service's last start, as JSON."""
     return socket_dir(state_dir) / f"start-{service}.json"
-
-
-def fleet_calls_path(state_dir: Path) -> Path:
-    """Generate calls for the fleet's policy version; like `generate_calls_path`."""
-    return socket_dir(state_dir) / "fleet-calls"
 
 
 def stall_dir(state_dir: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 import grpc.aio
 
 from tasuki.config.lock import read_instance
-from tasuki.config.paths import fleet_calls_path, fleet_journal_path, fleet_target
+from tasuki.config.paths import fleet_journal_path, fleet_target, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.operations import CoordinatorServicer
 from tasuki.fleet.fleet import Fleet
@@ -91,7 +91,7 @@ def make_server(
     )
     store = RankStoreServicer(fleet=config.fleet.name, attempt=config.fleet.attempt, num_nodes=config.fleet.num_nodes)
     # SGLang uses seeds on a CPU only.
-    calls = CallNumbers(fleet_calls_path(config.state_dir), instance_id=instance.id)
+    calls = CallNumbers(socket_dir(config.state_dir) / "fleet-calls", instance_id=instance.id)
     rollout = RolloutFront(nodes, seeds=CallSeeds(config.seed, calls) if config.device == "cpu" else None)
     trainer = TrainerFront(nodes, epoch=nodes.command.epoch, deal=sample_dealer(config))
     server.add(add_CoordinatorServiceServicer_to_server, coordinator, "tasuki.v1.CoordinatorService")

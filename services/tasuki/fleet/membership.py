@@ -7,7 +7,7 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import grpc.aio
 
 from tasuki.config.gpus import gpus_of
+from tasuki.config.load import leaves
 from tasuki.config.paths import node_targets
 from tasuki.config.schema import FleetConfig, NodeConfig
 from tasuki.fleet.nodes import answered
@@ -75,24 +76,13 @@ def config_keys(config: NodeConfig) -> dict[str, str]:
             dump.get(table, {}).pop(key, None)
     for table in _PER_NODE_TABLES:
         dump.pop(table, None)
-    return {key: _digest(json.dumps(value, sort_keys=True, default=str))[:_KEY_DIGITS] for key, value in _flat(dump)}
+    values = {key: value for key, value in leaves(dump) if not isinstance(value, Path)}
+    return {key: _digest(json.dumps(value, sort_keys=True, default=str))[:_KEY_DIGITS] for key, value in values.items()}
 
 
 def config_digest(keys: Mapping[str, str]) -> str:
     """SHA-256, in hex, of the whole configuration. keys: of `config_keys`."""
     return _digest(json.dumps(keys, sort_keys=True))
-
-
-def _flat(table: Mapping[str, Any], *, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Flattened keys of all tables, as in `--set`, without paths."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, above=f"{above}{key}.")
-        elif isinstance(value, list | tuple):
-            parts = [dict(_flat(part)) if isinstance(part, Mapping) else part for part in value if not isinstance(part, Path)]
-            yield f"{above}{key}", parts
-        elif not isinstance(value, Path):
-            yield f"{above}{key}", value
 
 
 def _digest(text: str) -> str:

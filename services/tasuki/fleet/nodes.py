@@ -143,7 +143,10 @@ class FleetNodes:
         """Admits a node that matches the leader. Raises FleetMismatch if another start of a node has the rank, and FleetEnded."""
         self.check_lives()
         known = self._joined.get(node.node_rank)
-        check_rank(node, None if known is None else known.node)
+        if known is not None and known.node.boot_id != node.boot_id:
+            text = f"node_rank: {node.node_rank} belongs to the node at {known.node.coordinator_target}; give each node its own rank, and "
+            rank = {"field": "node_rank", "node_rank": node.node_rank, "expected": known.node.boot_id, "found": node.boot_id}
+            raise FleetMismatch(f"{text}restart the job if a node was restarted", **rank)
         if known is not None and known.node == node:
             known.heard = time.monotonic()
             return
@@ -306,19 +309,6 @@ def check_member(request: JoinRequest, leader: FleetNode, *, config: FleetConfig
             advice = _ADVICE.get(field, "start all nodes with the same [fleet]")
             text = f"{field}: node {rank} {problem}; {advice}"
             raise FleetMismatch(text, field=field, node_rank=rank, expected=expected, found=found)
-
-
-def check_rank(node: FleetNode, holder: FleetNode | None) -> None:
-    """Refuses a rank held by another start of a node. Raises FleetMismatch."""
-    if holder is not None and holder.boot_id != node.boot_id:
-        raise FleetMismatch(
-            f"node_rank: {node.node_rank} belongs to the node at {holder.coordinator_target}; give each node its own rank, and "
-            "restart the job if a node was restarted",
-            field="node_rank",
-            node_rank=node.node_rank,
-            expected=holder.boot_id,
-            found=node.boot_id,
-        )
 
 
 def callable_node(

@@ -11,7 +11,7 @@ from typing import Any
 from tasuki.config.choices import Choices
 from tasuki.planner.node import GB, MARGIN, RESIDENT, Node, Part, Staying, Strategy
 from tasuki.planner.plan import COPIED, PLAN_STAGES, Plan, Sizes, parts_on_gpu, plan_of, sizes_of
-from tasuki.wire.stages import HOLDS, RING, Phase, Stage
+from tasuki.wire.stages import Stage
 
 # Share of a GPU reserved for errors in the prediction of a stage (docs/benchmarks.md: 4.3 % of the stage at worst).
 _RESERVE = 0.04
@@ -144,14 +144,6 @@ def release_seconds(part: Part, num_bytes: int, *, frozen: int) -> float:
     if part in COPIED:
         return seconds + (2 * num_bytes - (frozen if part is Part.TRAINER_WEIGHTS else 0)) * _COPY
     return seconds + (_RENEW if part is Part.EXPORT else 0.0)
-
-
-def stages_to(phase: Phase) -> tuple[Stage, ...]:
-    """The stages of a changeover from the other phase."""
-    names = [rule.stage for rule in RING]
-    origin = Phase.TRAIN if phase is Phase.ROLLOUT else Phase.ROLLOUT
-    first, last = (names.index(HOLDS[each]) for each in (origin, phase))
-    return tuple(names[(first + 1) % len(names) : last + 1])
 
 
 def expected_seconds(planned: Plan) -> dict[str, float]:

@@ -62,7 +62,7 @@ async def _serve(
     rank_calls = RankCalls(engine.num_ranks, socket_dir=socket_dir, staying=staying)
     sync = WeightSync(rank_calls, socket_dir=socket_dir, num_replicas=config.dp_size)
     heartbeat = Heartbeat(config.state_dir, "rollout")
-    numbers = CallNumbers(paths.generate_calls_path(config.state_dir), instance_id=read_instance(config.state_dir).id)
+    numbers = CallNumbers(paths.socket_dir(config.state_dir) / "generate-calls", instance_id=read_instance(config.state_dir).id)
     try:
         rollout = Rollout(
             engine,

@@ -12,7 +12,6 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from tasuki.config.paths import client_checkpoints_dir
 from tasuki.config.schema import CallerRole, FleetConfig, NodeConfig
 from tasuki.rpc.methods import Method, PathUse
 from tasuki.v1.fleet_pb2 import FleetCommand
@@ -194,7 +193,7 @@ class ClientPaths:
         write = config.paths.write
         if write is None:
             runs = [table.output_dir for table in (config.train, config.sft) if table is not None]
-            write = (client_checkpoints_dir(config.state_dir), *runs)
+            write = (config.state_dir / "checkpoints", *runs)
         return cls(state_dir=config.state_dir, write=write, read=config.paths.read)
 
     def check(self, text: str, *, use: PathUse) -> None:
