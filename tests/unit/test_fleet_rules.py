@@ -33,10 +33,7 @@ def test_prompts_that_continue_one_another_stay_on_one_node() -> None:
         [range(1), range(2, 3), range(4, 5)],
         [range(1, 2), range(3, 4), range(5, 6)],
     ]
-
-
-def test_a_common_beginning_alone_joins_no_prompts() -> None:
-    assert prompt_families([[1, 2, 3], [1, 2, 4]]) == [[0], [1]]
+    assert prompt_families([[1, 2, 3], [1, 2, 4]]) == [[0], [1]], "a common beginning alone joins none"
 
 
 def test_every_family_is_dealt_once_and_loads_differ_by_a_family_at_most() -> None:

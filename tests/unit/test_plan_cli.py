@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.__main__ import main
+from tasuki.cli.__main__ import USER_ERROR, main
+from tasuki.cli.plan import traffic_table
 from tasuki.memory.host import HostMemory, host_memory
 from tasuki.planner.plan import PLAN_STAGES
 from tasuki.planner.presets import PRESETS
+from tasuki.planner.trainer_bytes import node_traffic
+from tests.planned import node_with
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -23,6 +26,9 @@ CONFIG = {
     "vocab_size": 300,
     "max_position_embeddings": 256,
 }
+
+
+GPUS = ("--gpu-gb", "80")
 
 
 @pytest.fixture
@@ -92,58 +98,32 @@ def test_what_does_not_fit_exits_1_with_a_change_that_fits(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "told"),
     [
         ([], "CONFIG"),
         (["--preset", "huge"], "preset"),
         (["{model}"], "gpu-gb"),
         (["{node}"], "gpu-gb"),
-        (["{node}", "--gpu-gb", "80", "--preset", "balanced"], "preset"),
-        (["{node}", "--gpu-gb", "80", "--set", "rollout.speed=2"], "rollout.speed"),
-        (["{model}", "--gpu-gb", "80", "--gpus", "0"], "gpus: must be at least 1"),
+        (["{node}", *GPUS, "--preset", "balanced"], "preset"),
+        (["{node}", *GPUS, "--set", "rollout.speed=2"], "rollout.speed"),
+        (["{model}", *GPUS, "--gpus", "0"], "gpus: must be at least 1"),
         (["{model}", "--gpu-gb", "1e300"], "gpu-gb: must be at most 1e+09 GB"),
-        (["{model}", "--gpu-gb", "80", "--set", "rollout.kv_ratio=1.5"], "rollout.kv_ratio: "),
         (["nowhere.toml"], "nowhere.toml"),
+        (["{node}", *GPUS, "--set", "rollout.tp_size=3"], "rollout.tp_size: 4 attention heads cannot be split over 3 ranks"),
+        (["{node}", *GPUS, "--set", "rollout.dp_size=4096"], "rollout.dp_size makes 4096 ranks; one node has at most 1024"),
+        (["{node}", *GPUS, "--gpus", "1"], "trainer.num_ranks: 2 ranks need as many GPUs; there are 1"),
+        (["{node}", *GPUS, "--gpus", "2", "--set", "rollout.dp_size=4"], "rollout.dp_size: 4 engines of TP 1 need 4 GPUs, not 2"),
+        (["{node}", *GPUS, "--gpus", "2", "--set", "rollout.tp_size=4"], "rollout.tp_size: 1 engines of TP 4 need 4 GPUs, not 2"),
+        (["{node}", *GPUS, "--set", "trainer.sequence_parallel=3"], "trainer.sequence_parallel = 3 does not divide trainer.num_ranks = 2"),
+        (["{node}", *GPUS, "--set", "trainer.num_ranks=8", "--set", "trainer.sequence_parallel=8"], "8 ranks cannot share 4"),
+        (["{node}", *GPUS, "--gpus", "2000"], "gpus: must be at most 1024 on one node, not 2000"),
     ],
-)
-def test_what_is_wrong_is_named_in_one_line(
-    node: Path,
-    arguments: list[str],
-    named: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-):
-    monkeypatch.chdir(tmp_path)
+)  # fmt: skip
+def test_what_is_wrong_is_told_in_one_line(node: Path, arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]):
     places = {"node": str(node), "model": str(node.parent / "model")}
     assert main(["plan", *(argument.format(**places) for argument in arguments)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("tasuki: error ") and named in said and said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "cause"),
-    [
-        (["{node}", "--set", "rollout.tp_size=3"], "rollout.tp_size: 4 attention heads cannot be split over 3 ranks"),
-        (["{node}", "--set", "rollout.dp_size=4096"], "rollout.dp_size makes 4096 ranks; one node has at most 1024"),
-        (["{node}", "--gpus", "1"], "trainer.num_ranks: 2 ranks need as many GPUs; there are 1"),
-        (["{node}", "--gpus", "2", "--set", "rollout.dp_size=4"], "rollout.dp_size: 4 engines of TP 1 need 4 GPUs, not 2"),
-        (["{node}", "--gpus", "2", "--set", "rollout.tp_size=4"], "rollout.tp_size: 1 engines of TP 4 need 4 GPUs, not 2"),
-        (
-            ["{node}", "--set", "trainer.sequence_parallel=3"],
-            "trainer.sequence_parallel = 3 does not divide trainer.num_ranks = 2",
-        ),
-        (
-            ["{node}", "--set", "trainer.num_ranks=8", "--set", "trainer.sequence_parallel=8"],
-            "trainer.sequence_parallel: 8 ranks cannot share 4 attention heads evenly",
-        ),
-        (["{node}", "--gpus", "2000"], "gpus: must be at most 1024 on one node, not 2000"),
-    ],
-)
-def test_a_configuration_is_told_its_key(node: Path, arguments: list[str], cause: str, capsys: pytest.CaptureFixture[str]):
-    places = {"node": str(node), "model": str(node.parent / "model")}
-    assert main(["plan", "--gpu-gb", "80", *(argument.format(**places) for argument in arguments)]) == 2
-    assert capsys.readouterr().err.startswith(f"tasuki: error INVALID_ARGUMENT: {cause}")
+    assert said.startswith("tasuki: error ") and told in said and said.count("\n") == 1
 
 
 def test_gpus_that_no_engine_uses_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,3 +156,55 @@ def test_a_config_json_that_is_no_file_is_named_as_what_it_is(tmp_path: Path, ca
     (tmp_path / "README.md").touch()
     assert main(["plan", str(tmp_path / "README.md"), "--gpu-gb", "80"]) == 2
     assert "README.md is neither a node's .toml nor a model's config.json" in capsys.readouterr().err
+
+
+# --- several nodes
+
+NODE = node_with(num_ranks=8)
+
+PORTS = [
+    part
+    for setting in ("listen=0.0.0.0:50050", "security.cert=c", "security.key=k", "security.client_ca=a")
+    for part in ("--set", setting)
+]
+
+
+def test_gradients_of_a_7b_model_on_two_nodes_cross_once_in_float32() -> None:
+    ours, half = node_traffic(NODE, num_nodes=2)
+    num_parameters = NODE.model.num_parameters
+    # FSDP2 pads shards to equal size.
+    assert ours.num_bytes == pytest.approx(4 * num_parameters, rel=1e-3)
+    assert half.num_bytes == pytest.approx(2 * num_parameters, rel=1e-3)
+    (row,) = traffic_table([ours], 3200)["node_traffic"]
+    assert row["seconds"] == pytest.approx(ours.num_bytes * 8 / 3.2e12)
+
+
+def test_more_nodes_approach_twice_the_gradients() -> None:
+    one, many = (node_traffic(NODE, num_nodes=nodes)[0].num_bytes for nodes in (2, 64))
+    assert many == pytest.approx(one * 2 * 63 / 64, rel=1e-6)
+
+
+def test_a_model_that_one_node_cannot_hold_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset", "70b+", "--nodes", "4"]) == 1
+    assert "more nodes do not make it fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], 'listen = "unix" cannot be called from node 0, at node-0:29400: set it to HOST:PORT'),
+        ([*PORTS, "--nodes", "3"], "Crosses nodes, HSDP: "),
+        (["--set", "fleet.leader=127.0.0.1:29400"], "Crosses nodes, HSDP: "),
+        (["--set", "fleet.num_nodes=0"], "fleet.num_nodes: "),
+    ],
+)
+def test_a_fleet_is_planned_before_a_scheduler_places_it(
+    node: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node.write_text('state_dir = "state"\n[model]\npath = "model"\n[fleet]\nnum_nodes = 2\n')
+    main(["plan", str(node), *arguments])
+    told = capsys.readouterr()
+    assert said in told.out + told.err
+    node.write_text('state_dir = "state"\n[model]\npath = "model"\n[fleet]\ninterface = "eth0"\n')
+    assert main(["plan", str(node)]) == USER_ERROR
+    assert "nodes: [fleet] of CONFIG leaves num_nodes to a scheduler: give --nodes N" in capsys.readouterr().err

@@ -13,12 +13,13 @@ from hypothesis import strategies as some
 from tasuki.config.choices import Choices, plan_path, read_choices, write_choices
 from tasuki.config.schema import NodeConfig
 from tasuki.models.shape import unshared_base
-from tasuki.planner.choose import choices_of, chosen, may_share_base
+from tasuki.planner.choose import choices_of, chosen, may_share_base, parts_at_start, starts_together
 from tasuki.planner.node import GB, MARGIN, RESIDENT, Node, Part, Strategy, node_of
 from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
 from tasuki.planner.presets import MODELS
 from tasuki.planner.residency import chosen_staying, decide, expected_seconds, release_seconds, stay_and_leave
 from tasuki.planner.step_bytes import step_moments
+from tasuki.rollout.arguments import _PLANNED_FRACTION
 from tasuki.rpc.memory import staying_of_engine_rank, staying_tags
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.stages import MemoryTag, Phase, Service, Stage
@@ -219,6 +220,62 @@ def test_columns_that_ranks_join_are_planned_where_a_base_is_shared() -> None:
 def test_a_base_that_ranks_hold_in_different_parts_is_not_shared(num_ranks: int, changes: dict[str, Any], problem: str | None):
     found = unshared_base(replace(MODEL, **changes), num_ranks=num_ranks)
     assert found is None if problem is None else found is not None and found.startswith(problem)
+
+
+# --- services that start at once
+
+
+def counted(**tables: Any) -> NodeConfig:
+    rollout = {"engine": {"max_total_tokens": 400_000}} | tables.pop("rollout", {})
+    return node(
+        trainer={"checkpointing": "auto", "micro_batch_tokens": None} | tables.pop("trainer", {}), rollout=rollout, **tables
+    )
+
+
+def test_both_start_at_once_where_the_planned_cache_and_the_trainers_state_fit() -> None:
+    assert starts_together(h200s(counted()))
+    assert not starts_together(h200s(counted(rollout={"engine": {"max_total_tokens": 1_000_000}})))
+    assert not starts_together(h200s(counted(), gpu_bytes=80 * GB))
+
+
+def test_the_trainer_waits_where_the_engine_sizes_its_cache_or_loads_for_both() -> None:
+    most = node()
+    assert not starts_together(h200s(most))
+    assert not starts_together(replace(h200s(counted()), shares_base=True))
+    on_cpu = h200s(counted(device="cpu"))
+    assert starts_together(on_cpu) and not starts_together(replace(on_cpu, shares_base=True))
+
+
+def test_services_on_gpus_of_their_own_start_at_once_however_full_these_are() -> None:
+    apart = {"trainer": {"devices": ["0", "1"]}, "rollout": {"devices": ["2", "3"], "engine": {}}}
+    assert starts_together(h200s(counted(**apart), gpu_bytes=90 * GB))
+
+
+@pytest.mark.parametrize("gpu_bytes", range(60 * GB, 200 * GB, 10 * GB))
+def test_sglang_finds_room_for_the_planned_cache_whenever_it_looks(gpu_bytes: int) -> None:
+    """SGLang takes the memory free after its weights, minus a share of that before, and silently serves fewer tokens than asked."""
+    layout = h200s(counted(), gpu_bytes=gpu_bytes)
+    if not starts_together(layout):
+        return
+    parts = parts_at_start(layout, 0)
+    after_weights = gpu_bytes - sum(size for part, size in parts.items() if part not in (Part.KV_CACHE, Part.CUDA_GRAPH))
+    before_weights = gpu_bytes  # before the trainer begins, SGLang's share is largest
+    assert after_weights - (1 - _PLANNED_FRACTION) * before_weights >= parts[Part.KV_CACHE]
+
+
+def test_a_start_counts_all_of_both_but_the_memory_of_a_step() -> None:
+    layout = h200s(counted())
+    at_start, step = parts_at_start(layout, 0), plan(layout).stage(Phase.TRAIN).gpus[0]
+    both = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.EXPORT)
+    assert {*both, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.CUDA_GRAPH, Part.CONTEXTS, Part.WHOLE_GRADIENTS} <= at_start.keys()
+    assert all(at_start[part] == step[part] for part in both if part in step)
+    assert at_start[Part.ACTIVATIONS] < step[Part.ACTIVATIONS] / 10
+
+
+def test_a_trainer_that_replays_steps_waits_for_the_engine() -> None:
+    config = counted()
+    together = [choices_of(h200s(config), resumes=resumes).starts_together for resumes in (False, True)]
+    assert together == [True, False]
 
 
 # --- the file
