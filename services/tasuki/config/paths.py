@@ -3,6 +3,7 @@
 import hashlib
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from tasuki.config.schema import SERVICES, NodeConfig
@@ -121,11 +122,6 @@ def start_seconds_path(state_dir: Path, service: str) -> Path:
     return socket_dir(state_dir) / f"start-{service}.json"
 
 
-def stall_dir(state_dir: Path) -> Path:
-    """Stacks of hung processes, one file each."""
-    return state_dir / "stalls"
-
-
 def log_path(state_dir: Path, service: str) -> Path:
     return state_dir / "logs" / f"{service}.log"
 
@@ -135,58 +131,36 @@ def nccl_log_path(state_dir: Path, rank: int) -> Path:
     return log_path(state_dir, f"nccl{rank}")
 
 
-def journal_path(state_dir: Path) -> Path:
-    return state_dir / "journal.sqlite"
+def _file(name: str) -> Callable[[Path], Path]:
+    return lambda folder: folder / name
 
 
-def memory_record_path(state_dir: Path) -> Path:
-    """Memory reported by the services over the node's life."""
-    return state_dir / "memory.jsonl"
-
-
-def training_log_path(state_dir: Path) -> Path:
-    """Log of the trainer's commands since its last checkpoint."""
-    return state_dir / "training.log"
-
-
-def training_save_path(state_dir: Path) -> Path:
-    """Record of the checkpoint that this node wrote as its part of a fleet's save."""
-    return state_dir / "training.save"
-
-
-def training_run_path(state_dir: Path) -> Path:
-    """Id of the last run trained on the node, stored with the training log."""
-    return state_dir / "training.run"
-
-
-def model_texts_path(state_dir: Path) -> Path:
-    """Digests of the model's texts at the node's start, by file."""
-    return state_dir / "model.json"
-
-
-def training_output_path(state_dir: Path) -> Path:
-    """Output folder of that run."""
-    return state_dir / "training.output"
-
-
-def fleet_journal_path(state_dir: Path) -> Path:
-    """Journal of a fleet, on the node that leads it."""
-    return state_dir / "fleet.sqlite"
-
-
-def config_path(state_dir: Path) -> Path:
-    """Configuration of the node that runs, or last ran, in the folder, as its services read it."""
-    return state_dir / "node.toml"
-
-
+# Of a state folder.
+journal_path = _file("journal.sqlite")
+memory_record_path = _file("memory.jsonl")
+"""Memory reported by the services over the node's life."""
+training_log_path = _file("training.log")
+"""Log of the trainer's commands since its last checkpoint."""
+training_save_path = _file("training.save")
+"""Record of the checkpoint that this node wrote as its part of a fleet's save."""
+training_run_path = _file("training.run")
+"""Id of the last run trained on the node, stored with the training log."""
+model_texts_path = _file("model.json")
+"""Digests of the model's texts at the node's start, by file."""
+training_output_path = _file("training.output")
+"""Output folder of that run."""
+fleet_journal_path = _file("fleet.sqlite")
+"""Journal of a fleet, on the node that leads it."""
+config_path = _file("node.toml")
+"""Configuration of the node that runs, or last ran, in the folder, as its services read it."""
+exit_path = _file("exit.json")
+"""Why the last node in the folder ended, or is ending."""
+stall_dir = _file("stalls")
+"""Stacks of hung processes, one file each."""
 RUN_CONFIG = "run.toml"
 """Configuration that a run began with, in its output folder."""
-
-
-def archived_config_path(output_dir: Path) -> Path:
-    """Copy of that configuration in a run's archive; its folder may contain the user's own."""
-    return output_dir / "logs" / "node.toml"
-
+archived_config_path = _file("logs/node.toml")
+"""Copy of the node's configuration in a run's archive; its folder may contain the user's own."""
 
 LAUNCHED_VARIABLE = "TASUKI_LAUNCHED"
 """Environment variable with the seconds of the machine's monotonic clock at which the supervisor launched the service."""
@@ -194,8 +168,3 @@ FIRST_START_VARIABLE = "TASUKI_FIRST_START"
 """Environment variable that the supervisor sets for a service that has not served since the node started."""
 REQUESTED_BY = "asked by"
 """Prefix of the reason in `exit_path` if someone stopped the node."""
-
-
-def exit_path(state_dir: Path) -> Path:
-    """Why the last node in the folder ended, or is ending."""
-    return state_dir / "exit.json"
