@@ -15,7 +15,14 @@ def device_usage(device: str, rank: int, *, skip_torch_cache: bool = False) -> D
 
     skip_torch_cache: does not count what torch caches, which takes milliseconds with thousands of tensors.
     """
-    return _host(rank) if device == "cpu" else _gpu(device, rank, skip_torch_cache=skip_torch_cache)
+    if device == "cpu":
+        host, ours, cached = host_memory(), resident_bytes(), 0
+        free, total = host.available_bytes, host.total_bytes
+    else:
+        free, total, ours, cached = _gpu(device, skip_torch_cache=skip_torch_cache)
+    usage = DeviceUsage(device=device, rank=rank, total_bytes=total, free_bytes=free, process_bytes=ours)
+    usage.torch_cached_bytes, usage.other_processes_bytes = cached, max(0, total - free - ours)
+    return usage
 
 
 def resident_bytes() -> int:
@@ -23,18 +30,8 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def _host(rank: int) -> DeviceUsage:
-    host = host_memory()
-    return _usage("cpu", rank, free=host.available_bytes, total=host.total_bytes, ours=resident_bytes())
-
-
-def _usage(device: str, rank: int, *, free: int, total: int, ours: int, cached: int = 0) -> DeviceUsage:
-    usage = DeviceUsage(device=device, rank=rank, total_bytes=total, free_bytes=free, process_bytes=ours)
-    usage.torch_cached_bytes, usage.other_processes_bytes = cached, max(0, total - free - ours)
-    return usage
-
-
-def _gpu(device: str, rank: int, *, skip_torch_cache: bool) -> DeviceUsage:
+def _gpu(device: str, *, skip_torch_cache: bool) -> tuple[int, int, int, int]:
+    """Bytes that are free, in total, of this process, and cached by torch."""
     import torch
 
     free, total = torch.cuda.mem_get_info(device)
@@ -44,7 +41,7 @@ def _gpu(device: str, rank: int, *, skip_torch_cache: bool) -> DeviceUsage:
         # In its own PID namespace a process does not find itself in NVML's list; what it knows of is then a lower bound.
         arenas = native.totals()
         ours = arenas.mapped_bytes + arenas.kept_bytes + reserved
-    return _usage(device, rank, free=free, total=total, ours=min(ours, total - free), cached=reserved - allocated)
+    return free, total, min(ours, total - free), reserved - allocated
 
 
 def torch_pool(index: int) -> tuple[int, int]:
