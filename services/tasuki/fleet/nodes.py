@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -325,8 +326,7 @@ def callable_node(
         named = [f"{node.host}{name[1:]}" if name.startswith("*.") else name for name in certified if "/" not in name]
         own = (name for name in named if name == address or address in resolve(name))
         hosts = sorted(own, key=lambda name: name != address)
-    found = FleetNode()
-    found.CopyFrom(node)
+    found = deepcopy(node)
     for field in _TARGETS:
         setattr(found, field, _callable_target(field, getattr(node, field), peer=peer, hosts=hosts))
     return found

@@ -4,6 +4,7 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -88,11 +89,8 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
         state = (await _states([leader]))[0]
         if not state.HasField("policy_version"):
             return request  # the node will report why it does not generate
-        seeded = rollout_pb2.GenerateRequest()
-        seeded.CopyFrom(request)
-        seeded.sampling_params.sampling_seed = sample_seed(
-            self._seeds.of(request, version=state.policy_version), prompt=0, sample=0
-        )
+        seeded, seed = deepcopy(request), self._seeds.of(request, version=state.policy_version)
+        seeded.sampling_params.sampling_seed = sample_seed(seed, prompt=0, sample=0)
         return seeded
 
     async def _merged(

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tasuki.algorithms.aggregation import call_denominator
@@ -84,9 +85,7 @@ class TrainerFront(TrainerServiceServicer):
         async def forward_backward() -> trainer_pb2.ForwardBackwardResponse:
             started = time.perf_counter()
             _check(header, samples)
-            named = trainer_pb2.ForwardBackwardHeader()
-            named.CopyFrom(header)
-            denominator = _denominator(header, samples)
+            named, denominator = deepcopy(header), _denominator(header, samples)
             named.is_own_denominator = "denominator" not in header.loss.settings
             named.loss.settings["denominator"], named.call_samples = denominator, len(samples)
             restore(samples)
@@ -130,8 +129,7 @@ class TrainerFront(TrainerServiceServicer):
         calls = self._calls(context)
 
         async def part(name: str) -> list[Any]:
-            named = trainer_pb2.SaveCheckpointRequest()
-            named.CopyFrom(request)
+            named = deepcopy(request)
             named.save_id = hashlib.sha256(request.command.request_id.encode()).hexdigest()[:32]
             named.part = trainer_pb2.SavePart.Value(f"SAVE_PART_{name}")
             return await calls.unary("SaveCheckpoint", named, part=name)
@@ -216,8 +214,7 @@ class TrainerCalls:
 
     async def validated(self, method: str, request: Any, *, version: str) -> Any:
         """One of the answers, which are alike, after all nodes have validated the request and reported the same `version`."""
-        validating = type(request)()
-        validating.CopyFrom(request)
+        validating = deepcopy(request)
         validating.validate_only = True
         one_version(await self.unary(method, validating), field=version)
         answers = await self.unary(method, request)
@@ -265,9 +262,7 @@ class TrainerCalls:
 
 def _at_node(request: Any, *, part: str = "") -> Any:
     """The request as sent to a node: without the fleet's epoch, and with a request id per part."""
-    named = type(request)()
-    named.CopyFrom(request)
-    request_id = request.command.request_id
+    named, request_id = deepcopy(request), request.command.request_id
     if part:
         request_id = hashlib.sha256(f"{request_id}/{part}".encode()).hexdigest()
     named.command.CopyFrom(CommandId(request_id=request_id))
