@@ -100,7 +100,7 @@ def test_a_port_that_is_taken_is_found(node_file: Path, capsys: pytest.CaptureFi
 
 
 def test_little_locked_memory_matters_on_gpus_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host, "_may_lock", lambda: False)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert host.check_locked_memory(8 << 20, has_gpus=True).verdict is Verdict.WARN
     assert host.check_locked_memory(8 << 20, has_gpus=False).verdict is Verdict.OK
     assert host.check_locked_memory(0, has_gpus=False).verdict is Verdict.FAIL

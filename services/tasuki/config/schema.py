@@ -305,11 +305,6 @@ class NodeConfig(Schema):
         return self.rollout.dtype if self.trainer.export_dtype == "auto" else self.trainer.export_dtype
 
     @property
-    def may_share_prompts(self) -> bool:
-        """Whether samples of one prompt may share its computation."""
-        return self.trainer.prefix_sharing is not False
-
-    @property
     def served_adapter(self) -> LoraConfig | None:
         """The adapter that rollout applies to its base model; None if it gets full weights."""
         return self.trainer.lora if self.rollout.lora == "adapter" else None

@@ -266,7 +266,7 @@ def _attention_per_token(node: Node) -> int:
 
     If prompts are shared, of two calls: continuations, which query their prompt in the second one, may be almost all tokens.
     """
-    num_calls = 2 if node.config.may_share_prompts and node.model.delta is None else 1
+    num_calls = 2 if node.trainer.prefix_sharing is not False and node.model.delta is None else 1
     return num_calls * max(kept_with_attention(node, layer) for layer in range(node.model.num_layers))
 
 
