@@ -160,7 +160,6 @@ def _general_name(host: str) -> x509.GeneralName:
 def _builder(
     name: str, issuer: x509.Name | None, key: ec.EllipticCurvePublicKey, *, until: datetime
 ) -> x509.CertificateBuilder:
-    """issuer: by default the subject itself."""
     begin = min(datetime.now(UTC), until) - _CLOCKS_DIFFER
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer or subject).public_key(key)

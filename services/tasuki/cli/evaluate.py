@@ -64,7 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _evaluated(found: RecordedRun, path: Path, *, is_checkpoint: bool, number: int) -> Step:
-    """The evaluation of step `number`, whose seeds it has, with these weights."""
     folder = found.output_dir / "eval"
     config = _own_node(found.config, path, is_checkpoint=is_checkpoint, state_dir=folder / "node")
     training, step = read_training(config, now=begun_at(found.output_dir)), Step(number)

@@ -134,8 +134,6 @@ def _code_of_loss(error: TasukiError, config: NodeConfig) -> int:
 
 
 class _StopSignal:
-    """Handles SIGTERM and SIGINT while the node is up. A second one ends the grace period."""
-
     def __init__(self, config: NodeConfig, *, grace_s: float) -> None:
         assert config.fleet is not None
         self._config, self._grace_s, self._leads = config, grace_s, config.fleet.node_rank == 0

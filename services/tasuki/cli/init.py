@@ -89,7 +89,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _asked(given: str | None, flag: str, question: str, *, choices: tuple[str, ...] = (), default: str = "") -> str:
-    """The flag's value, or the answer on the terminal. Raises InvalidArgument without either."""
     while not given:
         if not sys.stdin.isatty():
             known = f" {{{','.join(choices)}}}" if choices else ""
@@ -102,7 +101,6 @@ def _asked(given: str | None, flag: str, question: str, *, choices: tuple[str, .
 
 
 def _answer(question: str, *, flag: str) -> str:
-    """Raises InvalidArgument at the end of the input, and KeyboardInterrupt on a new line."""
     try:
         return input(question).strip()
     except (EOFError, KeyboardInterrupt) as error:
@@ -151,7 +149,6 @@ def _node(table: Mapping[str, Any], *, gpu_gb: float | None) -> Node:
 
 
 def _fitting(table: dict[str, Any], *, gpu_gb: float | None) -> tuple[Plan, dict[str, Any]]:
-    """The plan, and the tables with the planner's advice for this GPU."""
     planned = plan(choose(_node(table, gpu_gb=gpu_gb)))
     for rung in advise(planned).ladder:
         put(table, rung.setting, value_at(rung.plan.node.config, rung.setting))
@@ -180,7 +177,6 @@ def _advice(planned: Plan, table: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _toml(table: Mapping[str, Any], advice: Mapping[str, str]) -> str:
-    """TOML with one level of tables; deeper keys are dotted. advice: comments by key."""
     rest = {key: value for key, value in table.items() if not isinstance(value, dict)}
     lines = [f"{key} = {json.dumps(value)}" for key, value in rest.items()]
     for name, keys in table.items():

@@ -97,7 +97,6 @@ def _facts(snapshot: NodeSnapshot, run: ProgressRecord | None) -> Table:
 
 
 def _ring(snapshot: NodeSnapshot) -> Table:
-    """The nine stages with figures of their last run; a mark shows where the node is."""
     last: dict[int, coordinator_pb2.StageEvent] = {}
     for changeover in reversed(snapshot.changeovers):
         last.update({event.stage: event for event in changeover.stages})

@@ -108,7 +108,6 @@ def planned_node(arguments: argparse.Namespace) -> Node:
 
 
 def _model_alone(path: Path | None, arguments: argparse.Namespace) -> tuple[NodeConfig, ModelShape, float | None]:
-    """A node on GPUs with a model's or a preset's settings, the model, and GB of a GPU."""
     if path is None and arguments.preset is None:
         raise InvalidArgument("CONFIG", "give a node's TOML, a model folder, a config.json, or --preset")
     preset = None if arguments.preset is None else find_preset(arguments.preset)
@@ -197,7 +196,6 @@ def show(planned: Plan, advice: Advice, *, console: Console) -> None:
 
 
 def _count(number: int) -> str:
-    """A number as in "7.62 billion", "135 million" or "90,816"."""
     for unit, name in ((10**9, "billion"), (10**6, "million")):
         if number >= unit:
             return f"{number / unit:.3g} {name}"

@@ -293,7 +293,6 @@ class Changeover:
         self.observe(seen)
 
     def _intend(self, stage: Stage, *, is_undo: bool) -> Intent:
-        """Records an intent, with which the result before it is on disk."""
         intent = self._journal.intend(stage, self.id, is_undo=is_undo, **self._boots)
         self.report()
         return intent

@@ -180,7 +180,6 @@ class Node(Operated):
                 self._close(changeover)
 
     async def _look(self) -> tuple[Observed, Stage]:
-        """Observes the services. Raises PeerUnavailable, or StageOrder if they contradict each other."""
         seen = await self._peers.observe()
         seen.require_all()
         return seen, self._take(seen)

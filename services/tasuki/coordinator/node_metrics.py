@@ -109,7 +109,6 @@ class NodeMetrics:
             self._planned = self._planned or await self._planning.plan(PlanRequest())
 
     async def _read_run(self) -> None:
-        """Reads the run's figures; keeps the old ones if the disk does not answer."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_READ_TIMEOUT_S):
                 await asyncio.to_thread(self._run.read)

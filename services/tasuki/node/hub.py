@@ -60,7 +60,6 @@ def weights_to_fetch(config: NodeConfig) -> dict[str, int]:
 
 
 def _with(table: Any, key: Sequence[str], path: Path) -> Any:
-    """A copy with another path, in which no other key counts as given."""
     name, *below = key
     return table.model_copy(update={name: _with(getattr(table, name), below, path) if below else path})
 

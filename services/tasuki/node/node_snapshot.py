@@ -104,7 +104,6 @@ class NodeReader:
     def _ask(
         self, absent: dict[str, str], service: str, call: Callable[..., _Answer], request: Message, nothing: _Answer
     ) -> _Answer:
-        """The service's answer, or `nothing` and a note in `absent`."""
         if service in absent:
             return nothing
         try:

@@ -133,7 +133,6 @@ def start_node(
 
 
 def _begin(config: NodeConfig, *, resumes: bool, tell: Tell) -> StartedNode:
-    """Copies the model if configured, writes the state folder's files and starts the supervisor. Raises as preloaded_model."""
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()
     try:

@@ -75,7 +75,6 @@ def check_failpoints(config: NodeConfig) -> None:
 
 
 def _check(one: Failpoint, config: NodeConfig) -> None:
-    """Raises ValueError if the node has no such process, or the process never reaches the point."""
     points = _points(config)
     for process in (one.process, one.victim):
         if process not in points:

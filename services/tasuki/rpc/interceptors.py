@@ -96,7 +96,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _observed(self, method: Method, context: _Context) -> AsyncIterator[CallerRole]:
-        """Observes one call, checks its caller, and yields the caller's role."""
         given, outcome, started = _metadata(context, REQUEST_ID_KEY), _Outcome(), time.perf_counter()
         request_id = given if 0 < len(given) <= 128 and given.isprintable() else uuid.uuid4().hex
         self._metrics.started(method)

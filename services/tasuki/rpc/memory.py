@@ -44,7 +44,6 @@ def decode_move(request: PauseRequest | ResumeRequest, service: Service) -> tupl
 
 
 def _given(kind: type[WireEnum], number: int) -> str:
-    """Name of a number on the wire, or text for one without a name here."""
     name = "tag" if kind is MemoryTag else "stage"
     return kind.of(number) or (f"the unknown {name} {number}" if number else f"an unset {name}")
 

@@ -65,7 +65,6 @@ def check_recipe(now: Recipe, *, begun_with: Recipe, output_dir: Path) -> None:
 
 
 def _difference(key: str, is_: Any, was: Any) -> tuple[str, Any, Any]:
-    """The first nested key at which two values differ, with both values; None for a missing one."""
     if not isinstance(is_, Mapping) or not isinstance(was, Mapping):
         return key, is_, was
     below = next(name for name in sorted(is_.keys() | was.keys()) if is_.get(name) != was.get(name))

@@ -269,7 +269,6 @@ class ModelTokenizer:
             raise InvalidArgument(field, f"{place}has {stop!r} in its text, with which an answer ends; remove it")
 
     def _template(self, field: str, fields: Row | None) -> tuple[ChatTemplate, dict[str, Any]]:
-        """The template of a row, and what it is rendered with."""
         tools, options = ((fields or {}).get(name) for name in ("tools", "chat_template_kwargs"))
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             raise InvalidArgument("tools", "must be a list of objects")
