@@ -150,17 +150,18 @@ class FolderTokenizer:
             raise InvalidArgument(_KEY, f"{self.folder / _ADDED} must be an object of ids by token")
         entries = {int(key): (value, _CONFIG) for key, value in declared.items()}
         of_file = {number: ({"content": text, "normalized": False}, _ADDED) for text, number in listed.items()}
-        for token_id, (entry, file) in sorted((of_file | entries).items()):
-            text = _content(entry)
-            if not text:
-                continue
+        whole = [(*one, text) for one in sorted((of_file | entries).items()) if (text := _content(one[1][0]))]
+        new: list[AddedToken] = []
+        for _, (entry, _), text in whole:
             if text not in known:
                 flags = {flag: bool(entry[flag]) for flag in _FLAGS if isinstance(entry, Mapping) and flag in entry}
-                self.backend.add_tokens([AddedToken(text, **flags)])
+                new.append(AddedToken(text, **flags))
+                known.add(text)
+        self.backend.add_tokens(new)  # at once: each call builds the search for all of them
+        for token_id, (_, file), text in whole:
             if self.backend.token_to_id(text) != token_id:
                 problem = f"{self.folder / file} declares token {text!r} with id {token_id}, which tokenizer.json does not have"
                 raise InvalidArgument(_KEY, f"{problem}; save both files together with the tokenizer")
-            known.add(text)
         for name, text in [*self.special_tokens.items(), *_further_tokens(self.folder, self._config)]:
             if text in own or (token_id := self.backend.token_to_id(text)) is None:
                 continue  # tokenizer.json says what its added tokens are
