@@ -6,7 +6,6 @@ GRPO, RLOO, REINFORCE++, ReMax, PPO with a critic, DAPO, GSPO, CISPO and SAPO ar
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from tasuki.algorithms.advantages import soft_overlong_penalty
 from tasuki.algorithms.loss_types import OldPolicy
 from tasuki.client.carry import CarriedGroup, Carry, staleness
+from tasuki.client.chat import Tokenizer
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.episode import Episodes
 from tasuki.client.episodes import EpisodePool
@@ -47,14 +47,6 @@ _NOTE_EVERY = 128
 
 
 _Made = tuple[list[list[int]], list[Sample], Episodes | None]  # [P] prompts, [P * G] samples in order, and their episodes
-
-
-class Tokenizer(Protocol):
-    def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
-    def decode(self, token_ids: NDArray[np.int32]) -> str: ...
-    def decode_whole(self, token_ids: NDArray[np.int32]) -> str:
-        """With special tokens."""
-        ...
 
 
 @dataclass(slots=True)

@@ -3,7 +3,12 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.client.dataset import Row
 from tasuki.wire.errors import InvalidArgument
 
 Message = Mapping[str, object]
@@ -21,6 +26,28 @@ class ChatTokens:
     """[T]"""
     assistant_mask: list[int]
     """[T], 1 for the assistant's tokens including the end of turn, else 0."""
+
+
+class Tokenizer(Protocol):
+    """The tokenizer of a run: `tasuki.runs.tokenizer.ModelTokenizer`. fields: the row, whose `tools` and `chat_template_kwargs` reach the
+    chat template. Each method raises InvalidArgument for input of no use.
+    """
+
+    def encode_text(self, text: str) -> list[int]: ...
+    def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
+    def encode_next(self, messages: Sequence[Message], place: int, fields: Row, *, last_token_id: int | None) -> list[int]: ...
+    def encode_chat(self, messages: Sequence[Message], fields: Row | None = None) -> ChatTokens: ...
+    def encode_example(self, prompt: str, completion: str, fields: Row | None = None) -> ChatTokens:
+        """Encodes both as one text with an end-of-sequence token; a token that spans them belongs to the completion."""
+        ...
+
+    def num_image_tokens(self, images: Sequence[bytes]) -> int: ...
+    def tool_call_form(self, fields: Row) -> object: ...
+    def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, Any]: ...
+    def decode(self, token_ids: NDArray[np.int32]) -> str: ...
+    def decode_whole(self, token_ids: NDArray[np.int32]) -> str:
+        """With special tokens."""
+        ...
 
 
 def is_learned(message: Message) -> bool:

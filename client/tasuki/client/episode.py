@@ -10,13 +10,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.client import encode
 from tasuki.client.async_client import AsyncClient
+from tasuki.client.chat import Tokenizer
 from tasuki.client.dataset import Row, prompt_problem
 from tasuki.client.generation import Part
 from tasuki.client.images import images_of
@@ -150,18 +151,6 @@ class Episodes:
         return {f"episode/{name}": float(np.mean(values)) for name, values in means.items()}
 
 
-class ChatTokenizer(Protocol):
-    def encode_text(self, text: str) -> list[int]: ...
-    def encode_prompt(self, prompt: object, fields: Row | None = None) -> list[int]: ...
-    def num_image_tokens(self, images: Sequence[bytes]) -> int: ...
-    def encode_next(
-        self, messages: Sequence[Mapping[str, Any]], place: int, fields: Row, *, last_token_id: int | None
-    ) -> list[int]: ...
-    def tool_call_form(self, fields: Row) -> object: ...
-    def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, Any]: ...
-    def decode_whole(self, token_ids: NDArray[np.int32]) -> str: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
     """A turn that an episode asks for."""
@@ -185,7 +174,7 @@ class Asked:
     """What was drawn before a changeover."""
 
     @classmethod
-    def of(cls, kind: str, fields: Mapping[str, Any], row: Row, *, turns: Turns, tokenizer: ChatTokenizer) -> "Asked":
+    def of(cls, kind: str, fields: Mapping[str, Any], row: Row, *, turns: Turns, tokenizer: Tokenizer) -> "Asked":
         """The prompt as an extension of an earlier turn. kind: "generate" or "chat", see `Policy`. Raises InvalidArgument."""
         none, stop = np.zeros(0, np.int32), fields.get("stop") or ()
         if kind == "generate":
@@ -217,7 +206,7 @@ class Asked:
     def num_tokens(self) -> int:
         return len(self.token_ids_before) + len(self.new_token_ids) + self.num_image_tokens
 
-    def answered(self, sample: Sample, *, turns: Turns, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    def answered(self, sample: Sample, *, turns: Turns, tokenizer: Tokenizer) -> dict[str, Any]:
         """Adds the turn, and returns what its episode is told."""
         token_ids = sample.token_ids.tolist()
         answer = tokenizer.read_answer(token_ids, self.row)

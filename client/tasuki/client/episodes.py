@@ -19,8 +19,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tasuki.client.chat import Tokenizer
 from tasuki.client.dataset import Row
-from tasuki.client.episode import Asked, Batch, ChatTokenizer, Episode, Episodes, credit_turns
+from tasuki.client.episode import Asked, Batch, Episode, Episodes, credit_turns
 from tasuki.client.episode_worker import BLOCKED
 from tasuki.client.generation import number_of_call
 from tasuki.client.rewards import Scores, source_of
@@ -51,7 +52,7 @@ class EpisodePool:
         function: str,
         *,
         command: Sequence[str] = (),
-        tokenizer: ChatTokenizer | None,
+        tokenizer: Tokenizer | None,
         max_tokens: int,
         folders: Sequence[Path | str] = (),
         num_workers: int = 1,

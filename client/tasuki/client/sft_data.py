@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
-from tasuki.client.chat import ASSISTANT, ChatTokens, Message, is_learned
+from tasuki.client.chat import ASSISTANT, ChatTokens, Tokenizer, is_learned
 from tasuki.client.dataset import CHAT_AS_TEXT, Row, is_chat_as_text, other_columns, prompt_problem, read_objects
 from tasuki.client.images import ImageFiles, with_whole_paths
 from tasuki.client.types import TrainingSample
@@ -19,22 +18,8 @@ _MASKS = (
 )  # fmt: skip
 
 
-class SftTokenizer(Protocol):
-    """Converts text to token ids. fields: the row, whose `tools` and `chat_template_kwargs` reach the chat template.
-
-    Each method raises InvalidArgument for input it cannot encode.
-    """
-
-    def encode_example(self, prompt: str, completion: str, fields: Row | None = None) -> ChatTokens:
-        """Encodes both as one text with an end-of-sequence token; a token that spans them belongs to the completion."""
-        ...
-
-    def encode_chat(self, messages: Sequence[Message], fields: Row | None = None) -> ChatTokens: ...
-    def num_image_tokens(self, images: Sequence[bytes]) -> int: ...
-
-
 def read_sft_jsonl(
-    path: Path | str, tokenizer: SftTokenizer, *, max_tokens: int, columns: Mapping[str, str] | None = None
+    path: Path | str, tokenizer: Tokenizer, *, max_tokens: int, columns: Mapping[str, str] | None = None
 ) -> list[TrainingSample]:
     """Reads one sample per row; files and `columns` are those of `read_objects`. A row has one of
 
@@ -60,7 +45,7 @@ def read_sft_jsonl(
     return samples
 
 
-def sft_sample(row: Row, tokenizer: SftTokenizer, *, folder: Path = Path()) -> TrainingSample:
+def sft_sample(row: Row, tokenizer: Tokenizer, *, folder: Path = Path()) -> TrainingSample:
     """Builds the sample of one row, with a loss mask of 1 for trained tokens. Raises InvalidArgument naming the field.
 
     folder: in which relative paths of images begin.
@@ -92,7 +77,7 @@ def sft_sample(row: Row, tokenizer: SftTokenizer, *, folder: Path = Path()) -> T
     return _sample(tokenizer.encode_example(str(prompt), completion, row))
 
 
-def _chat_sample(messages: object, row: Row, tokenizer: SftTokenizer, folder: Path) -> TrainingSample:
+def _chat_sample(messages: object, row: Row, tokenizer: Tokenizer, folder: Path) -> TrainingSample:
     """The prompt ends with the template's generation prompt for the first answer. Everything after the last answer is dropped."""
     if not isinstance(messages, list):
         raise InvalidArgument("messages", f"must be a list of chat messages, is {type(messages).__name__}")

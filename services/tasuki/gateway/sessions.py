@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tasuki.client.episode import Asked, ChatTokenizer, Episode
+from tasuki.client.chat import Tokenizer
+from tasuki.client.episode import Asked, Episode
 from tasuki.client.types import Sample, SamplingParams, TrainingSample
 from tasuki.gateway.app import Refused, busy
 from tasuki.gateway.rollout import Rollout
@@ -74,7 +75,7 @@ class Session:
 class Sessions:
     """The sessions of a gateway."""
 
-    def __init__(self, rollout: Rollout, tokenizer: ChatTokenizer, *, model: str, key: str) -> None:
+    def __init__(self, rollout: Rollout, tokenizer: Tokenizer, *, model: str, key: str) -> None:
         """key: of the gateway, which opens every session."""
         self.rollout, self.tokenizer, self.model, self.key = rollout, tokenizer, model, key
         self._sessions: dict[str, Session] = {}
