@@ -32,7 +32,7 @@ class ToolCallForm:
 
         names: of the tools. Without a prefix, JSON that names none of them is an answer.
         """
-        begin = text.rfind(_END_OF_THOUGHT) + len(_END_OF_THOUGHT) if _END_OF_THOUGHT in text else 0
+        begin = text.find(_END_OF_THOUGHT) + len(_END_OF_THOUGHT) if _END_OF_THOUGHT in text else 0
         start = text.find(self.prefix, begin) if self.prefix else len(text) - len(text[begin:].lstrip())
         named = None if self.prefix else _NAMED.match(text, start)
         if start < 0 or (not self.prefix and (named is None or named[1] not in names)):
