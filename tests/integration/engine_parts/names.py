@@ -47,7 +47,7 @@ REPLACED = [
         "TorchNativeAttnBackend.forward_extend",
         "srt.layers.attention.base_attn_backend",
     ),
-    ("srt.layers.attention.triton_backend", "TritonAttnBackend.__init__", "srt.layers.attention.attention_registry"),
+    ("srt.layers.attention.triton_backend", "TritonAttnBackend", "srt.layers.attention.attention_registry"),
     ("srt.layers.logits_processor", "LogitsProcessor._compute_lm_head"),
     ("srt.layers.moe.fused_moe_native", "swiglu_gpt_oss_sigmoid_alpha"),
     ("srt.layers.rotary_embedding.factory", "get_rope_cpu"),
