@@ -27,8 +27,7 @@ def client_of(service: TrainerClient) -> AsyncClient:
     async def train(give: Any, *, request_id: str | None = None) -> Any:
         return await give(command(request_id or ""), CALL_TIMEOUT_S)
 
-    client._opened = cast(Any, SimpleNamespace(trainer=trainer, read=lambda ask: ask()))
-    client._phases = cast(Any, SimpleNamespace(train=train))
+    client._opened = cast(Any, SimpleNamespace(trainer=trainer, read=lambda ask: ask(), train=train))
     return client
 
 
