@@ -131,9 +131,8 @@ def test_calls_are_read_beside_a_thought_that_the_template_writes_itself(tmp_pat
 def test_the_end_of_a_thought_in_an_argument_hides_no_call(tmp_path: Path):
     tokenizer = folder_with(tmp_path, THINKS.replace("CALLS", CALLS["hermes"]))
     drawn = '<think> so </think> <tool_call>\n{"name": "add", "arguments": {"a": "</think>"}}\n</tool_call>'
-    assert [
-        call["function"]["arguments"] for call in tokenizer.read_answer([*tokenizer.encode_text(drawn), EOS], ROW)["tool_calls"]
-    ] == [{"a": "</think>"}]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": "</think>"}}}
+    assert tokenizer.read_answer([*tokenizer.encode_text(drawn), EOS], ROW)["tool_calls"] == [call]
 
 
 def test_calls_are_read_before_a_text_that_the_template_writes_after_them(tmp_path: Path):
