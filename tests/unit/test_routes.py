@@ -143,7 +143,8 @@ def sample_of(prompt: list[int], token_ids: list[int], first: int) -> Sample:
 
 def test_a_continued_sample_keeps_the_experts_with_which_each_token_was_drawn() -> None:
     before, after = sample_of([1, 2], [3, 4], 10), sample_of([1, 2, 3, 4], [5], 50)
-    joined = continued(continued(unfinished([1, 2]), before, max_new_tokens=9), after, max_new_tokens=9)
+    sampling = SamplingParams(max_new_tokens=9)
+    joined = continued(continued(unfinished([1, 2]), before, sampling, str), after, sampling, str)
     assert np.asarray(joined.routed_experts)[:, 0].tolist() == [10, 11, 12, 53]
     again = encode.sample_from_text(encode.sample_to_text(joined), prompt_token_ids=())
     np.testing.assert_array_equal(again.routed_experts, joined.routed_experts)

@@ -44,9 +44,10 @@ def left_of(sampling: SamplingParams, before: Sample) -> SamplingParams:
 
 def continued(before: Sample, after: Sample, sampling: SamplingParams, decode: Decode) -> Sample:
     """`before` with the tokens that `after` has drawn from its prompt and tokens, up to a stop text that the cut has split."""
+    assert sampling.max_new_tokens is not None
     token_ids = np.concatenate([before.token_ids, after.token_ids])
     spans = merged([*spans_of(before), *spans_of(after)])
-    is_full = after.finish_reason is FinishReason.CUT and len(token_ids) >= (sampling.max_new_tokens or 0)
+    is_full = after.finish_reason is FinishReason.CUT and len(token_ids) >= sampling.max_new_tokens
     joined = replace(
         after,
         prompt_index=before.prompt_index,
