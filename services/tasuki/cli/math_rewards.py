@@ -3,8 +3,8 @@ r"""Reward for problems with a checkable answer: the completion's last \boxed{..
 import re
 from fractions import Fraction
 
-_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
-_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
+_NUMBER = re.compile(r"-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:/\d+)?")
+_FRACTION = re.compile(r"(?<!\d)\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
 _IGNORED = re.compile(r"\\left|\\right|\\[,!;]|[\s$%]|\\text\{[^{}]*\}|\.$")
 _MOST_DIGITS = 1000
 """Python refuses to read integers of more than 4,300."""
@@ -12,9 +12,9 @@ _MOST_DIGITS = 1000
 
 def correct(completion: str, answer: str | int | float) -> float:
     """1 if the final answers are equal as numbers or, apart from spaces and the like, as texts; else 0."""
-    wanted = str(answer).rpartition("####")[2]
-    boxed = last_boxed(wanted)
-    found = final_answer(completion)
+    written = (completion, str(answer).rpartition("####")[2])
+    completion, wanted = (text.replace("{,}", ",").replace("\N{MINUS SIGN}", "-") for text in written)
+    boxed, found = last_boxed(wanted), final_answer(completion)
     return float(found is not None and found == value_of(wanted if boxed is None else boxed))
 
 
