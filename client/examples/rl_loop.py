@@ -124,8 +124,7 @@ class RlLoop:
             top_k=None,
         )
         with self.progress.timed(step, "evaluate", total=len(self.eval_rows) * evaluation.num_samples):
-            call_number = step.step << _PART_BITS
-            made = self.make(self.eval_rows, sampling, num_samples=evaluation.num_samples, call_number=call_number)
+            made = self.make(self.eval_rows, sampling, num_samples=evaluation.num_samples, call_number=step.step << _PART_BITS)
             completions, scores = self.scored(self.eval_rows, *made)
             figures = eval_figures(scores, evaluation)
         if self.eval_dump is not None:

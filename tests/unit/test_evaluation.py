@@ -14,9 +14,9 @@ from tasuki.config.train_schema import EvalConfig
 NAN = float("nan")
 
 
-def _scores(rewards: list[float], **by_name: list[float]) -> Scores:
+def _scores(rewards: list[float], *, num_failed: int = 0, **by_name: list[float]) -> Scores:
     named = {name: np.float32(values) for name, values in (by_name or {"reward": rewards}).items()}
-    return Scores(np.float32(rewards), 0, named)
+    return Scores(np.float32(rewards), num_failed, named)
 
 
 @given(num_wrong=st.integers(0, 3000), num_right=st.integers(0, 3000), k=st.integers(1, 200))
@@ -48,3 +48,8 @@ def test_figures_of_several_rewards_have_each_ones_mean():
 
 def test_figures_have_no_more_digits_than_the_float32_rewards():
     assert eval_figures(_scores([0.992, 0.992]), EvalConfig()) == {"mean": 0.992}
+
+
+def test_figures_have_the_share_of_failed_rewards():
+    figures = eval_figures(_scores([1.0, 0.0, math.nan, 1.0], num_failed=1), EvalConfig())
+    assert figures == {"mean": pytest.approx(2 / 3), "failed_fraction": 0.25}

@@ -35,7 +35,7 @@ def prompt_means(rewards_PG: NDArray[np.floating]) -> NDArray[np.float64]:
 
 
 def eval_figures(scores: Scores, settings: EvalConfig) -> dict[str, float]:
-    """Metrics by name: "mean", "pass@k" for each requested k and, with several rewards, "mean/<name>".
+    """Metrics by name: "mean", "pass@k" for each requested k, with several rewards "mean/<name>", "failed_fraction" if any failed.
 
     Prompts have equal weight, however many of their completions are valid. Metrics without a valid prompt are omitted.
     scores: of P * num_samples completions, ordered by prompt.
@@ -47,4 +47,5 @@ def eval_figures(scores: Scores, settings: EvalConfig) -> dict[str, float]:
     if len(scores.by_name) > 1:
         by_prompt |= {f"mean/{name}": prompt_means(values.reshape(rewards_PG.shape)) for name, values in scores.by_name.items()}
     counted = {name: values_P[~np.isnan(values_P)] for name, values_P in by_prompt.items()}
-    return {name: shortest(values.mean()) for name, values in counted.items() if len(values)}
+    failed = {"failed_fraction": scores.num_failed / len(scores.rewards)} if scores.num_failed else {}
+    return {name: shortest(values.mean()) for name, values in counted.items() if len(values)} | failed

@@ -107,7 +107,7 @@ def _own_node(config: NodeConfig, path: Path, *, is_checkpoint: bool, state_dir:
 
 def _tell(file: Path, path: Path, *, figures: dict[str, float], recorded: Step | None, step: Step, whose: str) -> None:
     """Prints the figures beside the recorded ones, and writes both. whose: says whether these are of the same weights."""
-    if not figures:
+    if not figures.keys() - {"eval/failed_fraction"}:
         raise InvalidArgument("train.reward", "failed for every completion: there is no score")
     known = {} if recorded is None else evaluation_of(recorded)
     for name, value in figures.items():

@@ -275,6 +275,7 @@ def _train(
 
 _SHOWN = (
     ("eval/loss", "held-out loss", ".4f"),
+    ("eval/failed_fraction", "held-out rewards failed", ".0%"),
     ("signal_fraction", "signal", ".2f"),
     ("log_prob_gap_max", "gap", ".1e"),
     ("router_disagreement", "other experts", ".1%"),
@@ -335,6 +336,5 @@ def step_line(step: Step) -> str:
         parts.append(f"{step.num_skipped_updates} updates skipped, gradients not finite")
     if step.why_no_update:
         parts.append(f"no update: {step.why_no_update}")
-    if not parts:
-        return ""
-    return "  ".join([f"step {step.step:>3}", f"version {step.policy_version}", *parts, f"{step.total_seconds():.1f} s"])
+    line = [f"step {step.step:>3}", f"version {step.policy_version}", *parts, f"{step.total_seconds():.1f} s"]
+    return "  ".join(line) if parts else ""
