@@ -67,13 +67,13 @@ def test_rows_that_changed_between_two_evaluations_come_first(tmp_path: Path) ->
         return {"group": group, "reward": reward, "rewards": {"a": reward}, **texts}
 
     text = {"prompt": "p", "completion": "c"}
-    written(tmp_path, 0, row(0, 1.0, **text), row(1, 0.0, **text), row(2, 1.0), row(3, 0.0), row(3, 1.0), row(4, None))
+    written(tmp_path, 0, row(0, 1.0, **text), row(1, 0.0, **text), row(2, 1.0), row(3, 0.0), row(3, 1.0), row(4, -1.0))
     written(
-        tmp_path, 5, row(0, 1.0, **text), row(1, 1.0, **text), row(2, 0.5), row(3, 0.5), row(3, 0.5), row(4, 0.25), row(9, 1.0)
+        tmp_path, 5, row(0, 1.0, **text), row(1, 1.0, **text), row(2, 0.5), row(3, 0.5), row(3, 0.5), row(4, None), row(9, 1.0)
     )
     found = compare(tmp_path, 0, 5)
-    assert (found["counts"], found["num_rows"], found["is_cut"]) == ({"better": 2, "worse": 1, "same": 2}, 6, False)
-    assert [(one["row"], one["change"]) for one in found["rows"]] == [(1, 1.0), (2, -0.5), (4, 0.25), (0, 0.0)]
+    assert (found["counts"], found["num_rows"], found["is_cut"]) == ({"better": 1, "worse": 1, "same": 3}, 6, False)
+    assert [(one["row"], one["change"]) for one in found["rows"]] == [(1, 1.0), (2, -0.5), (0, 0.0)]
     assert found["rows"][0]["was"] == {
         "prompt": "p",
         "completion": "c",

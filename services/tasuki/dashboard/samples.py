@@ -68,11 +68,10 @@ def compare(folder: Path | None, before: int, after: int) -> dict[str, Any]:
     Rows whose reward changed come first, the largest change before. counts: rows that got better, worse or neither.
     """
     (old, _), (new, is_cut) = _rows(folder, before), _rows(folder, after)
-    both = [
-        {"row": row, "change": (new[row]["reward"] or 0.0) - (old[row]["reward"] or 0.0), "was": old[row], "is": new[row]}
-        for row in new
-        if row in old
-    ]
+    both: list[dict[str, Any]] = [{"row": row, "was": old[row], "is": new[row]} for row in new if row in old]
+    for one in both:  # without a change where all rewards failed
+        was, now = one["was"]["reward"], one["is"]["reward"]
+        one["change"] = 0.0 if was is None or now is None else now - was
     counts = {"better": sum(one["change"] > 0 for one in both), "worse": sum(one["change"] < 0 for one in both)}
     counts["same"] = len(both) - counts["better"] - counts["worse"]
     both.sort(key=lambda one: -abs(one["change"]))
