@@ -16,7 +16,7 @@ from tasuki.client.turns import Turns
 from tasuki.client.types import FinishReason, Sample
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument
-from tests.models import EOS, char_tokenizer
+from tests.models import BOS, EOS, char_tokenizer
 
 ROLES = (
     "{%- if tools %}[tools]{{ tools[0].function.name }}<eos>{% endif %}{% for m in messages %}[{{ m.role }}]{{ m.content or '' }}CALLS<eos>"
@@ -39,10 +39,11 @@ WRITTEN = {
 ROW = {"tools": [{"type": "function", "function": {"name": "add"}}]}
 
 
-def folder_with(folder: Path, template: str) -> ModelTokenizer:
+def folder_with(folder: Path, template: str, *, stops: Sequence[int] = (EOS,)) -> ModelTokenizer:
     tokenizer = char_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(stops)}))
     return ModelTokenizer(folder)
 
 
@@ -224,6 +225,21 @@ def test_the_next_prompt_is_what_the_template_renders_after_the_answer(by_form: 
     assert extended == tokenizer.encode_prompt(chat, ROW)
     cut = [*tokenizer.encode_prompt(chat[:1], ROW), *drawn[:-1], *tokenizer.encode_next(chat, 1, ROW, last_token_id=drawn[-2])]
     assert cut == extended
+
+
+@pytest.mark.parametrize(
+    ("template", "last", "next_prompt"),
+    [
+        ("{% for m in messages %}[{{ m.role[0] }}]{{ m.content }} <eos>{% endfor %}", EOS, "[u]c <eos>"),
+        ("{% for m in messages %}{{ '>' if m.role != 'user' else '<bos>' }}{{ m.content }}{% endfor %}>", BOS, "c>"),
+        ("{% for m in messages %}{{ '>' if m.role != 'user' else '<bos>' }}{{ m.content }}{% endfor %}>", EOS, "<bos>c>"),
+    ],
+    ids=["a space before the stop", "the stop begins a question", "another stop than that"],
+)
+def test_a_drawn_stop_replaces_the_templates_end_of_an_answer_alone(tmp_path: Path, template: str, last: int, next_prompt: str):
+    tokenizer = folder_with(tmp_path, template, stops=[EOS, BOS])
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    assert tokenizer.encode_next(chat, 1, {}, last_token_id=last) == tokenizer.encode_text(next_prompt)
 
 
 def test_a_template_that_rewrites_earlier_answers_is_bridged_and_one_that_hides_them_refused(tmp_path: Path):

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,15 @@ class ModelTokenizer:
             raise InvalidArgument("messages", problem)
         template.check(known, variables, field="messages", drawn=messages[: place + 1])
         token_ids = self._with_placeholders(self._tokenizer.encode(text.partition(_ANSWER)[2]).ids, num_images, "messages")
-        ends = last_token_id in self.stop_token_ids and token_ids[:1] and token_ids[0] in self.stop_token_ids
-        return token_ids[1:] if ends else token_ids
+        if last_token_id not in self.stop_token_ids:
+            return token_ids
+        end = ""
+        with suppress(InvalidArgument):  # a start of a chat that the template refuses
+            end = template.render(known[: place + 1], {**variables, "add_generation_prompt": False}).partition(_ANSWER)[2]
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, self._tokenizer.encode(end).ids, strict=False))
+        stops = [number for number, (token_id, _) in enumerate(shared) if token_id in self.stop_token_ids]
+        # Without one, a stop begins the next message, as GLM's.
+        return token_ids[stops[-1] + 1 if stops else int(token_ids[:1] == [last_token_id]) :]
 
     def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, object]:
         """The `text` of an answer, its `tool_calls`, the `message` for the next prompt, and `written`: text with calls."""
