@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tasuki.algorithms.setting import Estimator
+from tasuki.client.encode import training_sample_to_proto
 from tasuki.client.episode import Episode, credit_turns
 from tasuki.client.estimation import EstimatorState, Group, estimate_advantages
 from tasuki.client.policy import Policy, Reply
@@ -45,7 +46,8 @@ def test_a_turns_tokens_have_its_discounted_return_beside_those_of_the_same_turn
     group = [episode(2, 3.0, {"0": 1.0, "1": 2.0}), episode(1, 4.0), episode(2, 0.0, failure="raised")]
     credit_turns(group, discount=0.5, failed=0.0)
     assert [one.turn_returns.tolist() for one in group] == [[2.0, 2.0], [4.0], [0.0, 0.0]]
-    first, second, third = (np.asarray(sample.advantages).tolist() for sample in estimated(group))
+    sent = [training_sample_to_proto(sample, index=index) for index, sample in enumerate(estimated(group))]
+    first, second, third = (list(sample.advantages) for sample in sent)
     assert (first, second, third) == ([0.0, 0.0, 0.0, 1.0, 1.0], [2.0, 2.0], [-2.0, -2.0, 0.0, -1.0, -1.0])
 
 

@@ -47,7 +47,7 @@ def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
 def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2.TrainingSample:
     if not isinstance(sample, TrainingSample):  # callers may have no types
         raise InvalidArgument(f"samples[{index}]", f"is of type {type(sample).__name__}; give a TrainingSample")
-    values = {name: getattr(sample, name) for name in sample.__slots__ if name != "routed_experts"}
+    values = {name: getattr(sample, name) for name in TrainingSample.__slots__ if name != "routed_experts"}
     if isinstance(sample.advantages, Real) or getattr(sample.advantages, "ndim", 1) == 0:
         values["advantages"] = [sample.advantages]
     elif np.size(sample.advantages) == 1 < (num_tokens := len(sample.completion_token_ids)):
