@@ -50,7 +50,8 @@ async def goes_on(policy, prompt):
     chat = policy.chat()
     while (await chat.say(prompt)).token_ids:
         pass
-    return 2.0
+    given = [20] * 50
+    return 2.0 * ((await policy.generate(given)).context == given)
 
 async def rewards_turns(policy, prompt):
     for number in range(3):

@@ -39,7 +39,7 @@ _MAX_REFUSED = 100
 _MAX_LOSSES, _MAX_RUNS = 3, 20
 """Times that an episode's worker may end while it runs by itself, and that it is begun: another of the worker's may be at fault."""
 _NO_TURN = {
-    "text": "", "tool_calls": [], "token_ids": [], "log_probs": [], "context": [], "finish_reason": "length", "num_prompt_tokens": 0,
+    "text": "", "tool_calls": [], "token_ids": [], "log_probs": [], "finish_reason": "length", "num_prompt_tokens": 0,
     "message": {"role": "assistant", "content": ""}, "shown": {"role": "assistant", "content": ""},
 }  # fmt: skip
 
@@ -268,7 +268,8 @@ class EpisodePool:
                 episode.turns.is_truncated = True
                 episode.num_refused += 1
                 over = {"error": f"the episode has had its {self._max_turns} turns or {self._max_tokens} tokens"}
-                self._send(batch, episode, number, _NO_TURN if episode.num_refused < _MAX_REFUSED else over)
+                empty = {**_NO_TURN, "context": [*turn.token_ids_before.tolist(), *turn.new_token_ids.tolist()]}
+                self._send(batch, episode, number, empty if episode.num_refused < _MAX_REFUSED else over)
                 return
             wanted = [limit for limit in (fields["max_new_tokens"], batch.sampling.max_new_tokens, room) if limit is not None]
             call = number_of_call(batch.number, episode.index, len(episode.turns.turns) + episode.num_open)
