@@ -81,6 +81,7 @@ def test_dtypes_that_are_not_given_are_those_that_the_cpu_is_fast_in(
 TLS = ["security.cert=c", "security.key=k"]
 CALLERS, INSECURE = "security.callers=t", "security.insecure=true"
 ANYWHERE, LOOPBACK = "listen=0.0.0.0:5000", "listen=127.0.0.1:5001"
+EPISODES = ["train.dataset=d", "train.output_dir=o", "train.max_new_tokens=8"]
 NO_SIZE = "give a whole number of bytes above 0, or text"
 
 
@@ -113,6 +114,7 @@ NO_SIZE = "give a whole number of bytes above 0, or text"
         (["rollout.engine.x.y=1"], "rollout.engine.x", "give a number, a text, true or false, or a list of them"),
         (['trainer.prefix_sharing="true"'], "trainer.prefix_sharing", "Input should be 'auto', True or False (got 'true')"),
         *((["memory.host_budget_bytes=" + text], "memory.host_budget_bytes", NO_SIZE) for text in ("0", "much", "8XB")),
+        *(([f"train.episode.server={url}", *EPISODES], "train.episode.server", "HOST") for url in ("http://a:b@c/run", "https://c/run")),
         # What was meant.
         (["trainer.learnin_rate=1"], "trainer.learnin_rate", "unknown key, did you mean learning_rate? see docs"),
         (["coordnator.drain_grace_s=1"], "coordnator", "unknown key, did you mean coordinator? see docs"),

@@ -1,6 +1,7 @@
 """The tables of a run: `[train]` with its presets by algorithm, and `[sft]`."""
 
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -89,7 +90,7 @@ class EpisodeConfig(Schema):
     command: tuple[str, ...] = ()
     """Program and arguments instead, run in this file's folder for each episode. It gets the dataset line as JSON on standard input and
     the policy at `OPENAI_BASE_URL`. Its last line of output is the reward."""
-    server: str | None = Field(default=None, pattern=r"^http://[^/?#@]+[^?#]*$")
+    server: str | None = None
     """Address instead, to which each episode posts the dataset line, with the policy's addresses as `policy`, and which answers
     `{"reward": 1.0}`."""
     num_workers: PositiveInt = 1
@@ -106,6 +107,8 @@ class EpisodeConfig(Schema):
 
     @model_validator(mode="after")
     def _is_one(self) -> "EpisodeConfig":
+        if self.server and not re.fullmatch(r"http://[^/?#@]+(/[^?#]*)?", self.server):
+            raise SettingError("server", f"is {self.server}; give http://HOST:PORT/PATH, without TLS, user and query")
         num_given = sum(map(bool, (self.function, self.command, self.server)))
         if num_given != 1:
             raise SettingError(
