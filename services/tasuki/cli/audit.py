@@ -24,7 +24,10 @@ CLEAN, BROKEN, UNREADABLE = 0, 1, 2
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Audits the run at `run_path`. Returns 0 if it is clean, 1 for a violation, 2 if a part is unreadable."""
+    """Audits the run at `run_path` and prints the result. Returns 0 if it is clean, 1 for a violation, 2 if a part is unreadable.
+
+    Raises PathNotFound, PathPermissionDenied, and InvalidArgument for an unreadable journal.
+    """
     folder, journal, is_of_node = _place(arguments.run_path)
     # Read before the journal, since a node may be running.
     lives, unreadable = _all_lives(folder)
@@ -84,7 +87,8 @@ def _not_audited(folder: Path, lives: Mapping[Service, Sequence[LoggedLife]]) ->
 
 
 def _place(path: Path) -> tuple[Path, Path, bool]:
-    """The archive's folder, its journal, and whether that is the node's, because the run has no copy yet."""
+    """Finds the archive from a configuration, a folder or a journal: its folder, its journal, and whether that is the node's, because
+    the run has no copy yet."""
     if path.suffix == ".toml":
         path = load_config(path).state_dir
     if path.is_dir():

@@ -41,7 +41,10 @@ class Authority:
 def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False) -> int:
     """Writes ca, node, viewer, trainer, operator and peer to `folder`, each as .pem and .key. Keeps an existing CA.
 
-    hosts: without any, those of the certificate to renew, or this machine. is_fleet: gives the node's the role peer.
+    hosts: names and addresses of nodes; without any, those of the certificate to renew, or of this machine. is_fleet: whether nodes call
+    each other with the node's certificate, which then has the role peer; without hosts, a role to renew is kept.
+
+    Raises InvalidArgument for an invalid host, number of days or folder.
     """
     if not 1 <= days <= _AUTHORITY_DAYS:
         raise InvalidArgument("days", f"{days} must be between 1 and {_AUTHORITY_DAYS}, the authority's own validity")
@@ -118,7 +121,10 @@ def read_authority(folder: Path) -> Authority:
 def issue(
     authority: Authority, name: str, *, until: datetime, hosts: Sequence[str] = (), spiffe_id: str | None = None
 ) -> tuple[bytes, bytes]:
-    """A certificate and its key as PEM. For a server with `hosts`, for a caller with `spiffe_id` or no `hosts`."""
+    """Issues a certificate; returns it and its key as PEM. For a server with `hosts`, for a caller with `spiffe_id` or no `hosts`.
+
+    Raises InvalidArgument for a host that is neither a name nor an address.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     names = [_general_name(host) for host in dict.fromkeys(hosts)]
     if spiffe_id is not None:

@@ -66,6 +66,7 @@ def examine(path: Path | None, *, overrides: Sequence[str] = (), min_gbit: float
 
 
 def _advice(error: TasukiError) -> str:
+    """Advice on a configuration that cannot be loaded."""
     if isinstance(error, PathPermissionDenied):
         return what_to_change(Path(error.metadata["path"]))
     field = error.metadata.get("field")

@@ -27,9 +27,11 @@ from tasuki.wire.errors import InvalidArgument, NodeRunning, PathNotFound
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluates on a node of its own with the rows, sampling, rewards and seeds of the run's recorded evaluation.
+    """Evaluates on a node of its own, which it starts and stops, and writes `eval/NAME.json` to the run's folder.
 
-    Writes `eval/NAME.json`: NAME is the weights' folder, after its parent's if it is not in the run's folder.
+    NAME is that of the weights' folder, after its parent's if it is not in the run's folder.
+    Same rows, sampling, rewards and seeds as the run's last evaluation, or as that of the checkpoint's version if there was one. model: by
+    default the run's `model/`. Raises NodeRunning while the run's own node is up, PathNotFound, InvalidArgument.
     """
     found = find_run(arguments.place, overrides=arguments.overrides)
     found.check_data()
@@ -87,6 +89,7 @@ def _evaluated(found: RecordedRun, path: Path, *, is_checkpoint: bool, number: i
 
 
 def _own_node(config: NodeConfig, path: Path, *, is_checkpoint: bool, state_dir: Path) -> NodeConfig:
+    """The node without ports, trackers and samples on disk. With a model's weights, which nothing rounds but rollout."""
     changes: dict[str, Any] = {
         "state_dir": state_dir,
         "listen": "unix",

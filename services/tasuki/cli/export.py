@@ -11,7 +11,11 @@ from tasuki.wire.extras import install_extras
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """place: the run or node, by default the run in whose folder the checkpoint is. output: by default `model-NAME` there."""
+    """place: the run or the node, by default the run in whose folder the checkpoint is. output: by default `model-NAME` there, or beside a
+    checkpoint that no run has saved. dtype: "auto" as the run's.
+
+    Raises NotInstalled without torch, and as find_run and export_checkpoint.
+    """
     if find_spec("torch") is None:
         raise NotInstalled(f"an export needs torch: {install_extras('trainer')}", packages="torch", extras="trainer")
     from tasuki.trainer.backends.fsdp.checkpoint_export import export_checkpoint

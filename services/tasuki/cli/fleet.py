@@ -54,7 +54,10 @@ _TICK_S = 0.2
 def fleet_config(
     path: Path, *, overrides: Sequence[str], flags: Mapping[str, Any], environment: Mapping[str, str]
 ) -> NodeConfig:
-    """Fills in [fleet] from `flags`, else `--set` and the file, else the environment. Raises InvalidArgument."""
+    """Fills in [fleet]: from `flags` that are not None, else from `--set` and the file, else from the environment.
+
+    Raises InvalidArgument naming a key that none of them sets.
+    """
     try:
         text = read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode().removeprefix("\ufeff")
         own = tomllib.loads(text).get("fleet")
@@ -78,9 +81,11 @@ def fleet_config(
 
 
 def up(config: NodeConfig, *, grace_s: float) -> int:
-    """Starts the node, joins the fleet, and stays until either ends or a signal arrives. grace_s: time for a run to save.
+    """Starts the node, joins the fleet, and stays until fleet or node end or a signal arrives.
 
-    Returns EXIT_FLEET_ENDED if another attempt may succeed, 130 after a signal, 0 after `tasuki down`. Else raises why.
+    grace_s: how long the node continues after SIGTERM, so that a run can save; on node 0 at most until the run is done.
+    Returns EXIT_FLEET_ENDED if the fleet has ended or the node was killed, 130 after a signal, 0 after `tasuki down`. Otherwise raises
+    why the node ended.
     """
     assert config.fleet is not None
     fleet = config.fleet
@@ -123,7 +128,11 @@ def missing_nodes(config: NodeConfig) -> str:
 
 
 def _code_of_loss(error: TasukiError, config: NodeConfig) -> int:
-    """EXIT_FLEET_ENDED if another attempt may succeed, 0 after `tasuki down` during the start. Raises any other error."""
+    """EXIT_FLEET_ENDED if another attempt may succeed: the fleet has ended, no leader came, the trainer did not reach another node's, or
+    the node's processes were killed.
+
+    Returns 0 after `tasuki down` during the start. Raises any other error.
+    """
     # The trainer of a node that stays may hear of a lost one before the fleet does.
     is_of_peers = isinstance(error, PeerUnavailable | DeadlineExceeded) and error.metadata.get("service") == "trainer"
     if not (isinstance(error, FleetEnded | NotJoined | NodeDown) or is_of_peers):
@@ -154,7 +163,10 @@ class _StopSignal:
 
 
 def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool) -> int:
-    """Prints the fleet's state, on node 0. must_serve: return 1 while nodes are missing or the fleet is in no phase."""
+    """Prints the fleet's state, on node 0. Raises NodeDown if no node runs there.
+
+    must_serve: return 1 while nodes are missing or the fleet is in no phase.
+    """
     try:
         with open_blocking_channel(client_target(config)) as channel:
             request = fleet_pb2.GetFleetRequest()
@@ -207,7 +219,10 @@ _NAME = ("TASUKI_FLEET", "SLURM_JOB_ID", "JOBSET_NAME", "TORCHELASTIC_RUN_ID")
 
 
 def fleet_table(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Keys of [fleet] in the environment, by the table of docs/guides/several-nodes.md. Raises InvalidArgument."""
+    """Keys of [fleet] found in the environment; empty outside a job. The first in the table of docs/guides/several-nodes.md wins.
+
+    Raises InvalidArgument naming a variable that is not a number or a list of hosts.
+    """
     found = {
         "num_nodes": _number(environment, _NUM_NODES),
         "node_rank": _number(environment, _NODE_RANK),

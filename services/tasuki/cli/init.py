@@ -111,6 +111,7 @@ def _answer(question: str, *, flag: str) -> str:
 
 
 def _gpu_gb(arguments: argparse.Namespace) -> float:
+    """GB of a GPU: the flag's, this machine's, or the answer."""
     found = smallest_gpu_bytes() if arguments.gpu_memory_gb is None else None
     text = str(arguments.gpu_memory_gb) if found is None and arguments.gpu_memory_gb is not None else None
     text = f"{found / GB:.1f}" if found is not None else _asked(text, "gpu-memory-gb", "Memory of the GPU in GB, such as 24")
@@ -163,6 +164,7 @@ def _fitting(table: dict[str, Any], *, gpu_gb: float | None) -> tuple[Plan, dict
 
 
 def _advice(planned: Plan, table: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> why it has its value and what to try."""
     if planned.node.lora is not None:
         rate = "adapters bear ten times the rate of full training"
     elif "sft" in table:
@@ -188,6 +190,7 @@ def _toml(table: Mapping[str, Any], advice: Mapping[str, str]) -> str:
 
 
 def _sample(*, is_sft: bool, is_chat: bool) -> str:
+    """Rows of sums: to be replaced by the user's own."""
     asked = " ? Answer with the number only." if is_chat else ""
     sums = [(11 + 7 * number % 89, 13 + 5 * number % 87) for number in range(_NUM_SAMPLES)]
     return _rows([(f"{one} + {other} ={asked}", str(one + other)) for one, other in sums], is_sft=is_sft, is_chat=is_chat)
@@ -204,6 +207,7 @@ def _of_questions(dataset: Path, *, is_sft: bool, is_chat: bool) -> str | None:
 
 
 def _rows(pairs: Sequence[tuple[object, object]], *, is_sft: bool, is_chat: bool) -> str:
+    """JSON lines of questions with their answers, as chats for a model with a template."""
     answered = "completion" if is_sft else "answer"
     prompts = ([{"role": "user", "content": question}] if is_chat else question for question, _ in pairs)
     rows = [{"prompt": prompt, answered: answer} for prompt, (_, answer) in zip(prompts, pairs, strict=True)]
@@ -211,6 +215,7 @@ def _rows(pairs: Sequence[tuple[object, object]], *, is_sft: bool, is_chat: bool
 
 
 def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Raises PathExists before anything is written."""
     for name in files:
         if (folder / name).exists():
             raise PathExists(f"{folder / name} is there already; give a new folder", path=folder / name)

@@ -125,6 +125,7 @@ def _memory(snapshot: NodeSnapshot) -> Table:
 
 
 def _devices(snapshot: NodeSnapshot) -> Table:
+    """Each rank's device memory beyond its tags."""
     sizes = ("process", "torch's cache", "others", "free", "of")
     table = _sizes_table("MiB", "seen by", sizes=sizes)
     for service, usage in _usages(snapshot):
@@ -135,6 +136,7 @@ def _devices(snapshot: NodeSnapshot) -> Table:
 
 
 def _sizes_table(*headings: str, sizes: tuple[str, ...]) -> Table:
+    """A table that fits 80 columns even with the sizes of a large GPU."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for heading in headings:
         table.add_column(heading, no_wrap=bool(heading), max_width=None if heading else _BAR_WIDTH)
@@ -170,7 +172,10 @@ def print_text(text: RenderableType) -> None:
 
 
 def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool = False) -> int:
-    """Prints the node's state. must_serve: return 1 while a service does not answer. Raises NodeDown if none runs."""
+    """Prints the node's state. Raises NodeDown if none runs.
+
+    must_serve: return 1 while a service does not answer.
+    """
     with NodeReader(config) as reader:
         snapshot = reader.read()
     if as_json:
@@ -181,7 +186,9 @@ def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool = False) -
 
 
 def watch(config: NodeConfig) -> int:
-    """Follows the node until Ctrl-C, even while services restart. Returns 0 if someone stops it, 1 if it ends by itself."""
+    """Follows the node until Ctrl-C, even while services restart. Returns 0 if someone stops it; 1, with the reason, if it ends
+    unexpectedly. Raises NodeDown if none runs.
+    """
     console, state_dir = Console(), config.state_dir
     with NodeReader(config) as reader:
         reader.read()
@@ -203,7 +210,9 @@ def watch(config: NodeConfig) -> int:
 
 
 def _list(reader: NodeReader, state_dir: Path) -> None:
-    """Prints events and a run's steps as they happen. Returns once the coordinator goes away."""
+    """Prints lines as they happen, and one for each step of a run, flushed so that a pipe gets them. Returns once the coordinator goes
+    away.
+    """
     step = -1
     stream = reader.coordinator.WatchState(coordinator_pb2.WatchStateRequest())
     try:

@@ -133,7 +133,10 @@ def _model_alone(path: Path | None, arguments: argparse.Namespace) -> tuple[Node
 
 
 def _load(config: Path, arguments: argparse.Namespace) -> NodeConfig:
-    """A scheduler may set the part of [fleet] that differs between nodes. Raises InvalidArgument."""
+    """The node's configuration. A scheduler may set the part of [fleet] that differs between nodes.
+
+    Raises InvalidArgument as load_config, for a preset, and if node 0 could not call one of the services.
+    """
     if arguments.preset:
         raise InvalidArgument("preset", "is for a model; a node's TOML has its own settings: use --set A.B=VALUE")
     try:
@@ -257,6 +260,7 @@ def details(planned: Plan, advice: Advice) -> list[str]:
 
 
 def _experts(node: Node) -> str:
+    """Memory of experts spread over ranks."""
     sparse = next(model for model in (node.model, node.critic) if model is not None and model.num_experts)
     each, rows = sparse.num_experts // node.num_ranks, node.rank_tokens * replace(node, model=sparse).rows_per_token
     return (

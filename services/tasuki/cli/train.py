@@ -52,7 +52,10 @@ Training = RlTraining | SftTraining
 
 
 class SaveRequest:
-    """Set by SIGUSR1, which a scheduler sends before it takes the machine: the step is finished and saved, and the run ends."""
+    """Set by SIGUSR1, which a scheduler sends before it takes the machine away.
+
+    The current step is finished and saved, and the run ends. `tasuki train --resume` continues it.
+    """
 
     def __init__(self) -> None:
         self._is_made = False
@@ -78,7 +81,10 @@ class SaveRequest:
 
 
 def read_training(config: NodeConfig, *, now: datetime | None = None) -> Training:
-    """Reads the run from [train] or [sft]. now: as of ModelTokenizer. Raises naming the key, the file and the line."""
+    """Reads the run from [train] or [sft]. now: as of ModelTokenizer.
+
+    Raises InvalidArgument or PathNotFound, naming the key, the file and the line.
+    """
     if config.sft is not None:
         return read_sft(config, config.sft, now=now)
     return read_rl(config, now=now)
@@ -98,9 +104,11 @@ def check_data(config: NodeConfig, *, config_dir: Path) -> None:
 
 
 def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started: float | None = None) -> int:
-    """Trains as set in [train] or [sft], on the node that runs, which is left running, or on one started here.
+    """Trains as set in the [train] or [sft] table. The reward's module is searched in the working directory, then in `config_dir`.
 
-    started: time.monotonic() from which the summary counts. Raises InvalidArgument for a key that differs on the node.
+    started: time.monotonic() from which the summary counts seconds; now by default. may_start: False raises NodeDown instead of starting
+    a node. A node that is already running is used and left running, with its own settings where `config` has none; InvalidArgument names
+    a key that differs. A node started here is always stopped at the end.
     """
     started = time.monotonic() if started is None else started
     config = _adopted(config)
@@ -160,7 +168,10 @@ def _run(
     may_start: bool,
     started: float,
 ) -> int:
-    """look: reads the output folder once it is locked. Raises NodeRunning while another uses the output folder or the node."""
+    """look: reads the output folder once it is locked, since another `tasuki train` may have written there before.
+
+    Raises NodeRunning while another one uses the output folder or the node, since each would disturb the other.
+    """
     if may_start:
         check_state_folder(config)
     request = SaveRequest()

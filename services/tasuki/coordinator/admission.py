@@ -56,12 +56,18 @@ class Admission:
         published_bytes: Callable[[str], int | None],
         record: MemoryRecord | None = None,
     ) -> None:
-        """published_bytes: what the trainer with this boot id published last, from the journal; None if it never did."""
+        """published_bytes: bytes that the trainer with this boot id published last, from the journal; None if it never published.
+
+        record: receives the usage that both services report.
+        """
         self._peers, self._config, self._published_bytes, self._record = peers, config, published_bytes, record
         self._sizes: dict[str, int] = {}
 
     async def admit(self, stage: Stage, *, trainer_boot_id: str) -> None:
-        """Raises OutOfGpuMemory, with numbers and advice, if `stage` has no room. A silent service is no reason to refuse."""
+        """Raises OutOfGpuMemory, with numbers and advice, if `stage` has no room.
+
+        A service that does not report its memory is no reason to refuse: its arenas refuse, or the stage fails by itself.
+        """
         if stage not in TAKES:
             return
         # Counting what torch caches takes milliseconds, and matters only if the rest does not suffice.
@@ -101,7 +107,10 @@ class Admission:
         return usages
 
     async def _lacks(self, stage: Stage, usages: Usages, *, trainer_boot_id: str) -> list[_Shortage]:
-        """What torch caches in the service that runs `stage` counts as free: its arenas empty it when they lack memory."""
+        """Measured devices without enough room for `stage`, or for what the trainer's first publication makes.
+
+        What torch caches in the service that runs `stage` counts as free: its arenas empty this cache when they lack memory.
+        """
         usage = usages[RULES[stage].service]
         is_made = any(one.tag == MemoryTag.EXPORT.number for one in usages[Service.TRAINER].tags)
         if stage is Stage.LOAD_WEIGHTS and not is_made and self._published_bytes(trainer_boot_id) is None:
@@ -122,6 +131,7 @@ class Admission:
         return shortages
 
     def _free(self, usages: Usages) -> dict[str, int]:
+        """Bytes free by device."""
         if self._config.device == "cpu":
             available, budget = host_memory().available_bytes, self._config.memory.host_budget_bytes
             held = sum(one.mapped_bytes + one.kept_bytes for usage in usages.values() for one in usage.tags)
@@ -163,7 +173,7 @@ def _holders(device: str, usages: Usages) -> dict[str, int]:
 
 
 def _refusal(stage: Stage, shortages: list[_Shortage], *, tags: Sequence[str], config: NodeConfig) -> OutOfGpuMemory:
-    """tags: those that do not fit."""
+    """Error of a stage that was not begun. tags: those that do not fit."""
     shortages = sorted(shortages, key=lambda shortage: -shortage.short_bytes)
     worst = shortages[0]
     lines = [
@@ -185,6 +195,7 @@ def _refusal(stage: Stage, shortages: list[_Shortage], *, tags: Sequence[str], c
 
 
 def _advice(stage: Stage, shortage: _Shortage, config: NodeConfig) -> str:
+    """Advice on what to change, simplest first."""
     changes: list[str] = []
     budget, is_cpu = config.memory.host_budget_bytes, shortage.device == "cpu"
     if is_cpu and budget is not None:

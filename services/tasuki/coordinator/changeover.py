@@ -163,6 +163,7 @@ async def _answer(service: Service, call: Awaitable[_Answer]) -> _Answer:
 
 
 async def _state(service: Service, call: Awaitable[_Answer]) -> _Answer | None:
+    """State of a service; None if it does not answer."""
     with suppress(PeerUnavailable, DeadlineExceeded):
         return await _answer(service, call)
     return None
@@ -259,12 +260,18 @@ class Changeover:
                 raise
 
     async def make_room(self) -> None:
-        """Undoes LOAD_TRAINER, so that an engine can start on its GPUs. Raises Interrupted once the trainer has left."""
+        """Undoes LOAD_TRAINER, so that an engine can start on the trainer's GPUs.
+
+        Raises GradientsPending, and Interrupted once the trainer has left: `target` then takes another changeover.
+        """
         await self._take_back((Stage.LOAD_TRAINER, *since_phase(self.at)))
         raise Interrupted(f"rollout was lost; it comes back before phase {self.target} is reached")
 
     async def run(self, stage: Stage, *, done: Done) -> None:
-        """Raises the stage's error, StageOrder if another must come first, OutOfGpuMemory, with nothing sent, without room."""
+        """Runs one stage. Raises its error, and StageOrder if another stage must come first.
+
+        Raises OutOfGpuMemory, with nothing recorded or sent, if the stage has no room.
+        """
         after = advance(self.at, stage)
         published = self._journal.last(Stage.LOAD_WEIGHTS) if stage is Stage.SYNC else Outcome()
         if published is None:
@@ -298,6 +305,7 @@ class Changeover:
         return intent
 
     async def _carry_out(self, intent: Intent, *, published: bytes, leads_to: Stage, done: Done) -> None:
+        """Sends the command of an intent, and records its result."""
         started = time.perf_counter()
         try:
             with self.trace.stage(intent) as span:

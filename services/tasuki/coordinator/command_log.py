@@ -26,7 +26,10 @@ _LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LoggedCommand:
-    """outcome: "OK" or an error's reason. request_id: as ascii() writes it. boot_id: of the life that executed it."""
+    """outcome: "OK" or the reason of the error. request_id: as Python's ascii() writes it.
+
+    boot_id: of the life that executed it. policy_version: the version that it published or received.
+    """
 
     name: str
     epoch: int
@@ -89,7 +92,11 @@ _CHANGED_NOTHING = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID
 
 
 def audit_commands(history: History, lives: Mapping[Service, Sequence[LoggedLife]]) -> Violation | None:
-    """lives: of each service, oldest first, from any point on. Read logs before the journal, which then has every intent."""
+    """Compares every logged life with the journal.
+
+    lives: of each service, oldest first; they need not reach back to the beginning. Read the logs before the journal, so that every
+    logged command already has its intent.
+    """
     try:
         for service, logged in lives.items():
             for life in logged:
@@ -101,6 +108,7 @@ def audit_commands(history: History, lives: Mapping[Service, Sequence[LoggedLife
 
 
 def _check_life(service: Service, life: Sequence[LoggedCommand]) -> None:
+    """Checks that one life ran no command twice, and its stages in order."""
     seen: set[str] = set()
     for command in life:
         if command.request_id in seen:

@@ -71,7 +71,10 @@ class ChangeoverRecord:
 
 @dataclass(frozen=True, slots=True)
 class StageRecord(Intent):
-    """boot_ids: as observed before it. status: None without a result. is_settled: inferred from the services' later state."""
+    """A stage's intent with its result. boot_ids: of the services, as last observed before it.
+
+    status: None without a result. is_settled: it was inferred from the services' later state, and is no answer.
+    """
 
     boot_ids: dict[Service, str]
     status: StageStatus | None
@@ -138,6 +141,7 @@ def _stage(row: sqlite3.Row) -> StageRecord:
 
 
 def _outcome(row: sqlite3.Row) -> tuple[StageStatus | None, int | None, str]:
+    """Status, policy version and reason of an error."""
     if row["status"] is None:
         return None, None, ""
     version = None if row["policy_version"] is None else _number(row, "policy_version")
@@ -256,7 +260,10 @@ class PossibleStages:
         return bool(self.at)
 
     def refused(self, moves: _Moves, *, is_out_of_order: bool) -> None:
-        """is_out_of_order: the command did not fit the stage: the service restarted, unless a possible stage explains it."""
+        """Records that the service reported a refusal; earlier commands have ended.
+
+        is_out_of_order: the command did not fit the service's stage: it restarted, unless a possible stage explains it.
+        """
         if not moves:
             return
         self.at, self.unknown = self.may_be(), []

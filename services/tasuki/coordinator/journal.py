@@ -48,13 +48,14 @@ class Outcome:
 
 
 class Journal:
-    """One node's journal, whose lock the caller holds.
+    """One node's journal. The caller holds the state folder's lock, so there is one writer.
 
-    Methods that write raise DiskFull, and have then written nothing. A result is kept, and written once there is room.
+    Methods that write raise DiskFull if they cannot, and have then written nothing. A result is kept, and written once there is room.
     """
 
     def __init__(self, path: Path, *, failpoints: Failpoints = NO_FAILPOINTS) -> None:
-        """Opens or creates the file. Raises DiskFull, and InvalidArgument for what is no journal of this version."""
+        """Opens or creates the file. Raises DiskFull if it cannot be written, InvalidArgument if it is no regular file or no
+        journal of this version."""
         self._path, self._failpoints = path, failpoints
         if path.exists() and not path.is_file():
             raise InvalidArgument("state_dir", f"{path} is no regular file; remove it, or choose another folder")
@@ -163,7 +164,10 @@ class Journal:
         return self._result(intent, StageStatus.FAILED, Outcome(), seconds=seconds, error=error)
 
     def unresolved(self) -> list[Intent]:
-        """Intents without a result, oldest first. Each intent is settled before the next, so these are the last rows."""
+        """Intents without a result, oldest first: the work a coordinator left unfinished.
+
+        Each intent is settled before the next, so these are the last rows.
+        """
         self._write_results()
         rows = self._db.execute(
             "SELECT * FROM stages WHERE id > (SELECT coalesce(max(id), 0) FROM results) ORDER BY id"
@@ -193,7 +197,10 @@ class Journal:
         return row["policy_version"] if row else None
 
     def last(self, stage: Stage) -> Outcome | None:
-        """Outcome of the last run of a stage; None if it failed, or no coordinator learned an answer."""
+        """Outcome of the last run of a stage; None if it failed, or no coordinator learned an answer.
+
+        Of LOAD_WEIGHTS the version, and the answer that SYNC passes on; of SYNC the version, and checksums of what rollout received.
+        """
         row = self._db.execute(
             "SELECT status, bytes, answer, policy_version FROM stages LEFT JOIN results USING (id)"
             " WHERE stage = ? AND NOT is_undo ORDER BY id DESC LIMIT 1",
@@ -287,6 +294,7 @@ class Journal:
         return self.events(intent.changeover_id)[-1]
 
     def _insert(self, table: str, **columns: object) -> int:
+        """Adds a row. Returns its id."""
         names, marks = ", ".join(columns), ", ".join("?" * len(columns))
         row = self._write(f"INSERT INTO {table} ({names}) VALUES ({marks})", (*columns.values(),))  # noqa: S608 - our own names
         return int(row.lastrowid or 0)

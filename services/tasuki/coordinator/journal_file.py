@@ -85,7 +85,11 @@ def check_version(db: sqlite3.Connection, path: Path, *, key: str, known: Sequen
 
 @contextmanager
 def open_journal(path: Path, *, busy_s: float = 5.0, within_s: float | None = None) -> Iterator[sqlite3.Connection]:
-    """A read-only connection. within_s: time limit of queries. Raises sqlite3.Error, and OSError for a missing or odd file."""
+    """A read-only connection. With a write-ahead log, readers and the writer do not block each other.
+
+    busy_s: longest wait for a locked file. within_s: time limit of queries. Raises sqlite3.Error, and OSError if the file is
+    missing or not regular.
+    """
     check_regular(path)
     beside = [path.with_name(f"{path.name}-{part}") for part in ("wal", "shm", "journal")]
     for part in beside:
@@ -109,7 +113,10 @@ def open_journal(path: Path, *, busy_s: float = 5.0, within_s: float | None = No
 
 @contextmanager
 def open_snapshot(path: Path) -> Iterator[sqlite3.Connection]:
-    """One snapshot of all tables. Raises PathNotFound, and InvalidArgument, also for ValueErrors of the block."""
+    """One snapshot of all tables, for an audit.
+
+    Raises PathNotFound, and InvalidArgument for a file that cannot be read or, as the block's ValueErrors say, understood.
+    """
     with named_if_denied(path, key="journal"):
         if not path.is_file():
             raise PathNotFound(f"there is no journal at {path}", path=path)

@@ -37,9 +37,10 @@ class MetricsTail:
         self._inode, self._reader = 0, LineReader()
 
     def read(self, *, max_bytes: int | None = None) -> Iterator[StepFigures]:
-        """Yields the steps written since the last call; all steps of a replaced file. Skips invalid lines. Raises OSError.
+        """Yields the steps written since the last call; all steps of a replaced file; none while there is no file.
 
-        max_bytes: stops after the line that reaches it and leaves the rest to the next call.
+        Skips invalid lines, and those above 16 MiB. max_bytes: stops after the line that reaches it and leaves the rest to the next call.
+        Raises OSError if the file cannot be read.
         """
         try:
             file = open_regular(self._path)

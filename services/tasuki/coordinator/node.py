@@ -115,7 +115,10 @@ class Node(Operated):
                 _log.warning("event=try_again phase=%s number=%d reason=%s", phase, number + 1, cause.reason)
 
     async def _wait_ready(self, phase: Phase) -> Observed:
-        """State of both services once none runs a stage or is missing. Raises PeerUnavailable or EnginePoisoned."""
+        """State of both services once none runs a command of an earlier coordinator and none needed to reach `phase` is missing.
+
+        Raises PeerUnavailable, or EnginePoisoned, if one does not come back in time.
+        """
         clock = asyncio.get_running_loop().time
         ends = clock() + self._recovery_timeout_s
         while True:
@@ -185,6 +188,7 @@ class Node(Operated):
         return seen, self._take(seen)
 
     def _take(self, seen: Observed) -> Stage:
+        """Adopts the state that the services report. Raises StageOrder if they contradict each other."""
         self._poison = seen.poison
         if seen.served_version is not None:
             self._policy_version = seen.served_version
@@ -233,6 +237,7 @@ class Node(Operated):
         self._tell(ending(ended), self._at)
 
     def _tell(self, event: StageEvent, at: Stage | None) -> None:
+        """Sends an event to the running operation and the watchers; the node is at `at` after it."""
         self._at = at
         self.announce(event)
 

@@ -47,7 +47,10 @@ _REWARD, _SECONDS = "reward/", "seconds/"
 
 
 class NodeMetrics:
-    """Reads everything when asked, at most once a second. Unreadable metrics are left out; memory is as last known."""
+    """Reads everything when it is asked, at most once a second. `follow` counts changeovers meanwhile.
+
+    registry: the coordinator's own. Unreadable metrics are left out; memory is reported as last known.
+    """
 
     def __init__(
         self, registry: CollectorRegistry, *, config: NodeConfig, node: Node, journal: Journal, peers: Peers, planning: Planning

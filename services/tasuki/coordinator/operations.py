@@ -178,14 +178,20 @@ class Operated(ABC):
                 self._holder = None
 
     def acquire(self, phase: Phase, request_id: str) -> Operation:
-        """Operation that leads to `phase`: this request's, the running or a new one. Raises ChangeoverRunning for another."""
+        """Operation that leads to `phase`: the one this request id began, the running one, or a new one.
+
+        Raises ChangeoverRunning while a different one runs.
+        """
         subject = f"phase {phase}"
         if self._running is not None and self._running.subject == subject and request_id not in self._begun:
             self._remember(request_id, self._running)
         return self._operate(subject, request_id, lambda: self._bring_to(phase, request_id))
 
     def _operate(self, subject: str, request_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> Operation:
-        """Operation that this request id began, or a new one that does `work`. Raises ChangeoverRunning while another runs."""
+        """Operation that this request id began, to be followed; a new one that does `work`, in its turn, for a new request.
+
+        Raises ChangeoverRunning for a new request while another operation runs.
+        """
         known = self._begun.get(request_id)
         if known is None or (known.subject == subject and known.reason in _TO_REPEAT):
             known = self._replayed(request_id)
@@ -215,7 +221,10 @@ class Operated(ABC):
             await self._running.stop()
 
     def _replayed(self, request_id: str) -> Operation | None:
-        """Ended operation rebuilt from the request's last try in the journal; None without an answer."""
+        """Ended operation rebuilt from the request's last try in the journal; None if there is none, or it has no answer.
+
+        A changeover that an earlier coordinator left interrupted is run now; its interruption is not its answer.
+        """
         *tried, _ = attempt_ids(self._journal, request_id)
         written = self._journal.find(tried[-1]) if tried else None
         if written is None or written.error_reason in (*_UNANSWERED, *_TO_REPEAT):
@@ -241,6 +250,7 @@ class Operated(ABC):
         return state
 
     def _count(self, error: TasukiError | None) -> None:
+        """Counts a changeover that has ended."""
         self._num_done += error is None
         self._last_error = f"{error.reason}: {error.message}" if error else ""
 
@@ -277,9 +287,9 @@ class FleetHold:
         """Sequence of the fleet's last command to this process; connections to an earlier one are closed."""
 
     def check(self, command: FleetCommand, *, is_look: bool = False) -> None:
-        """Adopts the command's numbers. is_look: takes the last number again, since the channel repeats a lost read.
+        """Adopts the command's numbers as the highest. is_look: takes the last number again, since the channel repeats a lost read.
 
-        Raises StaleEpoch for an earlier life of the fleet, StaleSequence for an older command, and DiskFull.
+        Raises StaleEpoch for an earlier life of the fleet, StaleSequence for a command older than the last, and DiskFull.
         """
         given, known = (command.attempt, command.epoch), self._journal.fleet_epoch(command.name)
         if given < known:
@@ -309,7 +319,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         instance: Instance,
         port_targets: Mapping[str, str],
     ) -> None:
-        """node: or a fleet. port_targets: addresses of services by name, for callers at the coordinator's port."""
+        """node: a node, or a fleet, which clients see as one.
+
+        port_targets: addresses of services by name, for callers at the coordinator's port."""
         self._hold = FleetHold(journal)
         self._port_targets = port_targets
         self._node, self._journal, self._plan, self._instance = node, journal, plan, instance

@@ -82,7 +82,10 @@ def ring_position(*, trainer: Stage | None, rollout: Stage | None) -> Stage | No
 
 
 def lost_weights(*, trainer: Stage | None, rollout: Stage | None) -> bool:
-    """Whether rollout waits for weights that are no longer published, so the node can only go back."""
+    """Whether rollout waits for weights that are no longer published, so the node can only go back.
+
+    The trainer was restarted, or withdrew them and perhaps released its memory, while rollout did not answer.
+    """
     if trainer is Stage.OFFLOAD:
         return rollout is Stage.RESUME_WEIGHTS
     return trainer in (None, Stage.LOAD_TRAINER) and rollout in (Stage.RESUME_WEIGHTS, Stage.SYNC)

@@ -136,6 +136,7 @@ class _Replay:
                 raise intent.breaks(Invariant.SETTLED, "a result, since another intent follows")
 
     def _changeovers(self) -> Iterator[tuple[ChangeoverRecord, list[StageRecord]]]:
+        """Yields each changeover with its intents; it is over when the next one begins. Raises Violation."""
         intents = list(self.history.stages)
         for number, changeover in enumerate(self.history.changeovers, start=1):
             own: list[StageRecord] = []
@@ -249,7 +250,7 @@ class _Replay:
     def _narrow(self, at: Stage, *, or_new: bool = False) -> bool:
         """Narrows the possible stages to those with the node at `at`. Returns False if there are none.
 
-        or_new: without boot ids, a service that counted as freshly started may have been silent instead, and unmoved.
+        or_new: no boot ids were recorded, so a service that counted as freshly started may have been silent instead, and unmoved.
         """
         fitting = [pair for pair, place in self._positions(or_new=or_new) if place is at]
         for index, possible in enumerate(self.services.values()):

@@ -28,7 +28,10 @@ _CUDA_TIMEOUT_S = 120.0
 
 
 def choose(config: NodeConfig, *, resumes: bool, tell: Callable[[str], None]) -> Choices:
-    """resumes: the trainer replays steps at the start, which needs the memory of a step. tell: takes lines about each device.
+    """Plans the node on this machine.
+
+    resumes: the trainer replays the steps of its log at the start, which needs the memory of a step. tell: takes one line for each kind
+    of device, and one if the node does not fit into the memory that is free now.
 
     Raises InvalidArgument if the KV cache has more tokens than fit, or cannot hold one sequence.
     """
@@ -57,7 +60,7 @@ def choose(config: NodeConfig, *, resumes: bool, tell: Callable[[str], None]) ->
 
 
 def _gpu_bytes() -> int:
-    """Memory of the smallest GPU: NVML's figure, else CUDA's, from a process of its own. Raises InvalidArgument."""
+    """Memory of the smallest GPU: NVML's figure, else CUDA's, from a process of its own. Raises InvalidArgument if neither has one."""
     known = smallest_gpu_bytes()
     if known is not None:
         return known

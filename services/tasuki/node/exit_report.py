@@ -82,7 +82,11 @@ def write_exit_report(
     exit_codes: Mapping[str, int] = _NONE,
     restarts: Mapping[str, int] = _NONE,
 ) -> None:
-    """first: the service that ended unexpectedly. exit_codes: as of `reap`; those of services told to end do not count."""
+    """Reports how the node ended. `first`: the service that ended unexpectedly; exit codes as in `reap`. restarts: number of restarts
+    of each service.
+
+    The exit code of a service that was told to end is ignored, and so is SIGTERM, which one that is still starting does not handle.
+    """
     report = {
         "reason": reason,
         "first": first,
@@ -127,7 +131,8 @@ def read_log(path: Path) -> str:
 
 
 def find_error(log: str) -> LoggedError:
-    """Our own error line; else the first traceback's end; else the stack of a native crash; else the last lines."""
+    """Returns our own error line; else the end of the first traceback, which later ones mostly repeat; else the stack of a native crash;
+    else the last lines."""
     ours = _OURS.search(log)
     if ours:
         return LoggedError(ours[2], reason=ours[1])
@@ -213,7 +218,10 @@ def rotate(path: Path, *, keep: int) -> None:
 
 
 def rotate_open(path: Path, *, keep: int, limit_bytes: int = LOG_BYTES) -> None:
-    """Rotates a log of `limit_bytes` that writers keep open. Lines written between copy and truncation are lost."""
+    """Rotates a log of `limit_bytes` or more whose writers have it open for appending, and keep it.
+
+    It is copied, then emptied: lines written in between are lost, and all of them if the disk is full.
+    """
     if not path.exists() or path.stat().st_size < limit_bytes:
         return
     copy = path.with_name(f"{path.name}.copy")

@@ -26,7 +26,8 @@ _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 def with_local_files(config: NodeConfig, *, has_weights: bool = True, has_rows: bool = True) -> NodeConfig:
     """The configuration with local paths for ids of the hub. Downloads what its cache lacks; HF_HUB_OFFLINE and the like hold.
 
-    has_weights: False takes a model's other files. has_rows: False leaves datasets. Raises NotInstalled, InvalidArgument.
+    has_weights: False takes a model's other files, and asks the hub only if its cache lacks them. has_rows: False leaves ids of datasets.
+    Raises NotInstalled without the extra `hub`, and InvalidArgument naming the key for what the hub does not give.
     """
     values: dict[str, Path] = {}
     for key in _MODELS:
@@ -65,6 +66,7 @@ def _with(table: Any, key: Sequence[str], path: Path) -> Any:
 
 
 def _id(config: NodeConfig, key: str) -> str | None:
+    """The key's id; None for a local path, which is absolute."""
     path = value_at(config, key)
     return str(path) if isinstance(path, Path) and not path.is_absolute() else None
 
@@ -146,6 +148,7 @@ def _size_told(folder: Path, told: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def _explained(key: str, given: str) -> Iterator[None]:
+    """Turns errors of both libraries into one line with the cure."""
     try:
         import datasets.exceptions
         from huggingface_hub import constants, errors

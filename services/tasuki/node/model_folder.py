@@ -17,7 +17,9 @@ from tasuki.wire.regular_file import open_regular
 
 
 def check_model_folders(config: NodeConfig) -> None:
-    """Judges policy and critic, and the settings that depend on them. Raises as check_model_folder and check_model."""
+    """Judges policy and critic, and the settings that depend on them. Raises as check_model_folder and check_model, and UnsupportedModel
+    for what the engine would compute in another way.
+    """
     policy, critic = check_model_folder(config.model.path), None
     if config.trainer.critic is not None:
         path = config.trainer.critic.path or config.model.path
@@ -45,7 +47,8 @@ def has_weights(path: Path, *, key: str = "model.path") -> bool:
 def check_model_folder(path: Path, *, key: str = "model.path") -> Model:
     """Judges a folder by everything but the values of its weights: config.json, the tensors' headers, the tokenizer.
 
-    Raises PathNotFound, PathPermissionDenied, InvalidArgument, and as read_model and check_stored.
+    Raises PathNotFound or InvalidArgument naming what is missing, PathPermissionDenied, and the errors of read_model for config.json and of
+    check_stored.
     """
     with named_if_denied(path, key=key):
         if not path.is_dir():

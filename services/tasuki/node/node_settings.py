@@ -15,9 +15,10 @@ _OF_THE_RUN = {"state_dir", "train", "sft", "track"}
 
 
 def adopt_node(config: NodeConfig) -> NodeConfig:
-    """Combines the run's tables with the running node's settings; `config` if none runs. A critic not in `config` is left out.
+    """Combines the run's tables of `config` with the running node's settings; returns `config` if no node runs.
 
-    Raises InvalidArgument naming the first key set in `config` that differs on the node.
+    Raises InvalidArgument naming the first key set in `config` that differs on the node. A critic that `config` does not mention is left
+    out: the run does not use it.
     """
     node = running_settings(config)
     if node is None:
@@ -61,6 +62,7 @@ def _check_same(given: Mapping[str, Any], node: NodeConfig, state_dir: Path) -> 
 
 
 def _difference(given: Mapping[str, Any], node: Mapping[str, Any], above: str) -> tuple[str, Any, Any] | None:
+    """The first key that differs, in schema order, with both values."""
     for name, value in given.items():
         key, was = f"{above}{name}", node[name]
         if isinstance(value, Mapping) and isinstance(was, Mapping):

@@ -29,7 +29,10 @@ _Answer = TypeVar("_Answer", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
-    """State at one moment. Memory without tags is unknown. changeovers: newest first. absent: silent services, with why."""
+    """Everything the services report at one moment. A memory report without tags means unknown.
+
+    changeovers: the latest ones, newest first. absent: services that did not answer, each with an explanation.
+    """
 
     node: coordinator_pb2.NodeState
     trainer: trainer_pb2.GetTrainerStateResponse
@@ -138,6 +141,7 @@ class NodeReader:
         return "is being restarted" if any("event=restart " in line for line in told) else "is starting"
 
     def _usage(self, service: str, absent: dict[str, str]) -> memory_pb2.GetUsageResponse:
+        """Memory usage; empty while the ranks are busy with something long, so that the rest can be shown."""
         request = memory_pb2.GetUsageRequest()
         return self._ask({**absent}, service, self._memory[service].GetUsage, request, memory_pb2.GetUsageResponse())
 

@@ -57,7 +57,10 @@ def continue_stopped(pids: Iterable[int]) -> None:
 
 
 def end_descendants(*, grace_s: float, kill_s: float, watch: Callable[[dict[int, int]], object]) -> None:
-    """Gives the processes below `grace_s` to end, then kills them for `kill_s`, or EXIT_LIMIT_S while one is exiting."""
+    """Gives the processes below this one `grace_s` to end, then sends SIGKILL for up to `kill_s` until none is left.
+
+    Waits longer, up to EXIT_LIMIT_S, while one of them is exiting. `watch` is called repeatedly with the result of `reap`.
+    """
     deadline = time.monotonic() + grace_s
     while descendants(os.getpid()) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -68,7 +71,10 @@ def end_descendants(*, grace_s: float, kill_s: float, watch: Callable[[dict[int,
 
 
 def kill_service(name: str, *, kill_s: float, watch: Callable[[dict[int, int]], object]) -> int:
-    """Kills every process of the service below this one. Returns their number. Raises DeadlineExceeded as EXIT_LIMIT_S says."""
+    """Kills every process of the service below this one. Returns their number once they are gone.
+
+    Waits up to `kill_s`, and up to EXIT_LIMIT_S while one is exiting; then raises DeadlineExceeded. `watch` gets the results of `reap`.
+    """
     killed: set[int] = set()
     left: set[int] = set()
     mark = f"{SERVICE_VARIABLE}={name}".encode()
@@ -130,7 +136,10 @@ def shared_memory() -> set[Path]:
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """Files in /dev/shm mapped by any of the processes, by inode: a named semaphore is mapped before it is renamed."""
+    """Files in /dev/shm mapped by any of the processes.
+
+    Compared by inode: a named semaphore is mapped under a temporary name before it is renamed.
+    """
     paths: dict[int, Path] = {}
     for path in shared_memory():
         with suppress(OSError):  # the file was just removed
@@ -176,7 +185,11 @@ class ResourceTracker:
 
 @contextmanager
 def preloaded_model(config: NodeConfig, *, tell: Callable[[str], None]) -> Iterator[None]:
-    """Copies the model from a network file system, or tells why not. Removes the copy if the block, or copying, raises."""
+    """Copies the model from a network file system. Removes the copy if the block, or copying, ends with an exception.
+
+    Replaces a copy that a killed node left; call it with the node's lock held. Services read `model.path` if the copy fails. Raises as
+    model_files.
+    """
     remove_model_copy(config.state_dir)
     place = model_copy_dir(config.state_dir)
     try:
@@ -206,7 +219,8 @@ def _unfinished(place: Path) -> Path:
 
 
 def _copy(folder: Path, place: Path) -> None:
-    """Copies what services read, following links. Raises OSError, also if the folder exists, as another user's may."""
+    """Copies the files that services read, following links. A service never sees an unfinished copy. Raises OSError, also if the folder
+    exists, as another user's may."""
     _unfinished(place).mkdir(mode=0o700)
     for file in model_files(folder):
         shutil.copyfile(file, _unfinished(place) / file.name)
@@ -223,9 +237,11 @@ def to_stderr(line: str) -> None:
 
 
 def stop_node(state_dir: Path, *, tell: Callable[[str], None] = to_stderr) -> bool:
-    """Stops the node and returns once all its processes have ended; False if none ran. Continues what was stopped with SIGSTOP.
+    """Stops the node in `state_dir` and returns once all its processes have ended; returns False if none ran.
 
-    Waits up to EXIT_LIMIT_S while a process is exiting. Raises DeadlineExceeded naming the one that keeps the node from ending.
+    Continues a supervisor or guard that was stopped with SIGSTOP. Kills a guard that does not end after its supervisor.
+    While a process of the node is exiting, waits up to EXIT_LIMIT_S, and tells of it once. Raises DeadlineExceeded naming the process
+    that keeps the node from ending.
     """
     asked: set[int] = {os.getpid()}
     started = time.monotonic()
@@ -269,6 +285,7 @@ def stop_node(state_dir: Path, *, tell: Callable[[str], None] = to_stderr) -> bo
 
 
 def _shares_lock(pid: int, state_dir: Path) -> bool:
+    """Whether the process has the node's lock open, as the supervisor and its guard do."""
     lock = (state_dir / f"{NODE_LOCK}.lock").resolve()
     try:
         return any(file.resolve() == lock for file in Path(f"/proc/{pid}/fd").iterdir())
@@ -282,6 +299,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 
 def _stuck(pid: int) -> str:
+    """Why a node whose lock `pid` holds does not end, and what to do about it."""
     parent, state = parent_and_state(pid)
     # A supervisor that has ended remains until its guard, which shares the lock, ends.
     waits_for = parent if state == "Z" else pid

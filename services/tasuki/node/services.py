@@ -35,7 +35,10 @@ class ServiceCommand:
 
 
 def node_services(config: NodeConfig) -> list[ServiceCommand]:
-    """The three services, plus the fleet's. Where they may share memory, a trainer is restarted once the engine listens."""
+    """The three services, plus the fleet service on a node of a fleet.
+
+    Where trainer and engine may share memory, a trainer is restarted once the engine listens.
+    """
     # Killed engines leave sockets and files in the temporary folder; the run folder is removed with the node.
     shared = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(socket_dir(config.state_dir))}
     is_cpu = config.device == "cpu"

@@ -108,10 +108,13 @@ class StartedNode:
 def start_node(
     config: NodeConfig, *, resumes: bool = False, tell: Tell = to_stderr, waits_for: WaitsFor = lambda: ""
 ) -> StartedNode:
-    """Starts a node. Returns once all services serve and the phase is known; after any exception nothing is left running.
+    """Starts coordinator, trainer and rollout. Returns once all three serve and the phase is known.
 
-    resumes: the trainer resumes where the last one in the folder ended. waits_for: polled meanwhile. Raises NotInstalled,
-    NodeRunning, DiskFull, ServiceFailed, and as the checks that it makes.
+    resumes: the trainer resumes where the last one in the state folder ended, instead of from the model. waits_for: polled meanwhile.
+
+    Raises NotInstalled without torch or SGLang, NodeRunning if a node is already running, PathNotFound or InvalidArgument for the model
+    folder, InvalidArgument if GPUs are missing, DiskFull without space in the state folder, ServiceFailed if a service ends before it
+    serves, and as `check_place` for a node of a fleet. After any exception, including KeyboardInterrupt, nothing is left running.
     """
     check_node_installed()
     check_host_ranks(config)
@@ -174,7 +177,11 @@ def _begin_at_the_model(state_dir: Path) -> None:
 
 
 def check_state_folder(config: NodeConfig) -> None:
-    """Raises InvalidArgument for a folder with other files, odd files, or one whose sockets another user could replace."""
+    """Refuses a folder with other files, since a node writes node.toml to its folder and removes `run` from it.
+
+    Raises InvalidArgument, also for a FIFO or device in the place of a file, and for a folder whose sockets another user could replace.
+    Files that `tasuki train` creates there before the node starts are allowed.
+    """
     state_dir = Path(os.path.realpath(config.state_dir))
     check_owner(state_dir)
     for path in (*state_dir.glob("*"), *state_dir.glob("logs/*")):
@@ -195,7 +202,7 @@ def check_state_folder(config: NodeConfig) -> None:
 def running_node(config: NodeConfig, *, may_start: bool = True, tell: Tell = to_stderr) -> Iterator[None]:
     """The node of `config`: the running one, or one started here and stopped at the end, however this process ends.
 
-    Raises NodeDown if it may not start one, InvalidArgument naming a key in which the running node differs.
+    may_start: False raises NodeDown instead of starting one. Raises InvalidArgument naming a key in which the running node differs.
     """
     check_node_runs_with(config)
     if holder(config.state_dir, name=NODE_LOCK) is not None:
@@ -239,6 +246,7 @@ def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subp
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
+    """Blocks a second Ctrl-C or SIGTERM while cleaning up after the first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -253,7 +261,10 @@ def _without_interrupts() -> Iterator[None]:
 def wait_until_serving(
     config: NodeConfig, *, tell: Tell, supervisor: subprocess.Popen[bytes] | None, waits_for: WaitsFor = lambda: ""
 ) -> None:
-    """supervisor: of a node started here. Raises the reason if the node ends, DeadlineExceeded if it takes too long."""
+    """Waits until all services serve and the coordinator knows the phase, telling of each. supervisor: of a node started here.
+
+    Raises the reason if the node ends, DeadlineExceeded if it takes too long.
+    """
     started = told = time.monotonic()
     deadline = started + config.coordinator.stage_timeout_s + _START_MARGIN_S
     waiting = {service.name: service for service in node_services(config) if service.target}
@@ -280,6 +291,7 @@ def wait_until_serving(
 
 
 def _check_runs(config: NodeConfig, supervisor: subprocess.Popen[bytes] | None) -> None:
+    """Raises why the node ended, if it has. supervisor: of a node started here, whose report is waited for."""
     if holder(config.state_dir, name=NODE_LOCK) is None:
         if supervisor is not None:
             supervisor.wait()
@@ -289,7 +301,10 @@ def _check_runs(config: NodeConfig, supervisor: subprocess.Popen[bytes] | None) 
 def _state_with_phase(
     config: NodeConfig, *, supervisor: subprocess.Popen[bytes] | None, deadline: float
 ) -> coordinator_pb2.NodeState:
-    """State of a starting node once its phase is known. A coordinator that is being restarted is waited for."""
+    """State of a starting node once the coordinator has determined its phase; a running node may be between phases.
+
+    A coordinator that does not answer is being restarted, and is waited for.
+    """
     problem = ""
     while True:
         _check_runs(config, supervisor)
@@ -326,7 +341,10 @@ def check_node_installed() -> None:
 
 
 def check_place(config: NodeConfig) -> None:
-    """Checks a fleet's node about to start. Raises InvalidArgument, and NodeRunning if the leader's port is in use."""
+    """Checks a node about to start. Does nothing without a fleet.
+
+    Raises InvalidArgument naming the key, and NodeRunning if the leader's port is in use.
+    """
     if config.fleet is None:
         return
     interface, leader = config.fleet.interface, config.fleet.leader
@@ -350,7 +368,8 @@ def check_place(config: NodeConfig) -> None:
 
 
 def check_run(config: NodeConfig) -> None:
-    """Raises InvalidArgument on a node that does not lead its fleet, or for an output folder where the fleet may not write."""
+    """Checks a run on the node of `config`, which may already be running. Raises InvalidArgument on a node that does not lead its fleet,
+    and for an output folder in which the fleet may not write."""
     client_target(config)
     _check_output(config, node=running_settings(config) or config)
 

@@ -55,8 +55,11 @@ class Supervisor:
         progress_s: float,
         check_start: Callable[[str], None],
     ) -> None:
-        """max_restarts: of each service, within ten minutes. stall_s, progress_s: see Watchdog. check_start: raises while a
-        service could not start again. starter_fd: of a pipe. A byte detaches the node; end of file alone stops it.
+        """max_restarts: of each service, within ten minutes. stall_s, progress_s: see Watchdog.
+
+        starter_fd: read end of a pipe. A byte detaches the node from its starter; end of file alone stops it.
+        check_start: raises a TasukiError while a service could not start again, such as without its certificate; it is started once it
+        can.
         """
         self._state_dir = state_dir
         self._resources = ResourceTracker(state_dir)
@@ -82,7 +85,9 @@ class Supervisor:
         self._watchdog = Watchdog(state_dir, stall_s=stall_s, progress_s=progress_s)
 
     def supervise(self, lock: StateLock) -> int:
-        """Runs the services until one ends too often, or a stop. This process becomes the guard. Returns 0 if asked to stop."""
+        """Runs and restarts the services until one has ended too often, someone asks for a stop, or the starter ends without detaching
+        the node. This process becomes the guard. Returns 0 if asked to stop, 1 if a service or the supervisor failed.
+        """
         adopt_orphans()
         # Polled once per tick, so that no signal handler interrupts anything.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -184,6 +189,7 @@ class Supervisor:
         return False
 
     def _starts_first(self, name: str) -> bool:
+        """Whether the service has not served since the node started."""
         return name not in self._served
 
     def _wait(self) -> tuple[str, str | None]:
@@ -237,7 +243,10 @@ class Supervisor:
         return f"; {words}"
 
     def _start_again(self, name: str, how: str) -> str:
-        """how: why it must be started again, as a verb. Returns why it must not be restarted, or an empty string."""
+        """Kills what is left of the service and schedules its restart. Returns why it must not restart, or an empty string.
+
+        how: why it must be started again, as a verb of the service.
+        """
         code = self._exit_codes.get(name)
         if code in self._services[name].final_codes:
             return f"{name} ended with exit code {code}"
@@ -278,6 +287,7 @@ class Supervisor:
         return said == b""
 
     def _note(self, ended: Mapping[int, int]) -> list[str]:
+        """Records the exit codes of services and returns their names."""
         self._resources.poll()
         names: list[str] = []
         for pid, code in ended.items():
@@ -290,7 +300,10 @@ class Supervisor:
 
 
 def asked_to_stop() -> signal.Signals | None:
-    """The stop signal received since the last call. Not by sigtimedwait: after a stop, Python's returns signals never sent."""
+    """The stop signal received since the last call.
+
+    Avoids sigtimedwait: if this process is stopped and continued meanwhile, Python's returns a signal that was never sent.
+    """
     pending = signal.sigpending() & set(STOP_SIGNALS)
     return signal.Signals(signal.sigwait(pending)) if pending else None
 
@@ -308,6 +321,7 @@ def _fresh_log(path: Path) -> BinaryIO:
 
 
 def _guard(state_dir: Path, supervisor_pid: int, resources: ResourceTracker, *, lock: StateLock) -> int:
+    """Waits for the supervisor, then does what it could not do."""
     code = None
     while code is None:
         resources.poll()

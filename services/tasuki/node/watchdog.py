@@ -53,7 +53,11 @@ class _Launched:
 
 
 class Watchdog:
-    """stall_s: maximum age of a heartbeat, and of a background transfer's progress. progress_s: of a command's progress."""
+    """Watches the heartbeats of one node.
+
+    stall_s: maximum age of a heartbeat, and maximum time without progress of what moves in the background. progress_s: the same of a
+    command.
+    """
 
     def __init__(self, state_dir: Path, *, stall_s: float, progress_s: float) -> None:
         self._state_dir, self._stall_s, self._progress_s = state_dir, stall_s, progress_s

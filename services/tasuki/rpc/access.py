@@ -84,7 +84,10 @@ LOCAL_ACCESS = Access(local_caller, None)
 
 
 def token_callers(path: Path) -> Callers:
-    """Identifies callers by their bearer token. path: `security.callers`, whose deletion revokes its tokens."""
+    """Identifies callers by the bearer token in the header `authorization`.
+
+    path: `security.callers`, whose deletion revokes its tokens. Raises InvalidArgument if it cannot be used.
+    """
     known = Reloaded([path], lambda: {_digest(token): role for token, role in read_tokens(path).items()}, broken={})
 
     def caller(context: Any) -> Caller:
@@ -102,7 +105,10 @@ def token_callers(path: Path) -> Callers:
 
 
 def certified_callers(path: Path | None) -> Callers:
-    """Identifies callers by the certificate that TLS verified: its SPIFFE id, else its common name."""
+    """Identifies callers by the certificate that TLS verified: its SPIFFE id, else its common name.
+
+    path: `security.callers`. Raises InvalidArgument if it cannot be used.
+    """
     roles = None if path is None else Reloaded([path], lambda: read_certificates(path), broken={})
 
     def caller(context: Any) -> Caller:
@@ -197,7 +203,10 @@ class ClientPaths:
         return cls(state_dir=config.state_dir, write=write, read=config.paths.read)
 
     def check(self, text: str, *, use: PathUse) -> None:
-        """Raises InvalidArgument for a relative path or `..`, PermissionDenied for one outside, or through a link."""
+        """Raises InvalidArgument for a relative path or one with `..`, PermissionDenied for one outside the folders of this use.
+
+        A link below such a folder is refused, too. The folder itself, or a folder above it, may be a link: the administrator made it.
+        """
         path = Path(text)
         if not path.is_absolute() or ".." in path.parts or "\0" in text:
             raise InvalidArgument("path", f"{text!r} must be absolute and without `..`")
@@ -251,7 +260,10 @@ class FleetFence:
         self._config = config
 
     def check(self, method: Method, context: Any, *, role: CallerRole = CallerRole.PEER) -> None:
-        """Raises HeldByFleet, StaleEpoch for another attempt, PermissionDenied below the role peer. Any caller may read."""
+        """Raises HeldByFleet for a caller outside the fleet, StaleEpoch for another attempt, PermissionDenied below the role peer.
+
+        Any caller may read. Stage commands are for the node's coordinator, which has an epoch.
+        """
         if method.role not in _FOR_CLIENTS:
             return
         command = _command(context)

@@ -46,16 +46,20 @@ class Commanded(Protocol):
 
 
 class CommandGate:
-    """Runs commands one at a time, each once: a request with the id, type and content of another gets its answer or error.
+    """Runs commands one at a time, each once: a repeated request gets the first answer or error.
 
-    Only a command that is no stage and ended in a `passing` error, such as a full disk, runs again. A command outlives
-    its caller: after a cancelled call it keeps running, and the same request_id finds it.
+    Only a command that is no stage and ended in a `passing` error, such as a full disk, runs again. A request repeats another if
+    request_id, message type and content agree; the same request_id with other content is refused. A command outlives its caller:
+    after a cancelled or timed-out call it keeps running, and the same request_id finds it.
     """
 
     def __init__(
         self, failpoints: Failpoints = NO_FAILPOINTS, *, boot_id: str = "", passing: tuple[type[TasukiError], ...] = PASSING
     ) -> None:
-        """failpoints: hit by each command's stage or name before it runs, with ".done" after. boot_id: for the log."""
+        """failpoints: each command hits one named after its stage or itself before it runs, and one with ".done" after.
+
+        boot_id: of this life of the service, for the log.
+        """
         self._failpoints, self._boot_id, self._passing = failpoints, boot_id, passing
         self.epoch = 0
         self.sequence = 0
@@ -76,19 +80,24 @@ class CommandGate:
         return bool(self._stages)
 
     def look(self, epoch: int) -> None:
-        """Records that a coordinator read the state, which fences older ones. Epoch 0 is a read by any other caller.
+        """Records that a coordinator read the state, which fences later stage commands of older coordinators.
 
         The latest look counts, not the highest: a bogus epoch locks the coordinator out only until its next look.
+        Epoch 0 is a read by any other caller.
         """
         if epoch:
             self._looked = epoch
             self._announced = {known for known in self._announced if known >= self.epoch} | {epoch}
 
     async def stage(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
-        """Runs a stage command of the coordinator. Raises StaleEpoch, StaleSequence, and InvalidArgument for a wild sequence.
+        """Runs a stage command of the coordinator.
 
-        A refused command leaves epoch and sequence unchanged, so a misplaced one cannot lock the coordinator out. Within its
-        epoch its number stays used: a refused undo proves that the stage never ran, so a late command for it must not run.
+        Raises StaleEpoch for an epoch below the highest executed or the last look, or one that never looked.
+        Raises StaleSequence if the sequence number does not grow.
+        Raises InvalidArgument if it is further ahead than a coordinator can be, or without a request_id.
+
+        A refused command leaves epoch and sequence unchanged, so a misplaced one cannot lock the coordinator out. Within its epoch its
+        number stays used: a refused undo proves that the stage never ran, so a late command for that stage must not run either.
         """
         content = digest(request)
         answer = self._first_answer(request, content)
@@ -104,7 +113,10 @@ class CommandGate:
     async def once(
         self, request: Commanded, action: Callable[[], Awaitable[_Answer]], *, content: bytes | None = None
     ) -> _Answer:
-        """Runs a command that is no stage. Epoch 0 asks for no fencing. content: digest of the stream with this header."""
+        """Runs a command that is no stage. Epoch 0 means that the caller does not ask for fencing.
+
+        content: digest of the whole command, where `request` is the header of a stream.
+        """
         content = digest(request) if content is None else content
         answer = self._first_answer(request, content)
         is_over = answer is not None and answer.done() and not answer.cancelled()
@@ -213,13 +225,17 @@ def _name(request: Commanded) -> str:
 
 
 def _version(answer: object) -> str:
+    """Version that was published or received, for the log."""
     if isinstance(answer, PublishWeightsResponse):
         return str(answer.weights.policy_version)
     return str(answer.policy_version) if isinstance(answer, ReceiveWeightsResponse) else "-"
 
 
 def digest(request: Commanded, stream: Iterable[Message] = ()) -> bytes:
-    """Digest of type and content without the CommandId, whose epoch may differ between tries. stream: what follows a header."""
+    """Digest of message type and content, without the CommandId, whose epoch may differ between tries.
+
+    stream: what follows `request` where it is a header.
+    """
     body = type(request)()
     cast(Message, body).CopyFrom(cast(Message, request))
     cast(Message, body).ClearField("command")

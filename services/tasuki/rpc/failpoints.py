@@ -55,7 +55,10 @@ class Failpoint:
 
 
 def parse_failpoint(spec: str) -> Failpoint:
-    """Parses e.g. "coordinator@SYNC.intended:3=stop" or "coordinator@SYNC.intended=kill(trainer1)". Raises ValueError."""
+    """Parses "rollout@SYNC=kill", "coordinator@SYNC.intended:3=stop" or "coordinator@SYNC.intended=kill(trainer1)".
+
+    Raises ValueError.
+    """
     parts = _SPEC.fullmatch(spec)
     if parts is None or parts["action"] not in list(Action):
         raise ValueError(f"is not PROCESS@POINT[:NTH]=ACTION with an action of {', '.join(Action)}")
@@ -91,6 +94,8 @@ def _check(one: Failpoint, config: NodeConfig) -> None:
 
 
 def _points(config: NodeConfig) -> dict[str, tuple[str, ...]]:
+    """Points of every process of the node."""
+
     def with_ends(commands: Iterable[str]) -> tuple[str, ...]:
         return tuple(point for command in commands for point in (command, f"{command}.done"))
 
@@ -117,7 +122,8 @@ class Failpoints:
     """Failpoints of one process; inactive in a node that was not made for tests."""
 
     def __init__(self, process: str, specs: Sequence[str] = (), *, folder: Path | None = None) -> None:
-        """process: e.g. "coordinator", "trainer1" for a rank. folder: of those that fired, and were planted; None for none."""
+        """process: e.g. "coordinator", "trainer1" for rank 1, "rollout", "scheduler0". folder: keeps the record of
+        those that fired, and those added by `plant`; None for no failpoints."""
         self._process, self._folder = process, folder
         self._points = [one for spec in specs if folder and (one := parse_failpoint(spec)).process == process]
         self._hits: Counter[str] = Counter()

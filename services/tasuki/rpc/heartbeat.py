@@ -47,7 +47,10 @@ def read_pulse(path: Path) -> Pulse | None:
 
 
 class Heartbeat:
-    """Pulse of this process, until `close`. Until it beats, the process is starting, and counts as hung only if stopped."""
+    """Pulse of this process, until `close`. It begins to beat with `beat_in_thread` or `beat_in_loop`.
+
+    Until then the process is starting; the supervisor counts it as hung only if it was stopped (SIGSTOP).
+    """
 
     def __init__(self, state_dir: Path, process: str) -> None:
         """process: e.g. "coordinator", "trainer1" for a rank, "scheduler0"; the part before the digits names one kind of process."""

@@ -42,7 +42,7 @@ class _Outcome:
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps the handlers of a server. Methods in no table are refused at a port, and pass untouched at the unix socket.
 
-    A caller is checked before a message is read, and before each answer of a stream, so a revoked role ends it.
+    A caller is checked before the first message is read, and again before each answer of a stream, so a revoked role ends it.
     """
 
     def __init__(
@@ -177,6 +177,7 @@ async def _abort(context: Any, error: TasukiError) -> None:
 
 
 def _metadata(context: _Context, wanted: str) -> str:
+    """Value of a metadata key; empty if the caller did not send it."""
     for key, value in context.invocation_metadata() or ():
         if key == wanted and isinstance(value, str):
             return value

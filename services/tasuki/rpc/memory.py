@@ -29,7 +29,10 @@ _DEFAULT_INTERVAL_MS = 1000
 
 
 def decode_move(request: PauseRequest | ResumeRequest, service: Service) -> tuple[Stage, list[MemoryTag]]:
-    """The stage and tags of a Pause or Resume; none at all is allowed. Raises InvalidArgument for those that do not belong."""
+    """The stage of a Pause or Resume, and the tags that it names; none at all is allowed: the stage then only counts.
+
+    Raises InvalidArgument for a stage that `service` does not carry out by this RPC, and for a tag that the stage does not move.
+    """
     rpc = Rpc.PAUSE if isinstance(request, PauseRequest) else Rpc.RESUME
     stage, allowed = Stage.of(request.stage), stages_of(service, rpc)
     if stage is None or stage not in allowed:
@@ -107,9 +110,10 @@ _READ_TIMEOUT_S = 5.0
 
 
 def wait_to_leave(service: Service, target: str, *, staying: Collection[MemoryTag] = (), must_serve: bool = False) -> None:
-    """Returns when the service holds only `staying`, or does not answer: a starting engine takes all the memory that is free.
+    """Returns when the service holds nothing but what stays, or does not answer: a starting engine takes all the memory that is free.
 
-    must_serve: the service starts too, so one that does not answer is waited for.
+    staying: tags of rollout that stay; an offloaded trainer has left whatever it keeps. must_serve: the service starts too, so one that
+    does not answer is waited for.
     """
     started, is_told = time.monotonic(), False
     with open_blocking_channel(target) as channel:

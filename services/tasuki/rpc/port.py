@@ -131,7 +131,10 @@ def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration
 
 
 def peer_credentials(security: SecurityConfig) -> Credentials | None:
-    """The node's own certificate; None if ports on loopback admit every caller. Raises InvalidArgument without client_ca."""
+    """The node's own certificate; None if ports on loopback admit every caller.
+
+    `client_ca` has to have signed the nodes' certificates, too. Raises InvalidArgument for TLS or tokens without it.
+    """
     if security.client_ca is not None:
         return Credentials(ca=security.client_ca, cert=security.cert, key=security.key)
     if security.cert is not None or security.callers is not None:
@@ -140,7 +143,10 @@ def peer_credentials(security: SecurityConfig) -> Credentials | None:
 
 
 def read_certificate(cert: Path, key: Path) -> dict[str, Any]:
-    """Fields as of `getpeercert`, seen by a client that trusts only this certificate. Raises SSLError."""
+    """Fields as of `getpeercert`, seen by a client that trusts only this certificate. Names are not checked.
+
+    Raises SSLError; SSLCertVerificationError if it has expired.
+    """
     serving, asking = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     serving.load_cert_chain(cert, key)
     asking.check_hostname = False
@@ -172,7 +178,10 @@ class HttpPort(ThreadingHTTPServer):
     request_queue_size = 64
 
     def __init__(self, listen: str, handler: type[BaseHTTPRequestHandler], *, guard: NodeConfig | None) -> None:
-        """guard: whose [security] has the callers; None serves plain text to everybody. Raises OSError, InvalidArgument."""
+        """guard: whose [security] has the certificate and the callers; None serves plain text to everybody.
+
+        Raises OSError when the address cannot be had, InvalidArgument naming a key of [security] whose file cannot be used.
+        """
         host, port = split_host_port(listen)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.access: Access | None = None
@@ -183,7 +192,10 @@ class HttpPort(ThreadingHTTPServer):
         super().__init__((host, port), handler)
 
     def takes_host(self, header: str | None) -> bool:
-        """Whether `Host` may name this server, with any port. Refuses pages whose name resolves to it (DNS rebinding)."""
+        """Whether the `Host` header may name this server. Refuses pages elsewhere whose name resolves to it (DNS rebinding).
+
+        Over TLS the certificate determines the name. The port may differ, as through a tunnel.
+        """
         if self.tls is not None or header is None:
             return self.tls is not None
         host, _, port = header.rpartition(":") if not header.endswith("]") else (header, "", "")

@@ -38,7 +38,8 @@ def rank_identity(rank: int) -> bytes:
 class RankFront(Generic[CommandT, ResultT]):
     """Calls the ranks, one call at a time. Owns the socket; `close` removes it.
 
-    If a rank dies, or only some fail, their states differ: all calls then raise, and `broken` is set, which ends the service.
+    If a rank dies, or only some ranks fail in `call`, their states differ. The running call and all later ones then raise, and `broken`
+    is set, so that the service is ended.
     """
 
     straggler_timeout_s: float | None = None
@@ -73,9 +74,10 @@ class RankFront(Generic[CommandT, ResultT]):
         return all(rank_identity(rank) in self._connected for rank in range(self.num_ranks))
 
     async def call(self, command: CommandT | Sequence[CommandT], *, timeout_s: float | None = None) -> list[ResultT]:
-        """Runs one command in every rank, or each its own of the same kind. Results in order of rank.
+        """Runs one command in every rank; of a sequence, which has one kind, each command in its rank. Results in order of rank.
 
-        Raises the error that the ranks agree on, else InternalError, and DeadlineExceeded after `timeout_s`; the ranks go on.
+        Raises the error that the ranks agree on, and InternalError naming the rank for any other. Raises DeadlineExceeded when not all
+        have answered within `timeout_s`; the ranks go on.
         """
         commands = [command] * self.num_ranks if isinstance(command, Message) else command
         async with self._calling(commands, timeout_s=timeout_s) as results:
@@ -126,6 +128,7 @@ class RankFront(Generic[CommandT, ResultT]):
         self._path.unlink(missing_ok=True)
 
     async def _send(self, commands: Sequence[CommandT]) -> None:
+        """Sends each rank its command."""
         for rank, command in enumerate(commands):
             try:
                 await self._socket.send_multipart([rank_identity(rank), command.SerializeToString()])
@@ -254,7 +257,10 @@ def _end_context(context: zmq.Context[Any], *, linger_ms: int) -> None:
 
 @dataclass(slots=True)
 class CommandRunner(Generic[ResultT]):
-    """Runs the commands of a rank, each between two failpoints: its name, and ".done". heartbeat: shows that one runs."""
+    """Runs the commands of a rank. Each comes to a failpoint with its own name before it is carried out, and ".done" after.
+
+    heartbeat: shows that one runs.
+    """
 
     result: type[ResultT]
     handlers: Handlers

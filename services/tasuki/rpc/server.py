@@ -36,7 +36,10 @@ _LOOK_EVERY_S = 1.0
 
 
 class RpcServer:
-    """Serves one service process on a unix socket (target: "unix:/path"), and on a port where it has one."""
+    """Serves one service process on a unix socket, and on a port where it has one.
+
+    target: "unix:/path". registry: of the service's metrics, which MetricsService tells.
+    """
 
     def __init__(
         self,
@@ -77,7 +80,10 @@ class RpcServer:
         self._names.append(name)
 
     async def start(self) -> None:
-        """Serves. Raises NodeRunning for an address in use, InvalidArgument for a port beyond loopback without TLS."""
+        """Binds and serves. Every added service is SERVING from here on.
+
+        Raises NodeRunning when an address is in use, InvalidArgument for a port beyond loopback without TLS.
+        """
         for server in self._servers:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             # For grpcurl and its like.
@@ -108,7 +114,8 @@ class RpcServer:
     async def serve(self, stop_event: asyncio.Event) -> None:
         """Returns when `stop_event` is set, which SIGTERM and SIGINT do, too.
 
-        Raises ServiceFailed, with the event set, when grpcio has ended a server: its memory is then not to be trusted.
+        Raises ServiceFailed, with the event set, when grpcio has ended a server. The process's memory is not to be trusted then, so a
+        new process has to serve.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -70,7 +70,9 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def provenance(config: NodeConfig, *, config_dir: Path) -> dict[str, str]:
-    """Where a run comes from: command, time, folders, data, tasuki's version, and the commit of the git repository, if any."""
+    """Command, its time and folder, the folder of its configuration, the data, tasuki's version, and the commit of the folder's git
+    repository, if it is in one.
+    """
     run = config.train or config.sft
     assert run is not None
     found = {
@@ -92,6 +94,7 @@ def provenance(config: NodeConfig, *, config_dir: Path) -> dict[str, str]:
 
 
 def _git(*command: str) -> str:
+    """The command's output; empty without git or a repository."""
     try:
         git = ["git", "-c", "core.fsmonitor=false", *command]
         return subprocess.run(git, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True).stdout.strip()

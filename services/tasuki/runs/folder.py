@@ -58,7 +58,9 @@ class MetricsFile:
 
 
 def read_steps(output_dir: Path) -> list[Step]:
-    """Reads the steps of metrics.jsonl without a truncated last line. Raises PathPermissionDenied, InvalidArgument."""
+    """Reads the steps of metrics.jsonl; ignores a truncated last line. Raises PathPermissionDenied, or InvalidArgument naming an invalid
+    line or file.
+    """
     path = output_dir / "metrics.jsonl"
     try:
         with named_if_denied(path, key="output_dir"), open_regular(path) as file:
@@ -172,9 +174,9 @@ def best_checkpoint(output_dir: Path, steps: Sequence[Step]) -> tuple[Path, Step
 
 
 def remove_checkpoints(output_dir: Path, steps: Sequence[Step], *, keep_last: int, log: Path) -> None:
-    """Removes the other complete checkpoints, each renamed first. What cannot be removed is told and tried again.
+    """Removes the other complete checkpoints. One is renamed first, so that none is ever complete in part.
 
-    log: of the trainer, which needs a checkpoint until it has shortened its log.
+    log: of the trainer, which needs a checkpoint until it has shortened its log. What cannot be removed is told and tried again.
     """
     folder = output_dir / CHECKPOINTS
     best = best_checkpoint(output_dir, steps)
@@ -201,7 +203,10 @@ NODE_FILE = "state_dir"
 
 @contextmanager
 def archived(state_dir: Path, output_dir: Path) -> Iterator[None]:
-    """Copies the node's logs and journal when the block ends; until then `archive_folder` is the node's."""
+    """Copies the node's logs and journal when the block ends. Files that cannot be copied are reported, not raised.
+
+    Until then, or if this process is killed, `archive_folder` of the output folder is the node's.
+    """
     node_file = output_dir / NODE_FILE
     if output_dir.resolve() != state_dir.resolve():
         output_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -218,7 +223,10 @@ def archived(state_dir: Path, output_dir: Path) -> Iterator[None]:
 
 
 def archive_folder(folder: Path) -> Path:
-    """The node's folder until the run in `folder` has a copy of its archive, then `folder` itself. Raises OSError."""
+    """Folder with the archive of the run in `folder`: the node's until the run has a copy, then `folder` itself.
+
+    Raises OSError if the file that names the node cannot be read.
+    """
     try:
         state_dir = read_path(folder / NODE_FILE)
         return state_dir if paths.journal_path(state_dir).is_file() else folder
@@ -260,6 +268,7 @@ def _touch(path: Path) -> None:
 
 
 def _copy_journal(source: Path, target: Path) -> None:
+    """Copies the journal consistently, even while it is written."""
     target.unlink(missing_ok=True)
     _touch(target)
     with open_journal(source) as journal, closing(sqlite3.connect(target)) as copy:

@@ -28,7 +28,10 @@ def progress_path(output_dir: Path) -> Path:
 
 @contextmanager
 def written_progress(progress: Progress, output_dir: Path, *, show: Callable[[ProgressRecord], None]) -> Iterator[None]:
-    """Replaces progress.json every second on another thread, and shows each record; removes the file as the block ends."""
+    """Replaces progress.json every second on another thread, and shows each record; removes the file as the block ends.
+
+    A full disk leaves the file out: a run must not end for it.
+    """
     path, is_over = progress_path(output_dir), threading.Event()
 
     def tick() -> None:

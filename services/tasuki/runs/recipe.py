@@ -76,7 +76,10 @@ def _is_digest(value: object) -> bool:
 
 
 def model_digests(config: NodeConfig) -> dict[str, str]:
-    """Digests of the model's texts, by file, and of the read tensors' names, dtypes and shapes, not their values."""
+    """Digests of the model's texts, by file, and of names, dtypes and shapes of the tensors that are read, wherever they are stored.
+
+    Does not read the weights, which may be hundreds of GB. Raises as read_stored.
+    """
     folder, critic = config.model.path, config.trainer.critic
     counted = {*stored_shapes(read_model_shape(folder)), *([VALUE_HEAD] if critic is not None and critic.path is None else [])}
     stored = {name: tensor for name, tensor in read_stored(folder).items() if name in counted}

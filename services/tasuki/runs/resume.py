@@ -57,9 +57,10 @@ MakeLoop = Callable[[Client, Dataset[Any], Continuation], RlLoop | SftLoop]
 def continuation(
     earlier: EarlierRun, *, node_version: int, is_of_run: bool, pending: PendingStep | None = None
 ) -> Continuation:
-    """Decides where to resume on a node whose trainer is at `node_version`. pending: the last step whose updates began.
+    """Decides where to resume on a node whose trainer is at `node_version`.
 
-    is_of_run: whether the trainer last trained this run, so that nothing is lost. Raises VersionOrder for unknown weights.
+    is_of_run: whether the trainer last trained this run. If so, nothing is lost; otherwise the run resumes from its newest checkpoint
+    or restarts. pending: the last step whose updates began. Raises VersionOrder if the node has later weights of unknown origin.
     """
     saved, saved_version = earlier.num_saved_steps, earlier.saved_version
     # Of the checkpoint's steps, the last may have no line yet.
@@ -111,7 +112,10 @@ def check_num_steps(num_done: int, settings: RunSettings) -> None:
 
 
 def resumable_run(config: NodeConfig, settings: RunSettings, dataset: Dataset[Any]) -> EarlierRun | None:
-    """Finds an interrupted run in the output folder, or None. Raises InvalidArgument, and as read_earlier_run."""
+    """Finds an interrupted run in the output folder, or None. Checks everything that needs no node.
+
+    Raises InvalidArgument naming a changed key, and the errors of read_earlier_run.
+    """
     earlier = read_earlier_run(settings.output_dir)
     if earlier is None:
         return None
@@ -135,9 +139,10 @@ def check_restart(earlier: EarlierRun, config: NodeConfig, settings: RunSettings
 
 
 def begin(client: Client, config: NodeConfig, settings: RunSettings, *, config_dir: Path, now: datetime) -> Continuation:
-    """Starts a run from the node's current weights; tells of others than the model's. config_dir: for run.json.
+    """Starts a run from the node's current weights, without gradients that an earlier run may have left; tells of other weights than the
+    model's. config_dir: for run.json. now: what chat templates read as the time.
 
-    now: what chat templates read as the time. Raises InvalidArgument for a text of the model that has changed meanwhile.
+    Raises InvalidArgument for a text of the model that has changed since the node started.
     """
     if (known := model_texts_path(config.state_dir)).is_file():
         now_there = text_digests(config.model.path)
@@ -164,7 +169,10 @@ def begin(client: Client, config: NodeConfig, settings: RunSettings, *, config_d
 
 
 def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: EarlierRun) -> Continuation:
-    """Brings the node to where the run resumes, and removes everything later. Raises VersionOrder, InvalidArgument."""
+    """Brings the node to where the run resumes, and removes everything later.
+
+    Raises VersionOrder if the node has later weights of another run, InvalidArgument for a key or a damaged checkpoint.
+    """
     marker = training_run_path(config.state_dir)
     is_of_run = marker.is_file() and read_regular(marker) == earlier.head.id.encode()
     pending = read_pending(settings.output_dir) if is_of_run else None
@@ -224,6 +232,7 @@ def _remove_incomplete(checkpoints: Path, earlier: EarlierRun) -> None:
 
 
 def _remove(path: Path) -> None:
+    """Removes a folder, or whatever else someone has put in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -174,9 +174,10 @@ def _longest_sample(
     path: Path | str,
     max_prompt_tokens: int | None,
 ) -> int:
-    """Tokens of the longest prompt plus max_new_tokens; 0 without rows. limit: tokens of prompt plus completion.
+    """Returns the tokens of the longest prompt plus max_new_tokens; 0 without rows.
 
-    Raises InvalidArgument naming the first row that does not fit; or `key`, which sets max_new_tokens, if no prompt would.
+    limit: tokens of prompt plus completion. max_prompt_tokens: as configured. Raises InvalidArgument naming the first row whose prompt
+    is too long or leaves no room for max_new_tokens; or `key`, which sets max_new_tokens, if it leaves no room for any prompt.
     """
     if rows and max_new_tokens >= limit:
         text = f"is {max_new_tokens}, which leaves no room for a prompt: prompt plus completion may have {limit} tokens"
@@ -211,7 +212,10 @@ def open_rewards(
     tokenizer: ModelTokenizer | None = None,
     max_tokens: int = 0,
 ) -> RewardPool | EpisodePool:
-    """Starts the workers of `[train.reward]` or `[train.episode]`. Without a tokenizer, to check the rows, one suffices."""
+    """Starts the workers of `[train.reward]` or `[train.episode]`, which import its functions. Raises as check_reward_rows.
+
+    tokenizer, max_tokens: of episodes; without a tokenizer, to check the rows, one worker suffices.
+    """
     key, _ = reward_functions(train)
     with field_as_key(key.partition(".")[2], key):
         if train.episode is not None:
@@ -247,6 +251,7 @@ def open_rewards(
 
 
 def _check_program(command: Sequence[str], server: str | None, folders: Sequence[Path]) -> None:
+    """Raises NotInstalled without the extra that programs and servers need, and InvalidArgument if there is no such program."""
     if (command or server) and None in (find_spec("starlette"), find_spec("uvicorn")):
         text = f"train.episode.{'command' if command else 'server'} needs starlette and uvicorn: {install_extras('gateway')}"
         raise NotInstalled(text, packages="starlette,uvicorn", extras="gateway")

@@ -39,7 +39,10 @@ class ModelTokenizer:
     """The tokenizer of a Hugging Face model folder. `fields` are a row's: its `tools` and `chat_template_kwargs` reach the template."""
 
     def __init__(self, model_path: Path | str, *, now: datetime | None = None) -> None:
-        """now: local time of chat templates, by default now; it stands, so that equal rows are equal prompts."""
+        """now: local time that chat templates read, that of the call by default; it does not go on, so that equal rows are equal prompts.
+
+        Raises as read_tokenizer.
+        """
         model_path = Path(model_path)
         self.now = now or datetime.now().astimezone().replace(tzinfo=None)
         self._tokenizer = read_tokenizer(model_path)
@@ -87,7 +90,9 @@ class ModelTokenizer:
         return self._tokenizer.encode(text).ids
 
     def encode_example(self, prompt: str, completion: str, fields: Row | None = None) -> ChatTokens:
-        """Encodes both as one text and an end of sequence. A token that spans both belongs to the completion."""
+        """Encodes both as one text and appends the end-of-sequence token. The prompt is as rollout encodes it, unless a token spans both,
+        which belongs to the completion.
+        """
         _refuse_template_fields(fields, _CHAT_FIELDS)
         if (eos_token_id := self._tokenizer.eos_token_id) is None:
             raise InvalidArgument("completion", "the model's tokenizer has no end-of-sequence token to end it with")
@@ -102,7 +107,9 @@ class ModelTokenizer:
         return ChatTokens(token_ids, [0] * start + [1] * (len(token_ids) - start))
 
     def encode_chat(self, messages: Sequence[Message], fields: Row | None = None) -> ChatTokens:
-        """Encodes a conversation. Answers are found by `{% generation %}` marks, or by rendering prefixes."""
+        """Encodes a conversation by the model's chat template. Takes the assistant's tokens from the template's `{% generation %}` marks,
+        or else finds them by rendering prefixes; refuses templates that do not allow that.
+        """
         template, variables = self._template("messages", fields)
         if problem := prompt_problem(messages):
             raise InvalidArgument("messages", problem)
@@ -142,7 +149,8 @@ class ModelTokenizer:
     def encode_next(self, messages: Sequence[Message], place: int, fields: Row, *, last_token_id: int | None) -> list[int]:
         """Encodes what the chat template writes after the answer `messages[place]`, up to the next one's start.
 
-        The answer is never rendered, so the prompt extends it exactly. last_token_id: of the answer; no stop is doubled.
+        The answer's own tokens are never rendered, so that the prompt extends them exactly. last_token_id: of the answer; if it is a
+        stop token, the template's is left out. Raises InvalidArgument for a template that does not write an answer as it is.
         """
         _, num_images = self._without_files(messages[place + 1 :], "messages")
         messages, _ = self._without_files(messages, "messages")
@@ -167,7 +175,10 @@ class ModelTokenizer:
         return token_ids[stops[-1] + 1 if stops else int(token_ids[:1] == [last_token_id]) :]
 
     def read_answer(self, token_ids: Sequence[int], fields: Row) -> dict[str, object]:
-        """The `text` of an answer, its `tool_calls`, the `message` for the next prompt, and `written`: text with calls."""
+        """The `text` of an answer, its `tool_calls` if the row has tools, and the `message` that the next prompt repeats.
+
+        `written` is the text with its calls.
+        """
         own = token_ids[:-1] if token_ids[-1:] and token_ids[-1] in self.stop_token_ids else token_ids
         written = text = self._tokenizer.decode(own)
         calls = list[Call]()
