@@ -154,6 +154,27 @@ def test_a_failure_may_count_as_zero_or_nothing_and_is_counted(folder: Path, on_
     assert (none.num_failed, none.mean()) == (1, 0.0 if on_error == "zero" else None)
 
 
+@pytest.mark.parametrize(
+    ("replaced", "cause"),
+    [
+        ("json.dumps = lambda value: '[[NaN, \"\"]]'", ""),
+        ("json.JSONEncoder.encode = None", ""),
+        ("math.isfinite = lambda value: True; value = math.nan", "returned nan, which is not finite"),
+        ("builtins.abs = lambda value: 0; value = 1e30", "returned 1e+30, which is beyond"),
+        ("reward_worker.checked_reward = lambda value: (value, value, 1)", "made its worker answer [["),
+        ("reward_worker.checked_reward = lambda value: (None, '')", "returned NoneType, not a number"),
+    ],
+)
+def test_a_reward_that_replaces_what_its_worker_uses_fails_with_a_cause_if_at_all(tmp_path: Path, replaced: str, cause: str):
+    source = "import builtins, json, math\nfrom tasuki.client import reward_worker\n"
+    source += f"def reward(completion, value):\n    {replaced}\n    return value\n"
+    (tmp_path / "replacing.py").write_text(source)
+    with RewardPool("replacing:reward", folders=[tmp_path], on_error="skip") as pool:
+        scores = pool.score([{"prompt": "a", "value": value} for value in (1.0, 0.5)], ["a", "b"])
+    assert scores.num_failed == 2 * bool(cause) and all(cause in failure for failure in scores.failures)
+    np.testing.assert_array_equal(scores.rewards, np.float32([np.nan] * 2 if cause else [1.0, 0.5]))
+
+
 def test_a_worker_of_which_nothing_is_asked_is_not_late(folder: Path, monkeypatch: pytest.MonkeyPatch):
     with RewardPool("my_rewards:reward", folders=[folder]) as pool, monkeypatch.context() as later:
         later.setattr(worker_process, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0))

@@ -24,6 +24,7 @@ from tasuki.client.dataset import Row
 from tasuki.client.episode import Asked, Batch, Episode, Episodes, credit_turns
 from tasuki.client.episode_worker import BLOCKED
 from tasuki.client.generation import number_of_call
+from tasuki.client.reward_worker import judged
 from tasuki.client.rewards import Scores, source_of
 from tasuki.client.sync_client import Client
 from tasuki.client.turns import Turns
@@ -249,7 +250,8 @@ class EpisodePool:
             episode.runs_since = time.monotonic()
             return
         if kind == "end":
-            episode.reward, episode.failure, episode.turn_rewards = fields
+            value, cause, episode.turn_rewards = fields
+            episode.reward, episode.failure = judged(value, cause)
             if episode.failure and self._on_error == "fail":
                 raise self._failed(episode, batch)
             episode.has_ended = True

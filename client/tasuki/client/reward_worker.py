@@ -27,6 +27,8 @@ _TOLD_CHARACTERS = 1000
 _TOKEN_IDS = ("prompt_token_ids", "completion_token_ids")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _HIGH_FD = 512
+_encode = json.JSONEncoder().encode
+"""As it was before the user's code could replace it."""
 _worker_pid: int | None = None
 
 
@@ -80,7 +82,7 @@ def send_answer(connection: Connection, answer: object) -> None:
     if os.getpid() != _worker_pid:  # a fork that has returned from the user's code, too
         os._exit(0)
     try:
-        connection.send_bytes(json.dumps(answer).encode())
+        connection.send_bytes(_encode(answer).encode())
     except OSError:  # the client is gone
         os._exit(0)
 
@@ -152,6 +154,11 @@ def checked_reward(reward: object) -> Answer:
     if abs(value) > LARGEST_REWARD:
         return math.nan, f"returned {value}, which is beyond {LARGEST_REWARD:g}"
     return value, ""
+
+
+def judged(value: object, cause: object) -> Answer:
+    """A worker's answer as the client takes it: the user's code may have replaced what the worker judges with."""
+    return (math.nan, str(cause)) if cause else checked_reward(value)
 
 
 def told(error: BaseException) -> str:

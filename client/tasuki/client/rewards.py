@@ -5,17 +5,18 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.client.dataset import row_place
 from tasuki.client.encode import TokenIds
-from tasuki.client.reward_worker import LARGEST_REWARD, Answer, Source, is_worker
+from tasuki.client.reward_worker import LARGEST_REWARD, Answer, Source, is_worker, judged
 from tasuki.client.types import FinishReason, Sample
 from tasuki.client.worker_process import WorkerEnded, WorkerProcess, Workers
 from tasuki.wire.errors import InvalidArgument, RewardFailed
@@ -184,7 +185,7 @@ class RewardPool:
                         self._workers.replace_ended(worker, how)
                     if worker in running:
                         index = running.pop(worker)
-                        answers[index] = answer or [(math.nan, how)]
+                        answers[index] = [(math.nan, how)] if how else _judged(answer, calls[index][2] or 1)
                         if self._on_error == "fail" and any(cause for _, cause in answers[index]):
                             waiting.clear()  # those before it are running or done
         finally:
@@ -244,6 +245,14 @@ class RewardPool:
     def _failed(self, cause: str, reward: NamedReward, *, sample: int, prompt: int) -> RewardFailed:
         text = f"reward {reward.function} failed for sample {sample} (prompt {prompt}): {cause}"
         return RewardFailed(text, sample=sample, prompt=prompt, cause=cause, reward=reward.name)
+
+
+def _judged(answer: Any, num: int) -> list[Answer]:
+    with suppress(TypeError):  # it has another form
+        each = [judged(*one) for one in answer]
+        if len(each) == num or (len(each) == 1 and each[0][1]):
+            return each
+    return [(math.nan, f"made its worker answer {answer!r:.80}; does its code replace functions of Python?")]
 
 
 def _listed(part: Sequence[Mapping[str, object]], scope: str) -> dict[str, object]:
