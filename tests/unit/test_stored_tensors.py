@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import read_model
 from tasuki.models.folder_files import INDEX_FILE
-from tasuki.models.stored_tensors import check_head, check_stored, read_stored
+from tasuki.models.stored_tensors import check_head, check_stored, read_file, read_stored
+from tasuki.models.stored_values import check_dtypes
 from tasuki.node.model_folder import check_model_folder
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.durable.model_folder import load_shards
@@ -158,6 +159,63 @@ def test_a_tensor_that_config_json_does_not_describe_is_named(change: str, folde
     rewrite(folder / "model.safetensors", CHANGES[change][0])
     said = refusal(folder)
     assert all(part in said for part in ["model", *CHANGES[change][1]]), said
+
+
+def retype(file: Path, named: str, dtype: str) -> None:
+    """Changes the dtype of tensors whose names contain `named` in the header alone."""
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    table = json.loads(content[8 : 8 + length])
+    for name in table:
+        if named in name:
+            table[name]["dtype"] = dtype
+    header = json.dumps(table).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3_moe", "qwen3_5", "qwen2_5_vl"])
+@pytest.mark.parametrize(("own", "other"), [("BF16", "F16"), ("F16", "BF16")])
+def test_values_of_another_dtype_than_the_header_says_are_refused(kind: str, own: str, other: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model(kind, seed=0), tmp_path / "model")
+    file, dtype = folder / "model.safetensors", {"BF16": torch.bfloat16, "F16": torch.float16}[own]
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    check_model_folder(folder)
+    whole = file.read_bytes()
+    for named in ("", "layers.0.mlp", "layers.1.self_attn.q_proj.weight"):
+        retype(file, named, other)
+        said = refusal(folder)
+        assert str(file) in said and named in said and f"is {other} by the header, but its values are {own}" in said
+        file.write_bytes(whole)
+
+
+def test_weights_of_any_shape_are_taken_for_their_own_dtype(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = (48, 128)
+    kinds = {
+        "dense": torch.randn(shape),
+        "with far values": torch.distributions.StudentT(1.5).sample(shape),
+        "with scales of rows": torch.randn(shape) * torch.exp(6 * torch.randn(48, 1)),
+        "with scales of values": torch.randn(shape) * torch.exp(2 * torch.randn(shape)),
+        "of a few levels": (torch.randn(shape) * 3).round(),
+        "of two levels a row": torch.randn(shape).sign() * (0.5 + torch.rand(48, 1)),
+        "around one": 1 + 0.1 * torch.randn(shape),
+        "sparse": torch.randn(shape) * (torch.rand(shape) < 0.1),
+    }
+    for number, scale in enumerate(10.0**exponent for exponent in range(-12, 4)):
+        for dtype in (torch.float16, torch.bfloat16):
+            tensors = {kind: (values * scale).to(dtype).clamp(-60000, 60000) for kind, values in kinds.items()}
+            save_file(tensors, tmp_path / f"{number}.safetensors")
+            check_dtypes(read_file(tmp_path / f"{number}.safetensors", key="test"), key="test")
+
+
+@pytest.mark.parametrize("name", ["", "model.\nnorm.weight", "model.norm.\x1b[31mweight", "\u202emodel"])
+def test_a_name_that_no_line_can_show_is_refused(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = copied(folders["single"], tmp_path)
+    rewrite(folder / "model.safetensors", lambda each: each.update({name: each.pop("model.norm.weight")}))
+    assert f"model.safetensors is damaged: it has a tensor with the name {name!r}" in refusal(folder)
+    folder = Path(shutil.copytree(folders["sharded"], tmp_path / "sharded"))
+    edit(folder / INDEX_FILE, lambda index: index["weight_map"].update({name: SHARDS[0]}))
+    assert f"{INDEX_FILE} names {SHARDS[0]} for {name!r}, which is not in it" in refusal(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.bool, torch.float8_e5m2])

@@ -38,9 +38,14 @@ def read_weight_map(folder: Path, *, key: str = _KEY) -> dict[str, str] | None:
     if not isinstance(weight_map, dict) or not weight_map:
         raise InvalidArgument(key, f"{index} has no `weight_map`; download it again")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or Path(file).suffix != ".safetensors":
+        if (
+            not isinstance(file, str)
+            or Path(file).name != file
+            or Path(file).suffix != ".safetensors"
+            or not file.isprintable()
+        ):
             raise InvalidArgument(
-                key, f"{index} names {file!r} for {name}, which is no safetensors file of the folder; download it again"
+                key, f"{index} names {file!r} for {name!r}, which is no safetensors file of the folder; download it again"
             )
     return weight_map
 

@@ -3,17 +3,17 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Never
+from typing import Any, Never
 
 from tasuki.models.config_json import LFS_START, refuse_pointer
 from tasuki.models.families import find_family
 from tasuki.models.folder_files import INDEX_FILE, WEIGHT_SUFFIXES, read_weight_map
 from tasuki.models.shape import ModelShape
+from tasuki.models.stored_values import BLOCK_BYTES, check_dtypes, check_written, differs
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular
@@ -40,8 +40,6 @@ _COMPUTED = (".inv_freq", ".cos_cached", ".sin_cached", ".position_ids", ".maske
 _QUANTIZATIONS = ("hf_quant_config.json", "quant_model_description.json")
 """Files that SGLang reads in place of config.json's quantization_config."""
 _AGAIN = "download or convert the model again"
-_BLOCK_BYTES = 1 << 20
-_MIN_BLOCK_BYTES, _MIN_ZEROS = 4096, 64
 _NUM_BLOCKS = 16
 """Blocks of an embedding that are compared at a start. The trainer compares all while it loads."""
 
@@ -75,7 +73,7 @@ def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTen
             _refuse_beside(folder, key=key)
             _check_alone(single, key=key)
             whole = read_file(single, key=key)
-            _check_written(single, whole, key=key)
+            check_written(single, whole, key=key)
             return _paired(whole)
         _refuse_beside(folder, key=key)
         tensor_in = {file_name: name for name, file_name in sorted(indexed.items(), reverse=True)}
@@ -84,7 +82,7 @@ def read_stored(folder: Path, *, key: str = "model.path") -> dict[str, StoredTen
             raise InvalidArgument(key, problem)
         files = {name: read_file(folder / name, key=key, tensor=tensor) for name, tensor in sorted(tensor_in.items())}
         for name, tensors in files.items():
-            _check_written(folder / name, tensors, key=key)
+            check_written(folder / name, tensors, key=key)
     return _paired(_joined(folder / INDEX_FILE, indexed, files, key=key))
 
 
@@ -118,7 +116,7 @@ def check_stored(
     """Every tensor by name, in a folder that holds this model.
 
     Raises InvalidArgument naming a tensor that is missing, misshapen, of another dtype than the trainer reads, or read by no layer, and
-    as read_stored and check_head. is_critic: the LM head is not read.
+    as read_stored, check_dtypes and check_head. is_critic: the LM head is not read.
     """
     stored, wanted = read_stored(folder, key=key), stored_shapes(model)
     if is_critic:
@@ -148,59 +146,10 @@ def check_stored(
         raise InvalidArgument(
             key, f"{stored[unread[0]].file}: {problem}; correct config.json, or remove the tensor from the file"
         )
+    check_dtypes({name: stored[name] for name in (*wanted, *untrained)}, key=key)
     if model.is_tied and not is_critic:
-        check_head(stored, model, step=max(1, stored[embedding_name(model)].num_bytes // (_BLOCK_BYTES * _NUM_BLOCKS)), key=key)
+        check_head(stored, model, step=max(1, stored[embedding_name(model)].num_bytes // (BLOCK_BYTES * _NUM_BLOCKS)), key=key)
     return stored
-
-
-def _check_written(file: Path, tensors: Mapping[str, StoredTensor], *, key: str) -> None:
-    """Raises InvalidArgument naming a tensor that a download has not written: the file has its whole size, and zeros in it.
-
-    Looks at the file's end and its holes. A single matrix that is zero, or has rows of zeros, may be meant so, as the padding of a
-    vocabulary or a layer that starts without effect; so may vectors.
-    """
-    matrices = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) > 1 and tensor.num_bytes}
-    start = min((tensor.offset for tensor in matrices.values()), default=0)
-    with open_regular(file) as opened:
-        end = os.fstat(opened.fileno()).st_size
-        for first, last in [(end, end), *_holes(opened.fileno(), start, end)]:
-            first, last = _zeros(opened.fileno(), first, last, start=start, end=end)
-            parts = {
-                name: (max(first - one.offset, 0), min(last - one.offset, one.num_bytes)) for name, one in matrices.items()
-            }
-            hit = {name: part for name, part in parts.items() if part[1] - part[0] >= _MIN_ZEROS}
-            for name, (begin, stop) in hit.items():
-                row = matrices[name].num_bytes // matrices[name].shape[0]
-                if len(hit) > 1 or begin % row or stop % row:
-                    problem = f"{name} is zero from its byte {begin} on, so the file was not written to its end"
-                    raise InvalidArgument(key, f"{file}: {problem}; download it again")
-
-
-def _holes(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """Parts of a file that have never been written, where the file system tells."""
-    with suppress(OSError):
-        while (first := os.lseek(fd, start, os.SEEK_HOLE)) < end:
-            try:
-                start = os.lseek(fd, first, os.SEEK_DATA)
-            except OSError:  # none after it
-                start = end
-            yield first, start
-
-
-def _zeros(fd: int, first: int, last: int, *, start: int, end: int) -> tuple[int, int]:
-    """Widens a part of zeros to all zeros around it, within start to end."""
-    size = _MIN_BLOCK_BYTES
-    while first > start:
-        block = os.pread(fd, min(size, first - start), first - min(size, first - start))
-        first -= len(block) - len(block.rstrip(b"\0"))
-        if block.strip(b"\0"):
-            break
-        size = min(2 * size, _BLOCK_BYTES)
-    while last < end and (block := os.pread(fd, min(_MIN_BLOCK_BYTES, end - last), last)):
-        last += len(block) - len(block.lstrip(b"\0"))
-        if block.strip(b"\0"):
-            break
-    return first, last
 
 
 def embedding_name(model: ModelShape) -> str:
@@ -217,7 +166,7 @@ def check_head(
         return
     head, name = stored[HEAD], embedding_name(model)
     embedding = stored[name]
-    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or _differs(head, embedding, first=first, step=step):
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape) or differs(head, embedding, first=first, step=step):
         problem = f"{HEAD} differs from {name}, but config.json has tie_word_embeddings true"
         cure = "set it to false to use this head, or remove the tensor from the file to use the embedding"
         raise InvalidArgument(key, f"{head.file}: {problem}; {cure}")
@@ -263,7 +212,7 @@ def _joined(
             stored[name] = tensor
     for name, file_name in indexed.items():
         if name not in stored and not is_computed(name):
-            raise InvalidArgument(key, f"{index} names {file_name} for {name}, which is not in it; {_AGAIN}")
+            raise InvalidArgument(key, f"{index} names {file_name} for {name!r}, which is not in it; {_AGAIN}")
     return stored
 
 
@@ -304,11 +253,13 @@ def _tensors(table: dict[str, Any], file: Path, *, start: int, end: int) -> dict
         raise ValueError("its __metadata__ is no table of texts")
     stored: dict[str, StoredTensor] = {}
     for name, entry in table.items():
+        if not name or not name.isprintable():
+            raise ValueError(f"it has a tensor with the name {name!r:.80}")
         dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not all(type(size) is int and size >= 0 for size in (*shape, first, last)):
-            raise ValueError(f"{name} has shape {shape} at {first} to {last}")
+            raise ValueError(f"{name} has shape {shape!r:.80} at {first!r:.80} to {last!r:.80}")
         if dtype not in _BITS:
-            raise ValueError(f"{name} has the unknown dtype {dtype}")
+            raise ValueError(f"{name} has the unknown dtype {dtype!r:.80}")
         if 8 * (last - first) != math.prod(shape) * _BITS[dtype]:
             raise ValueError(f"{name} has shape {shape} of {dtype} in {last - first} bytes")
         stored[name] = StoredTensor(file, dtype, tuple(shape), start + first, last - first)
@@ -363,17 +314,3 @@ def _without_weights(folder: Path, *, key: str) -> PathNotFound:
 
 def _several(names: list[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
-
-
-def _differs(one: StoredTensor, other: StoredTensor, *, first: int, step: int) -> bool:
-    """Whether blocks first, first + step, ... or the last differ."""
-    last = max(0, one.num_bytes - 1) // _BLOCK_BYTES
-    with open_regular(one.file) as left, open_regular(other.file) as right:
-        return any(
-            _block(left, one, number) != _block(right, other, number) for number in {*range(first, last + 1, step), last}
-        )
-
-
-def _block(file: BinaryIO, tensor: StoredTensor, number: int) -> bytes:
-    at = number * _BLOCK_BYTES
-    return os.pread(file.fileno(), min(_BLOCK_BYTES, tensor.num_bytes - at), tensor.offset + at)
