@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,10 @@ CALLS = {
     "llama": '{% for c in m.tool_calls %}{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}{% endfor %}',
     "mistral": "{% if m.tool_calls %}[TOOL_CALLS] [{% for c in m.tool_calls %}{{ c.function | tojson }}{{ ', ' if not loop.last }}"
     "{% endfor %}]{% endif %}",
+    "coder": "{% for c in m.tool_calls %}\n<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
+    "<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}",
+    "glm": "{% for c in m.tool_calls %}\n<tool_call>{{ c.function.name }}\n{% for k, v in c.function.arguments.items() %}"
+    "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>{% endfor %}",
     "xml": "{% for c in m.tool_calls %}<call name={{ c.function.name }}>{% for k, v in c.function.arguments.items() %}<{{ k }}>{{ v }}"
     "{% endfor %}{% endfor %}",
 }
@@ -75,6 +79,60 @@ def test_a_call_that_cannot_be_read_is_told_to_the_policy(by_form: dict[str, Mod
     text = WRITTEN[form].replace('{"a": 1}', "[1]") if form == "llama" else WRITTEN[form].replace('"name": "add"', '"name": 3')
     read = by_form[form].read_answer(by_form[form].encode_text(text), ROW)
     assert "a tool call is" in read["tool_calls"][0]["error"]
+
+
+TAGS = {
+    "coder": ("<function={}>\n{}</function>\n", "<parameter={}>\n{}\n</parameter>\n"),
+    "glm": ("{}\n{}", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"),
+}
+ARGUMENTS = {
+    "text": '5\n</parameter></arg_value> <tool_call>"',
+    "number": 5,
+    "list": [{"a": None}],
+    "maybe": None,
+    "flag": True,
+    "other": "x y",
+}
+KINDS = {
+    "text": {"type": "string"},
+    "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "flag": {"type": "boolean"},
+    "number": 3,
+}
+TAGGED_ROW = {"tools": [{"type": "function", "function": {"name": "add", "parameters": {"properties": KINDS}}}]}
+
+
+def tagged(form: str, arguments: Mapping[str, object]) -> str:
+    call, argument = TAGS[form]
+    told = "".join(
+        argument.format(key, value if isinstance(value, str) else json.dumps(value)) for key, value in arguments.items()
+    )
+    return f"<tool_call>\n{call.format('add', told)}</tool_call>"
+
+
+@pytest.mark.parametrize("form", TAGS)
+def test_calls_in_tags_have_arguments_by_their_schemas(by_form: dict[str, ModelTokenizer], form: str):
+    text = f"so\n{tagged(form, ARGUMENTS)}\n{tagged(form, {})}"
+    for written in (text, text.replace(">\n", ">"), text.replace("true", "True")):
+        read = by_form[form].read_answer([*by_form[form].encode_text(written), EOS], TAGGED_ROW)
+        calls = [call["function"] for call in read["tool_calls"]]
+        assert (read["text"], calls) == ("so", [{"name": "add", "arguments": one} for one in (ARGUMENTS, {})])
+
+
+@pytest.mark.parametrize("form", TAGS)
+def test_a_call_in_tags_that_is_cut_off_is_told_to_the_policy(by_form: dict[str, ModelTokenizer], form: str):
+    whole = tagged(form, ARGUMENTS).rpartition("</function>" if form == "coder" else "</tool_call>")
+    for length in range(len("<tool_call>"), len(whole[0])):
+        (call,) = by_form[form].read_answer(by_form[form].encode_text(whole[0][:length]), TAGGED_ROW)["tool_calls"][:1]
+        assert re.search("a tool call is <tool_call>.*NAME.*PARAMETER.*VALUE", call["error"], re.DOTALL)
+
+
+@pytest.mark.parametrize("form", TAGS)
+async def test_a_chat_goes_on_after_calls_in_tags(by_form: dict[str, ModelTokenizer], form: str):
+    policy = Drawn(by_form[form], [tagged(form, {"a": 1}), tagged(form, {"a": "x"}), "done"])
+    chat = Chat(policy, [], tools={"add": add})
+    assert (await chat.say("question")).text == "done"
+    assert [message["content"][:8] for message in chat.messages if message["role"] == "tool"] == ["2", "error: T"]
 
 
 class Drawn(Policy):
@@ -192,8 +250,8 @@ def test_json_that_names_no_tool_is_an_answer(by_form: dict[str, ModelTokenizer]
 
 
 NO_FORM = {
-    "another form than JSON": CALLS["xml"],
-    "another form than JSON ": CALLS["hermes"].replace("| tojson", "| tojson | replace('.5', '')"),
+    "another form than JSON or tags": CALLS["xml"],
+    "another form than JSON or tags ": CALLS["hermes"].replace("| tojson", "| tojson | replace('.5', '')"),
     "cannot write a tool call: .* prints an object": CALLS["llama"].replace("| tojson", ""),
 }
 

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,42 +14,31 @@ _NAME, _KEY, _VALUE = "tool_name", "argument_name", "argument_value"
 _TEXT = "written beside the call"
 _CALL = {"type": "function", "id": "000000000"}
 _ODD = {"text": '"q"\n{[é]}', "number": -1.5, "list": [{"key": None}]}
+_TOOLS = {_NAME: {"properties": {name: {"type": kind} for name, kind in zip(_ODD, ("string", "number", "array"), strict=True)}}}
 _QUESTION: Message = {"role": "user", "content": "question"}
 _END_OF_THOUGHT = "</think>"
 _NAMED = re.compile(r'\s*(?:\[\s*)?\{[^{]*?"name"\s*:\s*"([^"\\]*)"')
+_TAGS = re.compile(
+    rf"(<[^<>]*>)?\s*(<[^<>]*)?{_NAME}([^<]*)(<[^<]*){_KEY}(\S.*?)(\s*){_VALUE}(\s*)(</[^<>]*>)\s*(</[^<>]*>)", re.DOTALL
+)
+"""A call: its outer tag, what opens the name and ends it, what opens a key, what is between this and its value, and the closing tags."""
 Call = dict[str, Any]
 """`{"type": "function", "function": {"name", "arguments"}}`, with `id` if written, or `{"error": text}` for what cannot be read."""
+Tools = Mapping[str, object]
+"""Of each tool, by its name, the JSON schema of its parameters."""
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCallForm:
-    """How a template writes a call: `prefix`, then JSON with a name and arguments."""
+class JsonCalls:
+    """Calls in JSON with a name and arguments."""
 
-    prefix: str
     arguments_key: str
 
-    def read(self, text: str, names: Collection[str]) -> tuple[str, list[Call]]:
-        """Returns the text before the first call, and the calls. What a thought writes are none.
-
-        names: of the tools. Without a prefix, JSON that names none of them is an answer.
-        """
-        begin = text.find(_END_OF_THOUGHT) + len(_END_OF_THOUGHT) if _END_OF_THOUGHT in text else 0
-        start = text.find(self.prefix, begin) if self.prefix else len(text) - len(text[begin:].lstrip())
-        named = None if self.prefix else _NAMED.match(text, start)
-        if start < 0 or (not self.prefix and (named is None or named[1] not in names)):
-            return text, []
-        before, calls = text[:start].rstrip(), list[Call]()
-        while start >= 0:
-            more, text = self._calls(text[start + len(self.prefix) :].lstrip())
-            calls += more
-            start = text.find(self.prefix) if self.prefix else -1
-        return before, calls
-
-    def _calls(self, text: str) -> tuple[list[Call], str]:
+    def read(self, text: str, tools: Tools) -> tuple[list[Call], str]:
         """The calls at the start of a text, and what follows: their own texts may contain the prefix."""
         try:
             found, end = json.JSONDecoder().raw_decode(text)
-            json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # Python also reads NaN and half a surrogate pair
+            _check_json(found)
         except (ValueError, RecursionError) as error:
             return [{"error": f"error: the tool call is not JSON: {error}"}], text
         return [self._call(one) for one in (found if isinstance(found, list) else [found])], text[end:]
@@ -63,39 +53,131 @@ class ToolCallForm:
         return {"type": "function", **({"id": written} if written and isinstance(written, str) else {}), "function": function}
 
 
+@dataclass(frozen=True, slots=True)
+class TaggedCalls:
+    """Calls in tags, as Qwen3-Coder's and GLM's. An argument is a text if its schema allows one, else JSON."""
+
+    head: re.Pattern[str]
+    """Up to the first argument; its group is the name."""
+    argument: re.Pattern[str]
+    """Its groups are name and value."""
+    end: str
+    example: str
+
+    def read(self, text: str, tools: Tools) -> tuple[list[Call], str]:
+        """As JsonCalls."""
+        calls, end = list[Call](), 0
+        while (head := self.head.match(text, end)) or not calls:
+            arguments, end = dict[str, object](), head.end() if head else end
+            while head and (found := self.argument.match(text, end)):
+                arguments[found[1]] = _argument(found[2], _within(_within(tools.get(head[1]), "properties"), found[1]))
+                end = found.end()
+            if head is None or not text.startswith(self.end, end):
+                return [*calls, {"error": f"error: a tool call is {self.example}"}], text[end:]
+            calls.append({"type": "function", "function": {"name": head[1], "arguments": arguments}})
+            end += len(self.end)
+        return calls, text[end:]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallForm:
+    """How a template writes a call: `prefix`, then the call."""
+
+    prefix: str
+    calls: JsonCalls | TaggedCalls
+
+    def read(self, text: str, tools: Tools) -> tuple[str, list[Call]]:
+        """Returns the text before the first call, and the calls. What a thought writes are none.
+
+        Without a prefix, JSON that names none of the tools is an answer.
+        """
+        begin = text.find(_END_OF_THOUGHT) + len(_END_OF_THOUGHT) if _END_OF_THOUGHT in text else 0
+        start = text.find(self.prefix, begin) if self.prefix else len(text) - len(text[begin:].lstrip())
+        named = None if self.prefix else _NAMED.match(text, start)
+        if start < 0 or (not self.prefix and (named is None or named[1] not in tools)):
+            return text, []
+        before, calls = text[:start].rstrip(), list[Call]()
+        while start >= 0:
+            more, text = self.calls.read(text[start + len(self.prefix) :].lstrip(), tools)
+            calls += more
+            start = text.find(self.prefix) if self.prefix else -1
+        return before, calls
+
+
+def _check_json(value: object) -> None:
+    """Raises ValueError for what Python reads, but JSON lacks: NaN, infinity and half a surrogate pair."""
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+
+
+def _within(value: object, key: str) -> object:
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+def _kinds(schema: object) -> list[object]:
+    """JSON types that a schema names, also as alternatives."""
+    given = [_within(schema, key) for key in ("type", "anyOf", "oneOf")]
+    inner = [one for each in given for one in (each if isinstance(each, list) else [each])]
+    return [kind for one in inner if one is not None for kind in ([one] if isinstance(one, str) else _kinds(one))]
+
+
+def _argument(text: str, schema: object) -> object:
+    kinds = _kinds(schema)
+    if "string" in kinds and not (text == "null" and "null" in kinds):
+        return text
+    try:
+        value = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))  # as some templates write them
+        _check_json(value)
+    except (ValueError, RecursionError):
+        return text
+    return value
+
+
 def form_of(render: Callable[[Sequence[Message], bool], str]) -> ToolCallForm:
     """Finds the form from calls that the template writes itself, and that are read back.
 
     render: of messages, with the generation prompt or without. Raises InvalidArgument for calls that cannot be read.
     """
 
-    def written(content: str, arguments: Mapping[str, Any]) -> str:
+    def written(content: str, arguments: Mapping[str, Any], *, number: int = 1) -> str:
         call = {**_CALL, "function": {"name": _NAME, "arguments": arguments}}
-        return render([_QUESTION, {"role": "assistant", "content": content, "tool_calls": [call]}], False)
+        return render([_QUESTION, {"role": "assistant", "content": content, "tool_calls": [call] * number}], False)
 
     try:
         prompt, whole = render([_QUESTION], True), written("", {_KEY: _VALUE})
         shared = next((place for place, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
         # After the text, where nothing of a thought is in between; or alone, if the template drops the text, or writes it after the call.
         for answer in (written(_TEXT, {_KEY: _VALUE}).partition(_TEXT)[2], whole[shared:]):
-            for place, char in enumerate(answer):
-                if char in "{[" and (form := _form(answer, place)) is not None:
-                    _, calls = form.read(written("", _ODD)[shared:], [_NAME])
-                    if [call.get("function") for call in calls] == [{"name": _NAME, "arguments": _ODD}]:
-                        return form
+            for form in _forms(answer):
+                number = 1 if isinstance(form.calls, JsonCalls) else 2  # which some templates of JSON refuse
+                _, calls = form.read(written("", _ODD, number=number)[shared:], _TOOLS)
+                if [call.get("function") for call in calls] == [{"name": _NAME, "arguments": _ODD}] * number:
+                    return form
     except InvalidArgument as error:
         raise InvalidArgument("tools", f"the model's chat template cannot write a tool call: {error.message}") from error
-    problem = "the model's chat template writes tool calls in another form than JSON, which tasuki cannot read; read them in the function"
-    raise InvalidArgument("tools", problem)
+    problem = "the model's chat template writes tool calls in another form than JSON or tags, which tasuki cannot read"
+    raise InvalidArgument("tools", f"{problem}; read them in the function")
 
 
-def _form(answer: str, place: int) -> ToolCallForm | None:
-    try:
-        found, _ = json.JSONDecoder().raw_decode(answer, place)
-    except (ValueError, RecursionError):
-        return None
-    call: object = found[0] if isinstance(found, list) and found else found
-    if not isinstance(call, Mapping) or call.get("name") != _NAME:
-        return None
-    keys = [key for key, value in call.items() if value == {_KEY: _VALUE}]
-    return ToolCallForm(answer[:place].strip(), keys[0]) if keys else None
+def _forms(answer: str) -> Iterator[ToolCallForm]:
+    for place, char in enumerate(answer):
+        if char not in "{[":
+            continue
+        with suppress(ValueError, RecursionError):
+            found, _ = json.JSONDecoder().raw_decode(answer, place)
+            call: object = found[0] if isinstance(found, list) and found else found
+            if isinstance(call, Mapping) and call.get("name") == _NAME:
+                for key in (key for key, value in call.items() if value == {_KEY: _VALUE}):
+                    yield ToolCallForm(answer[:place].strip(), JsonCalls(key))
+    if tags := _TAGS.search(answer):
+        outer, opens, named, key, value, before, after, close, end = (part or "" for part in tags.groups())
+        first, last = rf"{_loose(key)}\s*", _loose(end)
+        head = rf"{_loose(opens) if outer else ''}\s*([^<>\"]+?)\s*{_loose(named)}\s*(?={first}|{last})"
+        text = rf"{_loose(value)}(?:{re.escape(before)})?(.*?)(?:{re.escape(after)})?{_loose(close)}"
+        argument = re.compile(rf"{first}([^<>\"]+?)\s*{text}\s*(?={first}|{last})", re.DOTALL)
+        example = tags[0].replace(_NAME, "NAME").replace(_KEY, "PARAMETER").replace(_VALUE, "VALUE")
+        yield ToolCallForm(outer or opens, TaggedCalls(re.compile(head), argument, end, example))
+
+
+def _loose(text: str) -> str:
+    """A pattern of a text with any white space where it has some."""
+    return r"\s*".join(map(re.escape, text.split()))

@@ -185,8 +185,9 @@ class ModelTokenizer:
         tools: Any = fields.get("tools")
         if tools:
             written = self._tokenizer.decode(own, has_special=True)
-            names = [str(told.get("name")) for tool in tools if isinstance(told := tool.get("function", tool), dict)]
-            before, calls = self.tool_call_form(fields).read(written, names)
+            told = [one for tool in tools if isinstance(one := tool.get("function", tool), dict)]
+            schemas = {str(one.get("name")): one.get("parameters") for one in told}
+            before, calls = self.tool_call_form(fields).read(written, schemas)
             text = self._tokenizer.without_special(before) if calls else text
         message: dict[str, object] = {"role": ASSISTANT, "content": text}
         if valid := [call for call in calls if "function" in call]:
