@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from tasuki.client.episode import Asked
 from tasuki.client.policy import Chat, Message, Policy, Reply, tool_schema
@@ -43,8 +44,10 @@ WRITTEN = {
 ROW = {"tools": [{"type": "function", "function": {"name": "add"}}]}
 
 
-def folder_with(folder: Path, template: str, *, stops: Sequence[int] = (EOS,)) -> ModelTokenizer:
-    tokenizer = char_tokenizer()
+def folder_with(
+    folder: Path, template: str, *, stops: Sequence[int] = (EOS,), tokenizer: PreTrainedTokenizerFast | None = None
+) -> ModelTokenizer:
+    tokenizer = tokenizer or char_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(stops)}))
@@ -298,6 +301,23 @@ def test_a_drawn_stop_replaces_the_templates_end_of_an_answer_alone(tmp_path: Pa
     tokenizer = folder_with(tmp_path, template, stops=[EOS, BOS])
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     assert tokenizer.encode_next(chat, 1, {}, last_token_id=last) == tokenizer.encode_text(next_prompt)
+
+
+@pytest.mark.parametrize(
+    ("last", "next_prompt"), [("<|return|>", "u"), ("<|call|>", "u"), ("<eos>", "<|end|>u"), ("b", "<|end|>u")]
+)
+def test_a_drawn_stop_of_gpt_oss_is_the_end_that_its_template_writes_after_earlier_answers(
+    tmp_path: Path, last: str, next_prompt: str
+):
+    tokenizer = char_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|return|>", "<|call|>", "<|end|>"]})
+    ends = "{% if loop.last and m.role == 'assistant' and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}"
+    template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}" + ends + "{% endfor %}"
+    stops = tokenizer.convert_tokens_to_ids(["<|return|>", "<|call|>", "<eos>"])
+    own = folder_with(tmp_path, template, stops=stops, tokenizer=tokenizer)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    (last_token_id,) = own.encode_text(last)
+    assert own.encode_next(chat, 1, {}, last_token_id=last_token_id) == own.encode_text(f"{next_prompt}c<|end|>")
 
 
 def test_a_template_that_rewrites_earlier_answers_is_bridged_and_one_that_hides_them_refused(tmp_path: Path):

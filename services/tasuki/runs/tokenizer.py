@@ -25,6 +25,8 @@ _ANSWER = "\ufdd2"
 """Stands for an answer in a rendered chat: a noncharacter of Unicode, which no text contains."""
 _QUESTION = "\ufdd4"
 """The same for a question."""
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
+"""Stops of gpt-oss, which end a message in place of the `<|end|>` that its template writes after an earlier one."""
 _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "strftime_now")
 _TOOL = {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}}
 _WITH_TOOL: Row = {"tools": [{"type": "function", "function": _TOOL}]}
@@ -164,8 +166,10 @@ class ModelTokenizer:
             raise InvalidArgument("messages", problem)
         template.check(known, variables, field="messages", drawn=messages[: place + 1])
         token_ids = self._with_placeholders(self._tokenizer.encode(text.partition(_ANSWER)[2]).ids, num_images, "messages")
-        if last_token_id not in self.stop_token_ids:
+        if last_token_id is None or last_token_id not in self.stop_token_ids:
             return token_ids
+        if self._text(last_token_id) in _HARMONY_ENDS and self._text(*token_ids[:1]) == "<|end|>":
+            return token_ids[1:]
         end = ""
         with suppress(InvalidArgument):  # a start of a chat that the template refuses
             end = template.render(known[: place + 1], {**variables, "add_generation_prompt": False}).partition(_ANSWER)[2]
@@ -225,7 +229,7 @@ class ModelTokenizer:
         is_ended = stops.intersection(self.encode_text(end)) if end else stops
         if is_ended or any(one in end or not end for one in stop):
             return []
-        known = ", ".join(repr(self._tokenizer.decode([one], has_special=True)) for one in sorted(stops)) or "none"
+        known = ", ".join(repr(self._text(one)) for one in sorted(stops)) or "none"
         problem = f"the chat template ends an answer with {end!r}, which has no stop token" if end else "there is no stop token"
         return [f"{problem} ({known}), so completions go on to max_new_tokens; set train.stop_token_ids, or eos_token_id"]
 
@@ -236,6 +240,9 @@ class ModelTokenizer:
     def decode_whole(self, token_ids: NDArray[np.int32]) -> str:
         """Decodes with special tokens, as the engine does to find stop texts."""
         return self._tokenizer.decode(token_ids.tolist(), has_special=True)
+
+    def _text(self, *token_ids: int) -> str:
+        return self._tokenizer.decode(token_ids, has_special=True)
 
     @cached_property
     def _images(self) -> ImageProcessor | None:
@@ -285,8 +292,9 @@ class ModelTokenizer:
     def _refuse_stops(self, token_ids: Sequence[int], field: str, *, place: str = "") -> None:
         """Raises InvalidArgument for a stop token in the text of an answer, since no rollout goes on after it."""
         if inside := [token_id for token_id in token_ids if token_id in self.stop_token_ids]:
-            stop = self._tokenizer.decode(inside[:1], has_special=True)
-            raise InvalidArgument(field, f"{place}has {stop!r} in its text, with which an answer ends; remove it")
+            raise InvalidArgument(
+                field, f"{place}has {self._text(inside[0])!r} in its text, with which an answer ends; remove it"
+            )
 
     def _template(self, field: str, fields: Row | None) -> tuple[ChatTemplate, dict[str, Any]]:
         tools, options = ((fields or {}).get(name) for name in ("tools", "chat_template_kwargs"))
