@@ -104,7 +104,7 @@ def test_anthropics_messages_are_the_same_chat_as_openais():
     assert (stopped_by["stop_reason"], stopped_by["stop_sequence"]) == ("stop_sequence", "c")
     asked = {
         "max_tokens": 5, "stop_sequences": ["c"], "thinking": {"type": "enabled"}, "system": [{"type": "text", "text": "s"}],
-        "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"},
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "any"},
         "messages": [
             {"role": "user", "content": "q"}, {"role": "assistant", "content": answer["content"]},
             {"role": "user", "content": [
@@ -123,7 +123,7 @@ def test_anthropics_messages_are_the_same_chat_as_openais():
     ]
     assert (choices.fields["max_new_tokens"], choices.fields["stop"]) == (5, ["c"])
     for name, wrong in (
-        ("messages", None), ("messages", "hi"), ("messages", ["hi"]), ("tools", 3), ("tools", [{}]), ("tool_choice", {"type": "any"}),
+        ("messages", None), ("messages", "hi"), ("messages", ["hi"]), ("tools", 3), ("tools", [{}]), ("tool_choice", {"type": "tool"}),
         ("mcp_servers", []), ("messages", [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]),
         ("messages", [{"role": "user", "content": [{"type": "image"}]}]), ("max_tokens", 0),
         ("messages", [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": 3}]}]),
@@ -143,7 +143,8 @@ def test_openais_responses_are_the_same_chat():
     results = [{"type": "function_call_output", "call_id": one, "output": text} for one, text in zip(calls, "rs", strict=True)]
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
     asked: dict[str, Any] = {
-        "instructions": "s", "max_output_tokens": 5, "tools": [tool], "store": False, "include": [], "background": False,
+        "instructions": "s", "max_output_tokens": 5, "tools": [tool], "tool_choice": "required", "store": False, "include": [],
+        "background": False,
         "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
         "input": [
             {"role": "user", "content": [{"type": "input_text", "text": "q"}]}, {"type": "reasoning", "summary": []}, *answer["output"],
@@ -164,7 +165,7 @@ def test_openais_responses_are_the_same_chat():
     for name, wrong in (
         ("input", None), ("input", []), ("input", ["hi"]), ("input", [{"type": "item_reference", "id": "1"}]),
         ("messages", [{"role": "user", "content": [{"type": "input_image"}]}]), ("tools", [{"type": "web_search"}]), ("tools", 3),
-        ("text", 3), ("previous_response_id", "resp_1"), ("background", True), ("tool_choice", "required"),
+        ("text", 3), ("previous_response_id", "resp_1"), ("background", True), ("tool_choice", {"type": "function"}),
     ):  # fmt: skip
         with pytest.raises(InvalidArgument, match=name):
             read_chat(responses.as_chat_request({**asked, "input" if name == "messages" else name: wrong}))

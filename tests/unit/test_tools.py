@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -118,7 +118,8 @@ def test_calls_in_tags_have_arguments_by_their_schemas(by_form: dict[str, ModelT
     text = f"so\n{tagged(form, ARGUMENTS)}\n{tagged(form, {})}"
     for written in (text, text.replace(">\n", ">"), text.replace("true", "True")):
         read = by_form[form].read_answer([*by_form[form].encode_text(written), EOS], TAGGED_ROW)
-        calls = [call["function"] for call in read["tool_calls"]]
+        found: Any = read["tool_calls"]
+        calls = [call["function"] for call in found]
         assert (read["text"], calls) == ("so", [{"name": "add", "arguments": one} for one in (ARGUMENTS, {})])
 
 

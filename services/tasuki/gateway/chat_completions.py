@@ -27,6 +27,8 @@ _IGNORED = {
     "reasoning_effort", "verbosity", "skip_special_tokens", "spaces_between_special_tokens",
 }  # fmt: skip
 """Parameters that change nothing here, or only advise."""
+_ADVISED_CHOICES = ("required", "any")
+"""What agents ask for by default, such as smolagents. Nothing forces a call: its tokens would not be the policy's own."""
 _LOG_PROB = '{"token":"token_id:%d","logprob":%.9g,"bytes":null,"top_logprobs":[]}'
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 Answer = Mapping[str, Any]
@@ -52,10 +54,10 @@ class Choices:
 
 def read_chat(asked: Mapping[str, Any]) -> Choices:
     """Raises InvalidArgument naming a parameter that is wrong, or that nothing here follows."""
-    choice = asked.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise InvalidArgument("tool_choice", f'is {json.dumps(choice)}; only "auto" and "none" are supported')
-    tools = [] if choice == "none" else asked.get("tools") or []
+    choice, tools = asked.get("tool_choice"), asked.get("tools") or []
+    if choice not in (None, "auto", "none") and not (tools and choice in _ADVISED_CHOICES):
+        raise InvalidArgument("tool_choice", f'is {json.dumps(choice)}; give "auto" or "none", or "required" with tools')
+    tools = [] if choice == "none" else tools
     options = asked.get("chat_template_kwargs") or {}
     fields = {
         "messages": read_messages(asked.get("messages")),
