@@ -1,6 +1,7 @@
 """A node whose processes are killed or stopped in the middle of a changeover recovers by itself. `make chaos` runs all cases."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,5 +77,7 @@ def test_an_older_checkpoint_becomes_a_new_version_that_a_lost_trainer_recovers(
     assert client.optim_step(learning_rate=1e-3).version == saved + 3
 
 
-def test_the_journal_of_all_that_is_clean(node: RunningNode) -> None:
-    assert "logged_commands=0" not in assert_clean_audit(node.state_dir)
+def test_the_journal_of_all_that_is_clean_and_names_the_checkpoint_loaded(node: RunningNode) -> None:
+    told = assert_clean_audit(node.state_dir)
+    assert "logged_commands=0" not in told
+    assert re.search(r"^loaded: version \d+ from /.*/older, first published in c\d+$", told, re.MULTILINE)

@@ -8,6 +8,7 @@ from tasuki.coordinator.journal import Intent, Outcome
 from tasuki.coordinator.phases import Observed
 from tasuki.rollout.rollout import check_stage
 from tasuki.trainer.service.state import raise_unless_next
+from tasuki.v1.weights_pb2 import LoadedCheckpoint, PublishedWeights
 from tasuki.wire.errors import PeerUnavailable, StageOrder, TasukiError
 from tasuki.wire.stages import RULES, Service, Stage
 
@@ -37,6 +38,7 @@ class FakeServices:
     stage: dict[Service, Stage | None] = field(default_factory=lambda: dict.fromkeys(Service))
     boot_id: dict[Service, str] = field(default_factory=lambda: {service: f"{service}-1" for service in Service})
     version: int = 0
+    loaded: LoadedCheckpoint | None = None
     received: int | None = None
     served: int | None = None
     poison: str = ""
@@ -106,15 +108,17 @@ class FakeServices:
             raise error
         self.stage[service] = stage
         if stage is Stage.SYNC:
-            self.received = int(published)
+            self.received = PublishedWeights.FromString(published).policy_version
         if stage is Stage.RESUME_KV:
             self.served = self.received
         if stage is Stage.DRAIN:
             self.served = None
         if error is not None:
             raise error
-        answer = str(self.version).encode() if stage is Stage.LOAD_WEIGHTS else b""
-        return Outcome(num_bytes=100, answer=answer, policy_version=self.version if answer else None)
+        if stage is not Stage.LOAD_WEIGHTS:
+            return Outcome(num_bytes=100)
+        weights = PublishedWeights(policy_version=self.version, boot_id=self.boot_id[service], loaded=self.loaded)
+        return Outcome(num_bytes=100, answer=weights.SerializeToString(), policy_version=self.version)
 
     async def _undo(self, intent: Intent) -> Outcome:
         stage, service = intent.stage, RULES[intent.stage].service

@@ -200,12 +200,13 @@ def test_lines_that_a_full_disk_took_are_told_and_are_no_breach(run: Path, capsy
         "UPDATE results SET policy_version = 'new' WHERE id = 1",
         "UPDATE changeovers SET epoch = 1.5 WHERE number = 2",
         "UPDATE sqlite_sequence SET seq = 'many'",
+        "UPDATE results SET answer = 7 WHERE id = 1",
     ],
 )
 def test_a_value_of_another_kind_is_refused_with_a_cause(statement: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change(run, statement)
     assert main(["audit", str(run)]) == 2
-    assert re.search("error INVALID_ARGUMENT: journal: .* where a (number|text) belongs", capsys.readouterr().err)
+    assert re.search("error INVALID_ARGUMENT: journal: .* where .* belongs", capsys.readouterr().err)
 
 
 @pytest.mark.timeout(20)

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.cli.__main__ import main
 from tasuki.coordinator.command_log import audit_commands
-from tasuki.coordinator.history import Invariant, read_history
+from tasuki.coordinator.history import Invariant, LoadRecord, read_history
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.replay import audit
 from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2
+from tasuki.v1.weights_pb2 import LoadedCheckpoint
 from tasuki.wire.errors import DiskFull, PeerUnavailable, StageOrder, StaleSequence, TasukiError
 from tasuki.wire.stages import Phase, Service, Stage
 from tests.unit.fake_node import acquire, events, make_node
@@ -44,6 +46,23 @@ async def test_training_that_begins_again_with_new_services_is_no_breach(tmp_pat
             services.restart(service, "")
     found = audit(read_history(tmp_path / "journal.sqlite"))
     assert (found.violation, found.num_rewinds, found.num_versions_served) == (None, 1, 2)
+
+
+async def test_the_journal_says_from_which_checkpoint_a_version_was_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal, services = Journal(tmp_path / "journal.sqlite"), FakeServices(version=4)
+    journal.begin_epoch("boot-1")
+    node = make_node(journal, services)
+    for number, path in enumerate(("", "ck/version-1", "ck/version-1", "ck/version-2")):
+        if path:
+            services.loaded = LoadedCheckpoint(path=path, policy_version=5)
+        await acquire(node, Phase.ROLLOUT, f"to {number}")
+        await acquire(node, Phase.TRAIN, f"from {number}")
+    loads = [LoadRecord("c000003", 5, "ck/version-1"), LoadRecord("c000007", 5, "ck/version-2")]
+    assert list(read_history(tmp_path / "journal.sqlite").loads) == loads
+    assert main(["audit", str(tmp_path)]) == 0
+    assert "loaded: version 5 from ck/version-2, first published in c000007\n" in capsys.readouterr().out
 
 
 async def test_a_run_under_way_is_clean_and_its_open_stage_is_counted(tmp_path: Path) -> None:

@@ -24,25 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tasuki/v1/weights.proto\x12\ttasuki.v1\"\x93\x01\n\x0cWeightHandle\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0bsocket_path\x18\x02 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\t\x12#\n\x04kind\x18\x04 \x01(\x0e\x32\x15.tasuki.v1.HandleKind\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0e\n\x06leaves\x18\x06 \x01(\x08\"e\n\x10PublishedWeights\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12(\n\x07handles\x18\x02 \x03(\x0b\x32\x17.tasuki.v1.WeightHandle\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\"\xdc\x01\n\x0eWeightManifest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x11\n\tnum_ranks\x18\x02 \x01(\r\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x01(\x04\x12\x15\n\rheader_offset\x18\x04 \x01(\x04\x12)\n\x07\x65ntries\x18\x05 \x03(\x0b\x32\x18.tasuki.v1.ManifestEntry\x12\x13\n\x0b\x64\x65vice_uuid\x18\x06 \x01(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x03(\x04\x12(\n\nipc_memory\x18\x08 \x01(\x0b\x32\x14.tasuki.v1.IpcMemory\"{\n\tIpcMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0f\n\x07\x63ounter\x18\x04 \x01(\x0c\x12\x16\n\x0e\x63ounter_offset\x18\x05 \x01(\x04\x12\x12\n\nprocess_id\x18\x06 \x01(\x04\"x\n\rManifestEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0cglobal_shape\x18\x03 \x03(\x04\x12\x0f\n\x07offsets\x18\x04 \x03(\x04\x12\r\n\x05sizes\x18\x05 \x03(\x04\x12\x14\n\x0c\x61rena_offset\x18\x06 \x01(\x04\"N\n\nWeightSums\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x15\n\rlayout_digest\x18\x02 \x01(\x0c\x12\x11\n\tchecksums\x18\x03 \x03(\x06*|\n\nHandleKind\x12\x1b\n\x17HANDLE_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16HANDLE_KIND_HOST_MEMFD\x10\x01\x12\x1b\n\x17HANDLE_KIND_CUDA_VMM_FD\x10\x02\x12\x18\n\x14HANDLE_KIND_CUDA_IPC\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tasuki/v1/weights.proto\x12\ttasuki.v1\"\x93\x01\n\x0cWeightHandle\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x13\n\x0bsocket_path\x18\x02 \x01(\t\x12\x17\n\x0fmanifest_digest\x18\x03 \x01(\t\x12#\n\x04kind\x18\x04 \x01(\x0e\x32\x15.tasuki.v1.HandleKind\x12\x12\n\ngeneration\x18\x05 \x01(\x04\x12\x0e\n\x06leaves\x18\x06 \x01(\x08\"\x92\x01\n\x10PublishedWeights\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12(\n\x07handles\x18\x02 \x03(\x0b\x32\x17.tasuki.v1.WeightHandle\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12+\n\x06loaded\x18\x04 \x01(\x0b\x32\x1b.tasuki.v1.LoadedCheckpoint\"8\n\x10LoadedCheckpoint\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x04\"\xdc\x01\n\x0eWeightManifest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x11\n\tnum_ranks\x18\x02 \x01(\r\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x01(\x04\x12\x15\n\rheader_offset\x18\x04 \x01(\x04\x12)\n\x07\x65ntries\x18\x05 \x03(\x0b\x32\x18.tasuki.v1.ManifestEntry\x12\x13\n\x0b\x64\x65vice_uuid\x18\x06 \x01(\t\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x03(\x04\x12(\n\nipc_memory\x18\x08 \x01(\x0b\x32\x14.tasuki.v1.IpcMemory\"{\n\tIpcMemory\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0f\n\x07\x63ounter\x18\x04 \x01(\x0c\x12\x16\n\x0e\x63ounter_offset\x18\x05 \x01(\x04\x12\x12\n\nprocess_id\x18\x06 \x01(\x04\"x\n\rManifestEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0cglobal_shape\x18\x03 \x03(\x04\x12\x0f\n\x07offsets\x18\x04 \x03(\x04\x12\r\n\x05sizes\x18\x05 \x03(\x04\x12\x14\n\x0c\x61rena_offset\x18\x06 \x01(\x04\"N\n\nWeightSums\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x04\x12\x15\n\rlayout_digest\x18\x02 \x01(\x0c\x12\x11\n\tchecksums\x18\x03 \x03(\x06*|\n\nHandleKind\x12\x1b\n\x17HANDLE_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16HANDLE_KIND_HOST_MEMFD\x10\x01\x12\x1b\n\x17HANDLE_KIND_CUDA_VMM_FD\x10\x02\x12\x18\n\x14HANDLE_KIND_CUDA_IPC\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tasuki.v1.weights_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HANDLEKIND']._serialized_start=841
-  _globals['_HANDLEKIND']._serialized_end=965
+  _globals['_HANDLEKIND']._serialized_start=945
+  _globals['_HANDLEKIND']._serialized_end=1069
   _globals['_WEIGHTHANDLE']._serialized_start=39
   _globals['_WEIGHTHANDLE']._serialized_end=186
-  _globals['_PUBLISHEDWEIGHTS']._serialized_start=188
-  _globals['_PUBLISHEDWEIGHTS']._serialized_end=289
-  _globals['_WEIGHTMANIFEST']._serialized_start=292
-  _globals['_WEIGHTMANIFEST']._serialized_end=512
-  _globals['_IPCMEMORY']._serialized_start=514
-  _globals['_IPCMEMORY']._serialized_end=637
-  _globals['_MANIFESTENTRY']._serialized_start=639
-  _globals['_MANIFESTENTRY']._serialized_end=759
-  _globals['_WEIGHTSUMS']._serialized_start=761
-  _globals['_WEIGHTSUMS']._serialized_end=839
+  _globals['_PUBLISHEDWEIGHTS']._serialized_start=189
+  _globals['_PUBLISHEDWEIGHTS']._serialized_end=335
+  _globals['_LOADEDCHECKPOINT']._serialized_start=337
+  _globals['_LOADEDCHECKPOINT']._serialized_end=393
+  _globals['_WEIGHTMANIFEST']._serialized_start=396
+  _globals['_WEIGHTMANIFEST']._serialized_end=616
+  _globals['_IPCMEMORY']._serialized_start=618
+  _globals['_IPCMEMORY']._serialized_end=741
+  _globals['_MANIFESTENTRY']._serialized_start=743
+  _globals['_MANIFESTENTRY']._serialized_end=863
+  _globals['_WEIGHTSUMS']._serialized_start=865
+  _globals['_WEIGHTSUMS']._serialized_end=943
 # @@protoc_insertion_point(module_scope)

@@ -92,6 +92,7 @@ class PublishedWeights(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     HANDLES_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     boot_id: _builtins.str
     """Boot id of the trainer that owns the handles."""
@@ -99,20 +100,48 @@ class PublishedWeights(_message.Message):
     def handles(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightHandle]:
         """One for each trainer rank."""
 
+    @_builtins.property
+    def loaded(self) -> Global___LoadedCheckpoint:
+        """What this life of the trainer loaded last, by LoadCheckpoint or for its recovery; absent if nothing."""
+
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
         handles: _abc.Iterable[Global___WeightHandle] | None = ...,
         boot_id: _builtins.str = ...,
+        loaded: Global___LoadedCheckpoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loaded", b"loaded"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "handles", b"handles", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "handles", b"handles", "loaded", b"loaded", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PublishedWeights: _TypeAlias = PublishedWeights  # noqa: Y015
+
+@_typing.final
+class LoadedCheckpoint(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    policy_version: _builtins.int
+    """Version that its weights got."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadedCheckpoint: _TypeAlias = LoadedCheckpoint  # noqa: Y015
 
 @_typing.final
 class WeightManifest(_message.Message):

@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         "problems": problems,
         "not_audited": _not_audited(folder, lives),
         "journal": str(journal),
+        "loads": [asdict(load) for load in history.loads],
         **counts,
     }
     if arguments.json:
@@ -124,6 +125,8 @@ def _text(violation: Violation | None, report: Mapping[str, Any], counts: Mappin
     # Of a broken run counting ended at the violation.
     told = [f"{name.removeprefix('num_')}={count}" for name, count in counts.items() if count or violation is None]
     lines.append(("" if violation is None else "counted before the violation: ") + (" ".join(told) or "nothing"))
+    loaded = "loaded: version {policy_version} from {path}, first published in {changeover_id}"
+    lines += [loaded.format_map(load) for load in report["loads"]]
     if is_of_node:
         lines.append(f"read: {report['journal']} of the node; the run's folder gets its copy when `tasuki train` ends")
     lines += [f"not audited: {lacking}" for lacking in report["not_audited"]]

@@ -10,8 +10,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
+from google.protobuf.message import DecodeError
+
 from tasuki.coordinator.journal import Intent
 from tasuki.coordinator.journal_file import id_number, id_text, open_snapshot
+from tasuki.v1.weights_pb2 import PublishedWeights
 from tasuki.wire.errors import StaleSequence
 from tasuki.wire.stages import RING, RULES, Phase, Rpc, Service, Stage, StageStatus, allowed_after, stages_of
 
@@ -99,6 +102,16 @@ class History:
     """Outcomes without a changeover, by its id."""
     highest: dict[str, int] = field(default_factory=dict)
     """Last number given in each table, by table name, from SQLite's own count."""
+    loads: tuple["LoadRecord", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRecord:
+    """A checkpoint that the trainer loaded. changeover_id: of the first one that published weights from it."""
+
+    changeover_id: str
+    policy_version: int
+    path: str
 
 
 def read_history(path: Path) -> History:
@@ -122,6 +135,11 @@ def read_history(path: Path) -> History:
                 "SELECT number FROM outcomes WHERE number NOT IN (SELECT number FROM changeovers) ORDER BY number",
                 lambda row: id_text(_number(row, "number")),
             ),
+            loads=_loads(
+                rows(
+                    "SELECT number, answer FROM stages JOIN results USING (id) WHERE stage = 'LOAD_WEIGHTS' ORDER BY id", _load
+                )
+            ),
             highest=dict(rows("SELECT * FROM sqlite_sequence", lambda row: (_text(row, "name"), _number(row, "seq")))),
         )
 
@@ -138,6 +156,22 @@ def _stage(row: sqlite3.Row) -> StageRecord:
     boot_ids = {service: _text(row, f"{service}_boot_id") for service in Service}
     # Written so by `resolve_intents`; a real answer takes time.
     return StageRecord(*place, *command, boot_ids, status, version, reason, is_settled=row["seconds"] == 0.0)
+
+
+def _load(row: sqlite3.Row) -> LoadRecord | None:
+    try:
+        loaded = PublishedWeights.FromString(row["answer"]).loaded
+    except (DecodeError, TypeError) as error:
+        raise ValueError("no answer of LOAD_WEIGHTS, where one belongs") from error
+    return LoadRecord(id_text(_number(row, "number")), loaded.policy_version, loaded.path) if loaded.path else None
+
+
+def _loads(published: Sequence[LoadRecord | None]) -> tuple[LoadRecord, ...]:
+    """The first record of each load."""
+    first = dict[tuple[str, int], LoadRecord]()
+    for load in filter(None, published):
+        first.setdefault((load.path, load.policy_version), load)
+    return (*first.values(),)
 
 
 def _outcome(row: sqlite3.Row) -> tuple[StageStatus | None, int | None, str]:

@@ -181,7 +181,10 @@ class TrainerServicer(TrainerServiceServicer):
             published = [answer.publish_weights for answer in answers]
             return trainer_pb2.PublishWeightsResponse(
                 weights=weights_pb2.PublishedWeights(
-                    policy_version=state.policy_version, handles=[part.handle for part in published], boot_id=state.boot_id
+                    policy_version=state.policy_version,
+                    handles=[part.handle for part in published],
+                    boot_id=state.boot_id,
+                    loaded=state.loaded,
                 ),
                 published_bytes=sum(part.published_bytes for part in published),
                 seconds=time.perf_counter() - started,

@@ -23,6 +23,7 @@ from tasuki.trainer.data.samples import Samples, starts
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
 from tasuki.v1.trainer_pb2 import ForwardBackwardResponse, OptimStepResponse, RoleState
+from tasuki.v1.weights_pb2 import LoadedCheckpoint
 from tasuki.wire.errors import GradientsPending, StageOrder, WrongPhase
 from tasuki.wire.stages import START, MemoryTag, Service, Stage, allowed_after
 
@@ -40,6 +41,8 @@ class TrainerState:
     stage: Stage | None = None
     """The last completed stage; None after a start."""
     published_version: int | None = None
+    loaded: LoadedCheckpoint | None = None
+    """The checkpoint loaded last, for the journal."""
     paused_tags: set[MemoryTag] = field(default_factory=set[MemoryTag])
     gate: CommandGate = field(default_factory=CommandGate)
     boot_id: str = field(default_factory=lambda: uuid.uuid4().hex)

@@ -31,6 +31,7 @@ from tasuki.v1 import loss_pb2, ranks_pb2, trainer_pb2
 from tasuki.v1.trainer_pb2 import RoleState
 from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.v1.types_pb2 import TrainingSample
+from tasuki.v1.weights_pb2 import LoadedCheckpoint
 from tasuki.wire.errors import GradientsNotFinite, InvalidArgument, NoGradients
 
 _LossCall = trainer_pb2.ForwardBackwardHeader | ranks_pb2.LoggedForwardBackward
@@ -214,6 +215,7 @@ class Training:
         answers = await self.ranks.call(ranks_pb2.TrainerRankCommand(load_checkpoint=request))
         loaded = answers[0].load_checkpoint
         self.state.roles = roles_by_name(loaded.roles)
+        self.state.loaded = LoadedCheckpoint(path=request.path, policy_version=loaded.policy_version)
         return loaded
 
     async def score(self, role: Role, samples: Samples) -> list[NDArray[np.float32]]:
