@@ -217,7 +217,9 @@ class RlLoop:
         while len(groups) < settings.prompts_per_step and len(generated) < settings.max_batches:
             batch = generate(settings.prompts_per_step - len(groups))
             num_generated += len(batch)
-            step.num_equal_groups += sum(not group.differs() for group in batch if len(group.samples) > 1)
+            alike = [group for group in batch if len(group.samples) > 1 and not group.differs()]
+            step.num_equal_groups += len(alike)
+            step.num_failed_groups += sum(bool(np.isnan(group.rewards).any()) for group in alike)
             groups += batch if settings.max_batches == 1 else [group for group in batch if group.differs()]
         if settings.max_batches > 1:
             step.metrics["num_generated_groups"] = num_generated

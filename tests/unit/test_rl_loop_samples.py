@@ -74,6 +74,19 @@ def test_empty_completions_and_failed_rewards_are_left_out(settings: TrainConfig
     assert (step.num_failed_rewards, step.mean_reward) == (3, pytest.approx(4 / 3))
 
 
+@pytest.mark.parametrize(
+    ("failing", "why"),
+    [
+        ({4}, "2 of 3 groups have equal rewards, 1 of 3 groups have failed rewards"),
+        ({4, 6, 19}, "3 of 3 groups have failed rewards"),
+    ],
+)
+def test_groups_whose_rewards_failed_are_not_told_as_equal(settings: TrainConfig, failing: set[int], why: str):
+    fails = {(prompt, number) for prompt in failing for number in range(3)}
+    (step,) = steps_of(loop_of(LoopClient(), settings, reward=lambda *of: NAN if of in fails else 1.0))
+    assert (step.metrics["signal_fraction"], step.why_no_update) == (0.0, why)
+
+
 def test_a_step_whose_rewards_all_failed_has_no_mean_reward(settings: TrainConfig):
     (step,) = steps_of(loop_of(LoopClient(), settings, reward=lambda prompt, number: NAN))
     assert (step.num_failed_rewards, step.num_policy_steps, step.mean_reward) == (12, 0, None)

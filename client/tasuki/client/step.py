@@ -33,6 +33,8 @@ class Step:
     num_failed_rewards: int = 0
     num_equal_groups: int = 0
     """Groups of several completions with equal rewards, including those that dynamic sampling discards."""
+    num_failed_groups: int = 0
+    """Those of them in which a reward failed."""
     num_skipped_updates: int = 0
     """Updates skipped because their gradients were not finite."""
     mean_num_tokens: float | None = None
@@ -92,7 +94,9 @@ class Step:
         if self.mean_reward is None:
             return "every reward failed"
         if self.num_equal_groups and not self.metrics.get("signal_fraction"):
-            return f"{self.num_equal_groups} of {self.num_equal_groups} groups have equal rewards"
+            num_groups, num_failed = self.num_equal_groups, self.num_failed_groups
+            counts = {"equal": num_groups - num_failed, "failed": num_failed}
+            return ", ".join(f"{count} of {num_groups} groups have {kind} rewards" for kind, count in counts.items() if count)
         return "no counted token has an advantage"
 
     def next_version(self) -> int:
@@ -104,7 +108,14 @@ class Step:
 
 
 _TABLES = ("metrics", "seconds", "stage_seconds", "position", "estimator")
-_COUNTS = ("num_policy_steps", "num_critic_steps", "num_failed_rewards", "num_equal_groups", "num_skipped_updates")
+_COUNTS = (
+    "num_policy_steps",
+    "num_critic_steps",
+    "num_failed_rewards",
+    "num_equal_groups",
+    "num_failed_groups",
+    "num_skipped_updates",
+)
 _VERSIONS = ("policy_version", "critic_version")
 
 

@@ -305,6 +305,8 @@ STALLED = (
     "give partial credit in the reward, use easier or harder prompts, a larger group_size or temperature, or fine-tune first ([sft])"
 )
 
+FAILED = "read why rewards failed: tasuki dashboard, or `failure` in samples/"
+
 
 class StepLines:
     """Prints steps as they are reported."""
@@ -325,7 +327,8 @@ class StepLines:
         if not step.is_evaluation:
             self._num_stalled = self._num_stalled + 1 if step.why_no_update else 0
             if self._num_stalled == _STALLED_STEPS:
-                text = f"WARNING: {_STALLED_STEPS} steps without an update: {step.why_no_update}\n{STALLED}"
+                advice = FAILED if step.num_failed_rewards else STALLED
+                text = f"WARNING: {_STALLED_STEPS} steps without an update: {step.why_no_update}\n{advice}"
                 self.display.write(text, is_warning=True)
 
 

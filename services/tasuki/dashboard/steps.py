@@ -199,7 +199,7 @@ CHARTS: Sequence[Chart] = (
     Chart("Learning rate", "rate", _named("learning_rate")),
     Chart("Shares of samples and tokens", "share", lambda name: name.endswith("_fraction") or "clip_fraction" in name),
 )
-_SKIPPED = {"policy_version", "critic_version", "num_policy_steps", "num_critic_steps", "num_equal_groups"}
+_SKIPPED = {"policy_version", "critic_version", "num_policy_steps", "num_critic_steps", "num_equal_groups", "num_failed_groups"}
 """Counters, shown as numbers or as a share."""
 
 
