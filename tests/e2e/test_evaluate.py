@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,10 +30,15 @@ def test_a_run_is_evaluated_again_by_its_model_its_checkpoint_and_the_exported_c
     scores = {step["step"]: step["eval_score"] for step in map(json.loads, (output / "metrics.jsonl").read_text().splitlines())}
     assert scores[2] != scores[3]
     exported = tmp_path / "exported" / "model"
-    run("-m", "tasuki.cli", "export", output / "checkpoints" / "version-000002", "--output", exported)
+    saved = output / "checkpoints" / "version-000002"
+    assert run("-m", "tasuki.cli", "export", output).startswith(f"{output / 'model-version-000002'} ")
+    copy = shutil.copytree(saved, tmp_path / "copy")
+    assert run("-m", "tasuki.cli", "export", copy, "--run", output).startswith(f"{tmp_path / 'model-copy'} ")
+    run("-m", "tasuki.cli", "export", saved, "--output", exported)
     for arguments, name, step in (
         ([], "model", 3),
         (["--checkpoint", "2"], "version-000002", 2),
+        (["--model", str(saved)], "version-000002", 2),
         (["--model", str(exported)], "exported-model", None),
     ):
         shown = run("-m", "tasuki.cli", "eval", output, *arguments)

@@ -130,6 +130,10 @@ def test_beyond_loopback_the_nodes_tokens_let_in(tmp_path: Path) -> None:
         (["{run}", "--listen", "8765"], "INVALID_ARGUMENT", "must be HOST:PORT"),
         (["{run}", "--listen", "127.0.0.1:{port}"], "INVALID_ARGUMENT", "in use; give another address by --listen"),
         (["{run}/nothing"], "PATH_NOT_FOUND", "there is no folder"),
+        (["{run}", "{run}", "{run}/nothing"], "PATH_NOT_FOUND", "there is no folder"),
+        (["--compare", "{run}", "{run}/nothing"], "PATH_NOT_FOUND", "there is no folder"),
+        (["{run}", "--compare", "{config}"], "PATH_NOT_FOUND", "there is no folder"),
+        ([], "INVALID_ARGUMENT", "give a run's output folder"),
     ],
 )
 def test_what_must_not_be_served_is_refused_at_start(

@@ -65,8 +65,10 @@ def test_a_folder_without_a_run_and_a_version_without_a_checkpoint_are_named(fol
     with pytest.raises(PathNotFound, match=r"has no run\.json"):
         find_run(folder)
     found = find_run(folder / "run")
-    with pytest.raises(PathNotFound, match="no complete checkpoint, not of version 2"):
+    with pytest.raises(PathNotFound, match="has no complete checkpoint$"):
         found.checkpoint("2")
+    with pytest.raises(PathNotFound, match="has no complete checkpoint$"):
+        found.checkpoint(None)
     saved = folder / "run" / "checkpoints" / "version-000001"
     saved.mkdir(parents=True)
     write_loop_state(saved, LoopState(STEPS[0], {}))
@@ -75,7 +77,7 @@ def test_a_folder_without_a_run_and_a_version_without_a_checkpoint_are_named(fol
     with pytest.raises(PathNotFound, match=r"is not a checkpoint: it has no checkpoint\.json"):
         found.checkpoint(str(saved))
     (saved / "checkpoint.json").touch()
-    assert (found.checkpoint("1"), found.checkpoint(str(saved))) == (saved, saved)
+    assert [found.checkpoint(given) for given in ("1", str(saved), None)] == [saved] * 3
 
 
 def test_the_node_of_a_client_has_no_run_but_a_model_to_export_from(folder: Path) -> None:

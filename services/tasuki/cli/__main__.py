@@ -226,10 +226,13 @@ def _track(arguments: argparse.Namespace) -> int:
 def _dashboard(arguments: argparse.Namespace) -> int:
     from tasuki.dashboard.server import run
 
-    folder, config = arguments.folder, arguments.config
+    runs, config = [*arguments.runs, *arguments.compare], arguments.config
+    if not runs and config is None:
+        raise InvalidArgument("RUN", "give a run's output folder, a node's state folder or its CONFIG")
+    folder = runs.pop(0) if arguments.runs or config is None else None
     if folder is not None and folder.is_file():
         folder, config = None, folder
-    return run(folder, config_path=config, others=arguments.compare, listen=arguments.listen)
+    return run(folder, config_path=config, others=runs, listen=arguments.listen)
 
 
 def _running_config(arguments: argparse.Namespace) -> NodeConfig:

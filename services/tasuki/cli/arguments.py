@@ -139,11 +139,14 @@ def _add_run_commands(commands: "_Commands") -> None:
     text = "the run's output folder, the state folder of its node, or its CONFIG"
     evaluate.add_argument("place", type=Path, metavar="RUN", help=text)
     weights = evaluate.add_mutually_exclusive_group()
-    weights.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face model folder (default: RUN/model)")
+    weights.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="a Hugging Face model folder, or a checkpoint (default: RUN/model)"
+    )
     weights.add_argument("--checkpoint", metavar="N|PATH", help="the checkpoint of policy version N, or the one at PATH")
     _add_overrides(evaluate)
     export = _command(commands, "export", "write a checkpoint as a Hugging Face model folder, without a node")
-    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    text = "a checkpoint, or a run's output folder, its node's state folder or CONFIG: the newest one"
+    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
     export.add_argument(
         "--run", dest="place", type=Path, metavar="RUN", help="its run, or its node's CONFIG (default: the folder it is in)"
     )
@@ -223,11 +226,10 @@ def _add_run_viewers(commands: "_Commands") -> None:
     track.add_argument("--follow", action="store_true", help="continue until the run ends")
     track.add_argument("--pipe-fd", type=int, help=argparse.SUPPRESS)  # set by `tasuki train`; closes when it ends
     dashboard = _command(commands, "dashboard", "show a node and its run, or a finished run, in a browser")
-    shown = dashboard.add_mutually_exclusive_group(required=True)
-    text = "the run's output folder, a node's state folder, or its CONFIG"
-    shown.add_argument("folder", type=Path, nargs="?", metavar="RUN", help=text)
-    shown.add_argument("--config", type=Path, metavar="CONFIG", help="the file the node was started with")
-    text = "another run, drawn into the same charts; repeatable"
-    dashboard.add_argument("--compare", type=Path, action="append", default=[], metavar="RUN", help=text)
+    text = "a run's output folder, a node's state folder, or its CONFIG; further ones are drawn into the charts of the first"
+    dashboard.add_argument("runs", type=Path, nargs="*", metavar="RUN", help=text)
+    dashboard.add_argument("--config", type=Path, metavar="CONFIG", help="the file the node was started with")
+    text = "runs to draw into the same charts"
+    dashboard.add_argument("--compare", type=Path, nargs="+", action="extend", default=[], metavar="RUN", help=text)
     text = "address to serve at (127.0.0.1:8765); beyond loopback uses TLS and roles of CONFIG's [security]"
     dashboard.add_argument("--listen", default="127.0.0.1:8765", metavar="HOST:PORT", help=text)

@@ -21,7 +21,7 @@ from tasuki.config.schema import MetricsConfig, NodeConfig, TrackConfig
 from tasuki.config.train_schema import SamplesConfig
 from tasuki.node.exit_report import explained
 from tasuki.node.start import running_node
-from tasuki.runs.earlier_run import RecordedRun, begun_at, evaluation_of, find_run
+from tasuki.runs.earlier_run import RecordedRun, begun_at, evaluation_of, find_run, is_checkpoint
 from tasuki.runs.resume import Continuation
 from tasuki.wire.errors import InvalidArgument, NodeRunning, PathNotFound
 
@@ -40,9 +40,10 @@ def run(arguments: argparse.Namespace) -> int:
         text = f"the run's node, pid {pid}, is up; stop it first: tasuki down --state-dir {found.config.state_dir}"
         raise NodeRunning(text, state_dir=found.config.state_dir, pid=pid)
     path: Path = (arguments.model or found.output_dir / "model").absolute()
-    version, is_checkpoint = None, arguments.checkpoint is not None
-    if is_checkpoint:
-        path = found.checkpoint(arguments.checkpoint)
+    checkpoint = str(path) if is_checkpoint(path) else arguments.checkpoint
+    version, is_saved = None, checkpoint is not None
+    if is_saved:
+        path = found.checkpoint(checkpoint)
         found.check_model()
         # None if saved by a client.
         version = read_loop_state(path).step.next_version() if (path / LOOP_FILE).is_file() else None
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{path} is not a folder; the run exports it at its end, --checkpoint N takes a checkpoint", path=path
         )
     recorded = found.evaluated(policy_version=version)
-    step = _evaluated(found, path, is_checkpoint=is_checkpoint, number=(recorded or found.evaluated() or Step(0)).step)
+    step = _evaluated(found, path, is_saved=is_saved, number=(recorded or found.evaluated() or Step(0)).step)
     is_own = path.is_relative_to(found.output_dir)
     file = found.output_dir / "eval" / f"{path.name if is_own else f'{path.parent.name}-{path.name}'}.json"
     _tell(
@@ -65,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluated(found: RecordedRun, path: Path, *, is_checkpoint: bool, number: int) -> Step:
+def _evaluated(found: RecordedRun, path: Path, *, is_saved: bool, number: int) -> Step:
     folder = found.output_dir / "eval"
-    config = _own_node(found.config, path, is_checkpoint=is_checkpoint, state_dir=folder / "node")
+    config = _own_node(found.config, path, is_saved=is_saved, state_dir=folder / "node")
     training, step = read_training(config, now=begun_at(found.output_dir)), Step(number)
     progress = Progress(num_steps=number)
     for place in (found.output_dir, folder):  # a CONFIG that never ran has none
@@ -80,7 +81,7 @@ def _evaluated(found: RecordedRun, path: Path, *, is_checkpoint: bool, number: i
         explained(config),
         Client(client_target(config)) as client,
     ):
-        if is_checkpoint:
+        if is_saved:
             client.load(path)
         step.acquire(client, Phase.TRAIN if config.train is None else Phase.ROLLOUT)
         step.policy_version = client.trainer_state().policy_version
@@ -88,7 +89,7 @@ def _evaluated(found: RecordedRun, path: Path, *, is_checkpoint: bool, number: i
     return step
 
 
-def _own_node(config: NodeConfig, path: Path, *, is_checkpoint: bool, state_dir: Path) -> NodeConfig:
+def _own_node(config: NodeConfig, path: Path, *, is_saved: bool, state_dir: Path) -> NodeConfig:
     """The node without ports, trackers and samples on disk. With a model's weights, which nothing rounds but rollout."""
     changes: dict[str, Any] = {
         "state_dir": state_dir,
@@ -99,9 +100,9 @@ def _own_node(config: NodeConfig, path: Path, *, is_checkpoint: bool, state_dir:
     }
     if config.train is not None:
         changes["train"] = config.train.model_copy(update={"samples": SamplesConfig(groups_per_step=0)})
-    if not is_checkpoint:
+    if not is_saved:
         changes["model"] = config.model.model_copy(update={"path": path})
-    if not is_checkpoint and config.sft is None:
+    if not is_saved and config.sft is None:
         # Adapters start as zeros.
         dtype = "param_dtype" if config.trainer.lora is None else "compute_dtype"
         changes["trainer"] = config.trainer.model_copy(update={dtype: config.rollout.dtype})

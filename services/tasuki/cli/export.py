@@ -5,14 +5,14 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from tasuki.runs.earlier_run import find_run
+from tasuki.runs.earlier_run import find_run, is_checkpoint
 from tasuki.wire.errors import NotInstalled
 from tasuki.wire.extras import install_extras
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """place: the run or the node, by default the run in whose folder the checkpoint is. output: by default `model-NAME` there, or beside a
-    checkpoint that no run has saved. dtype: "auto" as the run's.
+    """checkpoint: or a run, of which the newest is exported. place: the run or the node, by default the run in whose folder the checkpoint
+    is. output: by default `model-NAME` there, or beside a checkpoint outside the run's folder. dtype: "auto" as the run's.
 
     Raises NotInstalled without torch, and as find_run and export_checkpoint.
     """
@@ -20,11 +20,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise NotInstalled(f"an export needs torch: {install_extras('trainer')}", packages="torch", extras="trainer")
     from tasuki.trainer.backends.fsdp.checkpoint_export import export_checkpoint
 
-    checkpoint: Path = arguments.checkpoint.absolute()
-    found = find_run(arguments.place or checkpoint.parent.parent)
+    given: Path = arguments.checkpoint
+    is_saved = is_checkpoint(given)
+    found = find_run(arguments.place or (given.absolute().parent.parent if is_saved else given))
+    checkpoint = found.checkpoint(str(given) if is_saved or arguments.place else None)
     found.check_model()
-    is_run = (found.config.train or found.config.sft) is not None
-    folder = found.output_dir if is_run else checkpoint.parent
+    run = found.config.train or found.config.sft
+    is_own = run is not None and checkpoint.resolve().is_relative_to(run.output_dir.resolve())
+    folder = found.output_dir if is_own else checkpoint.parent
     target = (arguments.output or folder / f"model-{checkpoint.name}").absolute()
 
     def told(done: int, num_tensors: int) -> None:

@@ -239,12 +239,7 @@ def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str, 
     is_beyond = is_beyond_loopback(listen)
     is_open = is_beyond or (config is not None and config.security.insecure)
     token = None if is_open else secrets.token_urlsafe(_TOKEN_BYTES)
-    outputs: list[Path] = []
-    for other in others:
-        if (output_dir := place_of(other).output_dir) is None:
-            raise PathNotFound(f"{other} has no run to compare with; give the output folder of a run", path=other)
-        outputs.append(output_dir)
-    feed = Feed(place, others=outputs)
+    feed = Feed(place, others=[_output_dir(other) for other in others])
     try:
         server = DashboardServer(feed, listen, token=token, guard_config=config if is_beyond else None)
     except OSError as error:
@@ -257,6 +252,16 @@ def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str, 
     # The fragment after # is never sent or logged.
     server.url = f"{origin}/{'' if token is None else f'#token={token}'}"
     return server
+
+
+def _output_dir(other: Path) -> Path:
+    """Of a run to compare with, which may be given by its node. Raises PathNotFound, InvalidArgument."""
+    config = load_config(other) if other.is_file() else None
+    run = None if config is None else config.train or config.sft
+    folder = other if config is None else config.state_dir if run is None else run.output_dir
+    if (output_dir := place_of(folder).output_dir) is None:
+        raise PathNotFound(f"{other} has no run to compare with; give the output folder of a run", path=other)
+    return output_dir
 
 
 def open_address(listen: str, *, cert: Path, key: Path) -> str:

@@ -181,18 +181,23 @@ class RecordedRun:
         steps = [step for step in read_steps(self.output_dir) if evaluation_of(step)]
         return next((step for step in reversed(steps) if policy_version in (None, step.policy_version)), None)
 
-    def checkpoint(self, given: str) -> Path:
-        """A complete checkpoint, by policy version or path. Raises PathNotFound, for a version naming those that are there."""
-        if not given.isdecimal():
+    def checkpoint(self, given: str | None) -> Path:
+        """A complete checkpoint, by policy version or path; None: the newest. Raises PathNotFound, for a version naming those there."""
+        if given is not None and not given.isdecimal():
             path = Path(given).absolute()
-            if not (path / FACTS_FILE).is_file():
+            if not is_checkpoint(path):
                 raise PathNotFound(f"{path} is not a checkpoint: it has no {FACTS_FILE}", path=path)
             return path
         there = {(checkpoint_order(path) or (0,))[0]: path for path in complete_checkpoints(self.output_dir / CHECKPOINTS)}
-        if int(given) not in there:
-            known = f"those of versions {', '.join(map(str, there))}" if there else "no complete checkpoint"
-            raise PathNotFound(f"{self.output_dir / CHECKPOINTS} has {known}, not of version {given}", path=self.output_dir)
-        return there[int(given)]
+        version = max(there, default=0) if given is None else int(given)
+        if version not in there:
+            known = (
+                f"those of versions {', '.join(map(str, there))}, not of version {version}"
+                if there
+                else "no complete checkpoint"
+            )
+            raise PathNotFound(f"{self.output_dir / CHECKPOINTS} has {known}", path=self.output_dir)
+        return there[version]
 
     def check_model(self) -> None:
         """Raises InvalidArgument naming a file of the model's folder that has changed since the run began."""
@@ -214,6 +219,10 @@ class RecordedRun:
             raise InvalidArgument(
                 key, f"{run.eval_dataset} has changed since the run began; restore it, or the scores say nothing"
             )
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / FACTS_FILE).is_file()
 
 
 def evaluation_of(step: Step) -> dict[str, float]:
