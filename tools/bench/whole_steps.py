@@ -9,60 +9,30 @@ folder instead of a size. --tiny: a small model on a CPU. Writes whole_steps.jso
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tasuki.client import Client, Phase, SamplingParams, Stage, TrainingSample
-
-CONFIG = """
-state_dir = "{folder}/node"
-device = "{device}"
-[model]
-path = "{model}"
-[trainer]
-num_ranks = {gpus}
-checkpointing = "full"
-micro_batch_tokens = {micro_batch_tokens}
-[rollout]
-dp_size = {gpus}
-context_length = {context}
-{rollout}
-[train]
-dataset = "unused.jsonl"
-output_dir = "unused"
-prompts_per_step = {prompts}
-group_size = {group}
-max_prompt_tokens = {prompt_tokens}
-max_new_tokens = {new_tokens}
-[train.reward]
-function = "unused:unused"
-"""
-ON_GPU: dict[str, Any] = {
-    "device": "cuda", "micro_batch_tokens": 16_384, "context": 4096, "prompts": 64, "group": 8, "prompt_tokens": 256, "new_tokens": 512,
-    "vocab_size": 30_000, "rollout": 'engine = { attention_backend = "triton", sampling_backend = "pytorch" }',
-}  # fmt: skip
-TINY: dict[str, Any] = {
-    "device": "cpu", "micro_batch_tokens": 512, "context": 128, "prompts": 4, "group": 2, "prompt_tokens": 16, "new_tokens": 16,
-    "vocab_size": 100, "rollout": "",
-}  # fmt: skip
+from tasuki.config.load import load_config
+from tasuki.node.start import start_node
+from tools.bench.node_load import GPU, TINY, Load, make_model
 
 
-def step(client: Client, load: dict[str, Any], random: np.random.Generator) -> dict[str, Any]:
+def step(client: Client, load: Load, random: np.random.Generator) -> dict[str, Any]:
     """Carries out one step. Times are in seconds, but those of changeovers and stages in ms."""
-    prompts = random.integers(3, load["vocab_size"], (load["prompts"], load["prompt_tokens"])).tolist()
+    prompts = load.questions(random)
     started = time.perf_counter()
     there = client.acquire(Phase.ROLLOUT)
     serves = time.perf_counter()
     client.generate([prompts[0][:3]], SamplingParams(max_new_tokens=1))
     answered = time.perf_counter()
-    params = SamplingParams(max_new_tokens=load["new_tokens"], ignore_eos=True)
-    samples = client.generate(prompts, params, num_samples=load["group"])
+    samples = client.generate(prompts, load.sampling(load.new_tokens), num_samples=load.group)
     generated = time.perf_counter()
     back = client.acquire(Phase.TRAIN)
     returned = time.perf_counter()
@@ -92,7 +62,7 @@ def step(client: Client, load: dict[str, Any], random: np.random.Generator) -> d
         "to_train_ms": 1e3 * (returned - generated),
         "forward_backward_s": learned - packed,
         "optim_step_s": ended - learned,
-        "trained_tokens_per_s": (new_tokens + len(samples) * load["prompt_tokens"]) / (ended - packed),
+        "trained_tokens_per_s": (new_tokens + len(samples) * load.prompt_tokens) / (ended - packed),
         "grad_norm": norm,
         "stages_ms": {
             stage: 1e3 * each.seconds for each in [*there, *back] if (stage := Stage.of(each.stage)) and each.seconds
@@ -107,10 +77,6 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, str]:
     return {key: f"{statistics.median(of):.4g} ({min(of):.4g} to {max(of):.4g})" for key, of in figures.items()}
 
 
-def tasuki(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "tasuki.cli", *arguments], check=True, stdout=sys.stderr)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path())
@@ -121,26 +87,24 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="a key of the node's configuration")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
-    load = TINY if arguments.tiny else ON_GPU
+    load = TINY if arguments.tiny else replace(GPU, gpus=arguments.gpus)
     arguments.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not (model := arguments.model):
-            from tools.bench.node_load import make_model
-
             make_model(arguments.size, model := folder / "model", is_tiny=arguments.tiny)
-        config = folder / "node.toml"
-        config.write_text(CONFIG.format(**load, folder=folder, model=model, gpus=arguments.gpus))
+        (folder / "node.toml").write_text(load.config("needed"))
+        config = load_config(folder / "node.toml", overrides=[f'model.path="{model.absolute()}"', *arguments.set])
         steps = list[dict[str, Any]]()
-        tasuki("up", str(config), *(f"--set={each}" for each in arguments.set))
+        node = start_node(config, tell=lambda line: print(line, file=sys.stderr))
         try:
-            with Client(state_dir=folder / "node", timeout_s=300.0) as client:
+            with Client(state_dir=config.state_dir, timeout_s=300.0) as client:
                 random = np.random.default_rng(0)
                 for _ in range(arguments.steps):
                     steps.append(step(client, load, random))
                     (arguments.out / "whole_steps.json").write_text(json.dumps(steps, indent=1) + "\n")
         finally:
-            tasuki("down", str(config))
+            node.stop()
     for key, text in summary(steps).items():
         print(f"{key:24s} {text}")
 
