@@ -106,6 +106,22 @@ def used(folder: str, maximum: object, current: int, **others: object) -> dict[s
         pytest.param(
             used("", 8 * GIB, 5 * GIB), "0::/../../other\n", V2, (8, 5, "memory.max"), id="moved out of its namespace"
         ),
+        *(
+            pytest.param(
+                used("pods/one/", 9 * GIB, 4 * GIB)
+                | used("pods/", 20 * GIB, 8 * GIB)
+                | used("pods/one/app/", "max", GIB, **{"cgroup.procs": f"1\n{os.getpid()}\n"})
+                | used("pods/two/app/", 2 * GIB, GIB, **{"cgroup.procs": f"1{os.getpid()}\n"}),
+                f"0::{path}\n",
+                V2.replace(" / ", f" {top} "),
+                (9, 7, "pods/one/memory.max"),
+                id=f"{path} in a mount of a namespace above, at {top}",
+            )
+            for path, top in (("/", "/../../.."), ("/app", "/../.."), ("/../app", "/../../.."), ("/../one/app", "/../.."))
+        ),
+        pytest.param(
+            used("", 8 * GIB, 5 * GIB), "0::/\n", V2.replace(" / ", " /../.. "), (8, 5, "memory.max"), id="a group that hides"
+        ),
         pytest.param(used("", 8 * GIB, 9 * GIB), "0::/\n", V2, (8, 1, "memory.max"), id="mostly cache"),
         pytest.param(used("", 1 << 50, 5 * GIB), "0::/\n", V2, (64, 60, None), id="more than the machine has"),
     ],

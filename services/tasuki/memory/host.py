@@ -103,13 +103,24 @@ def _read_groups(controller: str, root: Path) -> Iterator[Path]:
         if path is None or not (kind == "cgroup2" or (kind == "cgroup" and controller in options.split(","))):
             continue
         top, place = (Path(_unescaped(field)) for field in fields)
-        # A container may see a part of the tree, and itself outside of it.
-        is_seen = Path(path).is_relative_to(top) and ".." not in path
-        group = place / Path(path).relative_to(top) if is_seen else place
+        place = root / place.relative_to("/")
+        group = _group_in(place, top, Path(path))
         for folder in (group, *group.parents):
-            yield root / folder.relative_to("/")
+            yield folder
             if folder == place:
                 break
+
+
+def _group_in(place: Path, top: Path, path: Path) -> Path:
+    """Folder of this process's group in a mount at `place`. top, path: of mount and group, from the root of the cgroup namespace."""
+    if path.is_relative_to(top) and ".." not in path.relative_to(top).parts:
+        return place / path.relative_to(top)
+    # The mount may begin above the namespace, whose folders in it have no names here: it is found by its process.
+    num_unnamed = top.parts.count("..") - path.parts.count("..")
+    below = Path(*(part for part in path.parts[1:] if part != ".."))
+    folders = (folder / below for folder in place.glob("*/" * num_unnamed)) if num_unnamed > 0 else ()
+    own = str(os.getpid())
+    return next((folder for folder in folders if own in _text(folder / "cgroup.procs").split()), place)
 
 
 def _unescaped(field: str) -> str:
