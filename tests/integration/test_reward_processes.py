@@ -164,6 +164,33 @@ def test_nothing_outlives_a_client_that_is_killed(folder: Path):
     check_ended(folder)
 
 
+BOMB = """
+import os, sys, time
+from tasuki.wire import process_tree
+
+def double():
+    for _ in range(5):
+        if not os.fork(): os.setsid()
+        with open(sys.argv[2], "a") as notes:
+            notes.write(f"{os.getpid()}\\n")
+    time.sleep(600)
+
+process_tree._KILL_S = 0.0
+process_tree.run_nested(double, lifeline_fd=int(sys.argv[1]), mark=process_tree.new_mark())
+"""
+
+
+def test_a_nest_goes_on_killing_while_processes_come(folder: Path):
+    theirs, lifeline = os.pipe()
+    argv = [sys.executable, "-c", BOMB, str(theirs), folder / "notes"]
+    with subprocess.Popen(argv, env=ENVIRONMENT, pass_fds=[theirs], start_new_session=True) as nest:
+        os.close(theirs)
+        wait_for(lambda: len(set(alive(folder))) == 32)
+        os.close(lifeline)
+        nest.wait(60)
+    check_ended(folder)
+
+
 def test_a_fork_that_returns_does_not_answer(folder: Path):
     (folder / "twice.py").write_text(
         "import os\ndef reward(completion):\n    child = not os.fork()\n    return -1.0 if child else float(completion)\n"
