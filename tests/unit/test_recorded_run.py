@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.cli.__main__ import main
 from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
@@ -65,9 +66,9 @@ def test_a_folder_without_a_run_and_a_version_without_a_checkpoint_are_named(fol
     with pytest.raises(PathNotFound, match=r"has no run\.json"):
         find_run(folder)
     found = find_run(folder / "run")
-    with pytest.raises(PathNotFound, match="has no complete checkpoint$"):
+    with pytest.raises(PathNotFound, match="has no complete checkpoint;"):
         found.checkpoint("2")
-    with pytest.raises(PathNotFound, match="has no complete checkpoint$"):
+    with pytest.raises(PathNotFound, match="has no complete checkpoint;"):
         found.checkpoint(None)
     saved = folder / "run" / "checkpoints" / "version-000001"
     saved.mkdir(parents=True)
@@ -78,6 +79,20 @@ def test_a_folder_without_a_run_and_a_version_without_a_checkpoint_are_named(fol
         found.checkpoint(str(saved))
     (saved / "checkpoint.json").touch()
     assert [found.checkpoint(given) for given in ("1", str(saved), None)] == [saved] * 3
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [("nothing", "is neither a checkpoint nor a run"), ("", "is neither a checkpoint nor a run"), ("ck/v1", "CONFIG by --run")],
+)
+def test_what_cannot_be_exported_is_named_as_it_was_given(
+    folder: Path, given: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "ck" / "v1").mkdir(parents=True)
+    (folder / "ck" / "v1" / "checkpoint.json").touch()
+    assert main(["export", str(folder / given)]) == 2
+    told = capsys.readouterr().err
+    assert f"{folder / given} " in told and problem in told
 
 
 def test_the_node_of_a_client_has_no_run_but_a_model_to_export_from(folder: Path) -> None:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tasuki.runs.earlier_run import find_run, is_checkpoint
-from tasuki.wire.errors import NotInstalled
+from tasuki.wire.errors import NotInstalled, PathNotFound
 from tasuki.wire.extras import install_extras
 
 
@@ -22,7 +22,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     given: Path = arguments.checkpoint
     is_saved = is_checkpoint(given)
-    found = find_run(arguments.place or (given.absolute().parent.parent if is_saved else given))
+    try:
+        found = find_run(arguments.place or (given.absolute().parent.parent if is_saved else given))
+    except PathNotFound as error:
+        if arguments.place is not None:
+            raise
+        where = "is in no run's folder: give its run or CONFIG by --run" if is_saved else "is neither a checkpoint nor a run"
+        raise PathNotFound(f"{given} {where}", path=given) from error
     checkpoint = found.checkpoint(str(given) if is_saved or arguments.place else None)
     found.check_model()
     run = found.config.train or found.config.sft

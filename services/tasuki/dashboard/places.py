@@ -75,7 +75,7 @@ def place_of(folder: Path) -> RunPlace:
 
 
 def _check_folder(folder: Path) -> None:
-    advice = "give the output folder of a run, the state folder of a node, or --config of a node"
+    advice = "give the output folder of a run, or the state folder or CONFIG of a node"
     if not folder.is_dir():
         raise PathNotFound(f"there is no folder {folder}; {advice}", path=folder)
     of_node = (

@@ -194,7 +194,7 @@ class RecordedRun:
             known = (
                 f"those of versions {', '.join(map(str, there))}, not of version {version}"
                 if there
-                else "no complete checkpoint"
+                else "no complete checkpoint; save_every asks for some"
             )
             raise PathNotFound(f"{self.output_dir / CHECKPOINTS} has {known}", path=self.output_dir)
         return there[version]
@@ -233,6 +233,8 @@ def evaluation_of(step: Step) -> dict[str, float]:
 
 def find_run(place: Path, *, overrides: Sequence[str] = ()) -> RecordedRun:
     """place: a run's output folder, the state folder of the node that trained it, or its CONFIG. Raises PathNotFound, InvalidArgument."""
+    if not place.exists():
+        raise PathNotFound(f"there is no {place}; give a run's output folder, its CONFIG, or that of its node", path=place)
     if not place.is_dir():
         config = with_local_files(load_config(place, overrides=overrides))
         run = config.train or config.sft  # neither for a client's node
