@@ -52,11 +52,11 @@ from transformers import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import tasuki.trainer.modules.qwen_vl  # noqa: F401  registers its class with transformers
-from tasuki.models.families import find_family
 from tasuki.models.family import TOWER_KEYS
+from tasuki.models.known import find_family
 from tasuki.models.shape import ROUTER_BIAS
 from tasuki.trainer.backends.fsdp.shards import constant_shards
-from tasuki.weights.shards import Shard, checkpoint_shards
+from tasuki.weights.export import Shard, checkpoint_shards
 from tests.slices import Cut, by_rows, part_of
 
 PAD, EOS, BOS = 0, 1, 2

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from tasuki.models.config_json import read_json_object
-from tasuki.models.families import read_model
+from tasuki.models.known import read_model
 from tasuki.models.stored_tensors import stored_shapes
 
 

@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tasuki.models.families import read_model_shape
+from tasuki.models.known import read_model_shape
 from tasuki.trainer.backends.fsdp.model import correct_latent_norms
 from tasuki.trainer.data.micro_batch import token_batch
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tasuki.v1.types_pb2 import Sample, TrainingSample
 from tasuki.v1.weights_pb2 import PublishedWeights
 from tests.integration.learning import fsdp, learn, start_learner

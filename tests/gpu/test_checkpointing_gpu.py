@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.planner.node import Checkpointing
 from tasuki.trainer.data.samples import Samples
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tasuki.v1.types_pb2 import TrainingSample
 from tests.integration.learning import learn, start_learner, whole_gradients
 

@@ -17,7 +17,7 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.planner.node import Checkpointing
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.modules.compiled_blocks import num_graphs
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import Role
 from tasuki.wire.stages import MemoryTag
 from tests.gpu.test_checkpointing_gpu import MAX_TOKENS, mesh, model, samples_of
 from tests.integration.learning import fsdp, learn, start_learner, whole_gradients

@@ -21,7 +21,7 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.trainer.backends.fsdp.expert_parallel import ParallelExperts
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.modules.routing import EXPERTS
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import Role
 from tasuki.wire.stages import MemoryTag
 from tests.gpu.test_checkpointing_gpu import MAX_TOKENS, VOCAB_SIZE, mesh, samples_of
 from tests.integration.learning import learn, metric, start_learner, whole_gradients

@@ -7,7 +7,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_the_product_is_not_rounded_also_in_a_graph() -> None:
-    from tasuki.rollout.sglang.float32_logits import float32_product  # imports SGLang
+    from tasuki.rollout.sglang.models import float32_product  # imports SGLang
 
     torch.manual_seed(0)
     hidden = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)

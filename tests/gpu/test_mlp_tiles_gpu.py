@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.trainer.data.micro_batch import MicroBatch
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import Role
 from tests.gpu.test_checkpointing_gpu import MAX_TOKENS, mesh, model, samples_of
 from tests.integration.learning import micro_batches, start_learner, whole_gradients, with_denominator
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import gelu, silu
 from transformers import AutoModelForCausalLM
 
-from tasuki.models.families import read_model
+from tasuki.models.known import read_model
 from tasuki.planner.kept_bytes import kept_per_token
 from tasuki.planner.node import Checkpointing
 from tasuki.trainer.modules.pointwise import Activation, RmsNorm, down_projected, fuse_pointwise

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tasuki.wire.stages import MemoryTag
 from tests.integration.learning import fsdp, start_learner
 from tests.integration.plain_critic import value_samples

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import Role
 from tasuki.wire.stages import MemoryTag
 from tests.gpu.test_checkpointing_gpu import VOCAB_SIZE, samples_of
 from tests.integration.learning import learn, start_learner, whole_gradients

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasuki.models.families import read_model
+from tasuki.models.known import read_model
 from tasuki.trainer.data.micro_batch import token_batch
 from tests.models import make_model, with_tower
 from tests.unit.test_packed_attention import policy_of

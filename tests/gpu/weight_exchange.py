@@ -8,9 +8,8 @@ import torch
 from tasuki.memory.arena import Keep, NativeAllocator
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.v1 import weights_pb2
-from tasuki.weights.export import ExportMemory, WeightExport
+from tasuki.weights.export import ExportMemory, Shard, WeightExport
 from tasuki.weights.imported_weights import import_weights
-from tasuki.weights.shards import Shard
 from tasuki.wire.stages import MemoryTag
 from tests.received import ReceivedPiece, check_received
 from tools.bench.sync_shapes import QWEN, QwenModel, random_shards

@@ -9,9 +9,8 @@ from torch import nn
 
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.v1 import weights_pb2
-from tasuki.weights.export import WeightExport
+from tasuki.weights.export import Shard, WeightExport
 from tasuki.weights.imported_weights import import_weights
-from tasuki.weights.shards import Shard
 from tests.received import ReceivedPiece, check_received
 from tests.slices import Cut, by_rows, part_of
 

@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tasuki.config.load import save_config
 from tasuki.config.paths import log_path, node_targets, socket_dir
-from tasuki.config.save import save_config
 from tasuki.config.schema import MetricsConfig, ModelConfig, NodeConfig
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub

@@ -9,8 +9,7 @@ from torch import nn
 from tasuki.memory.arena import Keep, NativeAllocator
 from tasuki.v1 import weights_pb2
 from tasuki.weights.checksum import checksum
-from tasuki.weights.export import ExportMemory, Place, WeightExport
-from tasuki.weights.shards import Shard
+from tasuki.weights.export import ExportMemory, Place, Shard, WeightExport
 from tasuki.wire.stages import MemoryTag
 from tests.slices import by_rows
 

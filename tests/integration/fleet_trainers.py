@@ -9,7 +9,7 @@ import grpc.aio
 
 from tasuki.fleet.nodes import NodeChannels
 from tasuki.fleet.trainer_front import TrainerFront
-from tasuki.models.families import read_model_file
+from tasuki.models.known import read_model_file
 from tasuki.rpc.access import fleet_metadata
 from tasuki.trainer.data.cost import sample_cost
 from tasuki.trainer.data.plan import split_samples

@@ -23,9 +23,8 @@ from tasuki.trainer.data.micro_batch import MicroBatch, micro_batch
 from tasuki.trainer.data.plan import Sharing, plan_shared
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner, trained_roles
-from tasuki.trainer.ranks.wire import merge_parts
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role, merge_parts
 from tasuki.v1.ranks_pb2 import RankLossReport
 from tests.choices import choices_for
 from tests.integration.plain_critic import value_samples

@@ -27,7 +27,7 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
     training_tensors,
 )
 from tasuki.trainer.durable.checkpoint_files import StoredTensor
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied
 from tasuki.wire.sealed_json import sealed
 from tests.integration.one_rank import group

@@ -15,8 +15,8 @@ from tasuki.planner.node import Checkpointing
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import InvalidArgument
 from tests.extent import IS_WHOLE

@@ -11,10 +11,9 @@ import pytest
 from tasuki.cli.__main__ import USER_ERROR, main
 from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
-from tasuki.config.load import load_config
+from tasuki.config.load import load_config, save_config
 from tasuki.config.lock import TRAINING_LOCK, StateLock
 from tasuki.config.paths import journal_path, training_log_path
-from tasuki.config.save import save_config
 from tasuki.node.start import check_state_folder
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile, read_steps

@@ -18,8 +18,8 @@ from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.modules.compiled_blocks import num_graphs
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tasuki.v1 import loss_pb2
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import MemoryTag

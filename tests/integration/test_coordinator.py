@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 import pytest
 
+from tasuki.config.load import save_config
 from tasuki.config.paths import log_path, node_targets
-from tasuki.config.save import save_config
 from tasuki.config.schema import CoordinatorConfig, ModelConfig, NodeConfig
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import trainer_pb2

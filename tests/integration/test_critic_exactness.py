@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tests.integration.launched import run_ranks
 from tests.integration.learning import learn, micro_batches, start_learner, whole_gradients, whole_parameters, with_denominator
 from tests.integration.plain_critic import SETTINGS, SHARED, VALUE_CLIP, PlainCritic, PlainCriticStep, add_head, value_samples

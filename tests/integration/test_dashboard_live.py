@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.config.load import save_config
 from tasuki.config.lock import NODE_LOCK, StateLock
-from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.runs.folder import archived, name_run
 from tasuki.v1 import types_pb2

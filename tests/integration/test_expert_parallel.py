@@ -22,8 +22,8 @@ from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.modules.routing import ExpertLoad, Router, replace_routers
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tasuki.wire.stages import MemoryTag
 from tests.extent import IS_WHOLE, crossed
 from tests.integration.launched import run_ranks

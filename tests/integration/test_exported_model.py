@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.adapter_folder import check_adapter
-from tasuki.models.families import read_model_shape
+from tasuki.models.known import read_model_shape
 from tasuki.models.shape import ROUTER_BIAS
 from tasuki.models.stored_tensors import check_stored
 from tasuki.trainer.backends.fsdp.checkpoint_export import _export
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tasuki.v1.weights_pb2 import PublishedWeights
 from tasuki.weights.imported_weights import import_weights
 from tasuki.wire.errors import InvalidArgument

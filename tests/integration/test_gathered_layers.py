@@ -14,8 +14,8 @@ from tasuki.planner.step_bytes import step_moments
 from tasuki.trainer.backends.fsdp.model import groups_of
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tests.integration.learning import assert_equal, fsdp, learn, start_learner, trained, whole_gradients
 from tests.integration.one_rank import mesh, model
 from tests.integration.plain_critic import value_samples

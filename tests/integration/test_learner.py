@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM
 from tasuki.algorithms.loss_types import Correction, LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.config.trainer_schema import OptimizerConfig
-from tasuki.models.families import read_model
+from tasuki.models.known import read_model
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.backends.fsdp.model import Policy, groups_of
 from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner, scheduled_rate
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tasuki.wire.errors import GradientsNotFinite, InvalidArgument
 from tasuki.wire.stages import MemoryTag
 from tests.integration.learning import fsdp, learn, start_learner, trained, whole_parameters

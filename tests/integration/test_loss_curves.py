@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tests.integration.launched import run_ranks
 from tests.integration.learning import learn, start_learner
 from tests.integration.test_prefix_sharing import grouped_samples

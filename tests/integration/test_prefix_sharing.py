@@ -19,8 +19,8 @@ from tasuki.trainer.backends.fsdp.host_buffers import HostActivations
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.plan import Sharing, plan_shared
 from tasuki.trainer.data.samples import Samples
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tasuki.v1 import loss_pb2
 from tasuki.v1.types_pb2 import TrainingSample
 from tests.extent import IS_WHOLE, crossed

@@ -17,8 +17,8 @@ from tasuki.trainer.backends.fsdp.optimizer import adamw
 from tasuki.trainer.backends.fsdp.optimizer.adamw import QuantizedMoment
 from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import MemoryTag
 from tests.integration.launched import run_ranks

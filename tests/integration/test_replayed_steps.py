@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tasuki.models.families import read_model_shape
+from tasuki.models.known import read_model_shape
 from tasuki.models.routes import RouteShape
 from tasuki.models.shape import EXPERTS
 from tasuki.trainer.backends.fsdp.lora.adapters import in_file
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tasuki.v1.types_pb2 import TrainingSample, VersionSpan
 from tests.extent import IS_WHOLE
 from tests.integration import trainer_samples as plain

@@ -14,10 +14,9 @@ from tasuki.client import Client
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState, PendingStep, read_pending, write_loop_state, write_pending
 from tasuki.client.step import Step
-from tasuki.config.load import load_config
+from tasuki.config.load import load_config, save_config
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.paths import config_path, model_texts_path, training_log_path, training_output_path
-from tasuki.config.save import save_config
 from tasuki.models.folder_files import file_digest
 from tasuki.node.start import _begin_at_the_model
 from tasuki.runs.earlier_run import EarlierRun, begun_at

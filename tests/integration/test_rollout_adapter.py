@@ -14,8 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tasuki.v1 import memory_pb2, types_pb2, weights_pb2
-from tasuki.weights.export import WeightExport
-from tasuki.weights.shards import Shard
+from tasuki.weights.export import Shard, WeightExport
 from tests.integration.rollout_process import (
     CALL_TIMEOUT_S,
     RolloutProcess,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tasuki.models.families import read_model_shape
+from tasuki.models.known import read_model_shape
 from tasuki.models.routes import RouteShape
 from tasuki.v1 import types_pb2
 from tests.integration.rollout_process import (

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.node_view import show_state, watch
+from tasuki.config.load import save_config
 from tasuki.config.lock import NODE_LOCK, Instance, StateLock, begin_instance, read_instance
 from tasuki.config.paths import log_path, socket_dir
-from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.node.exit_report import write_exit_report
 from tasuki.node.node_snapshot import NodeReader

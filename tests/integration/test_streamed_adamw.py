@@ -14,7 +14,7 @@ from tasuki.trainer.backends.fsdp.optimizer import streamed_adamw
 from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
 from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import MemoryTag
 from tests.integration.learning import LOSSES, assert_equal, fsdp, start_learner, train, trained, whole_parameters

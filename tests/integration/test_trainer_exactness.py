@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from tasuki.trainer.data.plan import plan_micro_batches
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tests.extent import IS_WHOLE, crossed, repeated
 from tests.integration import trainer_samples as plain
 from tests.integration.launched import run_ranks

@@ -20,8 +20,8 @@ from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.backends.fsdp.shards import whole_tensors
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import Role
 from tasuki.v1.weights_pb2 import PublishedWeights, WeightHandle
 from tasuki.weights.imported_weights import ImportedWeights, import_weights
 from tasuki.wire.errors import OutOfGpuMemory

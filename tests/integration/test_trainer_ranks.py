@@ -13,8 +13,8 @@ import pytest
 from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.ranks import Handlers, RankServer, rank_error
-from tasuki.trainer.ranks.commands import run_rank
-from tasuki.trainer.ranks.front import TrainerRanks, ranks_path
+from tasuki.trainer.rank import run_commands
+from tasuki.trainer.ranks import TrainerRanks, ranks_path
 from tasuki.v1.ranks_pb2 import RankReady, TrainerRankResult
 from tasuki.wire.errors import PathNotFound
 from tests.integration import forked
@@ -32,7 +32,7 @@ def run(folder: str, rank: int, launcher: int, *, fails: bool) -> None:
         return RankReady(vocab_size=7), {}
 
     heartbeat = Heartbeat(Path(folder), f"trainer{rank}")
-    has_served = run_rank(
+    has_served = run_commands(
         start,
         rank=rank,
         socket_dir=Path(folder),

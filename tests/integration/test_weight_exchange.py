@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tasuki.config.paths import base_socket_path
-from tasuki.models.families import read_model_shape
+from tasuki.models.known import read_model_shape
 from tasuki.planner.rollout_bytes import _tower_tensors
 from tasuki.rollout.rollout import RankCalls
 from tasuki.rollout.sync import WeightSync

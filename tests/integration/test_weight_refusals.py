@@ -15,10 +15,9 @@ import torch
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.v1 import weights_pb2
 from tasuki.weights import fd_socket, manifest
-from tasuki.weights.export import WeightExport
+from tasuki.weights.export import Shard, WeightExport
 from tasuki.weights.fd_socket import FdServer
 from tasuki.weights.manifest import Box
-from tasuki.weights.shards import Shard
 from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder
 from tests.integration.awkward_model import AwkwardModel, Trainer, receive, trainer
 from tests.slices import part_of

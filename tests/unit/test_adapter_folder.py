@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasuki.config.checks import check_model
-from tasuki.models.families import read_model
+from tasuki.models.known import read_model
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tests.models import make_model
 from tests.planned import config_of

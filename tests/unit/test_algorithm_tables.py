@@ -12,8 +12,7 @@ from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
 from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.client.estimation import Estimator
-from tasuki.config.load import load_config
-from tasuki.config.save import save_config
+from tasuki.config.load import load_config, save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import PRESETS, TrainConfig, expanded
 from tasuki.wire.errors import InvalidArgument

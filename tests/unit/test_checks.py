@@ -10,9 +10,9 @@ from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.trainer.data.checks import BatchLimits, check_denominator, check_loss, check_sequences, check_share, check_versions
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import check_linearized, decode_samples
 from tasuki.trainer.service.training import Training
+from tasuki.trainer.wire import Role
 from tasuki.v1.trainer_pb2 import ForwardBackwardHeader
 from tasuki.v1.types_pb2 import ROLE_REFERENCE, TrainingSample
 from tasuki.wire.errors import InvalidArgument, VersionOrder

@@ -10,9 +10,8 @@ from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.cli.__main__ import main
 from tasuki.config import load
 from tasuki.config.checks import HEARTBEAT_S
-from tasuki.config.load import has_bf16, load_config, slow_dtypes, without_effect
+from tasuki.config.load import has_bf16, load_config, save_config, slow_dtypes, without_effect
 from tasuki.config.paths import node_targets, socket_dir
-from tasuki.config.save import save_config
 from tasuki.rpc.port import fleet_port
 from tasuki.wire.address import socket_folder, unix_target
 from tasuki.wire.channel import MAX_PORT_CALLS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from tasuki.models.families import FAMILIES, read_model
+from tasuki.models.known import FAMILIES, read_model
 from tasuki.wire.errors import InvalidArgument, TasukiError, UnsupportedModel
 from tests.models import CONFIGS, make_model, save_checkpoint
 

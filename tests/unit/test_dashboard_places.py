@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.load import config_of
+from tasuki.config.load import config_of, save_config
 from tasuki.config.paths import config_path, journal_path
-from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.journal import Journal
 from tasuki.dashboard.places import place_of, read_settings

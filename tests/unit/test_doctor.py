@@ -171,14 +171,14 @@ probe.subprocess.run = lambda argv, **options: run(["sh", "-c", "kill -9 $$"], *
 def test_memory_that_does_not_pass_between_processes_is_found(fault: str, found: str, monkeypatch: pytest.MonkeyPatch):
     """fault: Python code for the writing process."""
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
-    imports = "import os, subprocess, sys\nfrom tasuki.memory import probe\n"
+    imports = "import os, subprocess, sys\nfrom tasuki.memory import shared_chunks as probe\n"
     program = [sys.executable, "-c", f"{imports}{fault}\nsys.exit(probe.main(sys.argv[1:]))"]
     assert is_bad(check_passing("cpu", probe=program), Verdict.FAIL, found=found, advice="allow memfd_create")
 
 
 def test_a_probe_that_cannot_run_is_found(tmp_path: Path):
     finding = check_passing("cpu", probe=[str(tmp_path / "python")])
-    assert is_bad(finding, Verdict.FAIL, found="No such file", advice="python -m tasuki.memory.probe cpu")
+    assert is_bad(finding, Verdict.FAIL, found="No such file", advice="python -m tasuki.memory.shared_chunks cpu")
 
 
 def test_a_plan_that_does_not_fit_is_found(node_file: Path):

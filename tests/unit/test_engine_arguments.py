@@ -11,8 +11,7 @@ import pytest
 from tasuki.cli.__main__ import main
 from tasuki.config.choices import Choices
 from tasuki.config.engine_arguments import ALLOWED, uncounted_arguments
-from tasuki.config.load import load_config
-from tasuki.config.save import save_config
+from tasuki.config.load import load_config, save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.models.routes import RouteShape
 from tasuki.wire.errors import InvalidArgument

@@ -8,10 +8,9 @@ import pytest
 
 from tasuki.cli.__main__ import USER_ERROR, exit_code_of
 from tasuki.cli.fleet import DEFAULT_PORT, first_host, fleet_config, fleet_table, up
-from tasuki.config.load import load_beside_node, load_config
+from tasuki.config.load import load_beside_node, load_config, save_config
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.paths import client_target, config_path, fleet_target, node_targets
-from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet.rollout_front import deal_families, deal_prompts, prompt_families
 from tasuki.fleet.rules import merged_trainer_state

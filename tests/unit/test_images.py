@@ -16,10 +16,9 @@ from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.models.images import ImageProcessor
 from tasuki.models.tower import Tower
 from tasuki.trainer.data.checks import check_columns
-from tasuki.trainer.ranks.wire import decode_columns, encode_samples
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.service.training import _rows_of
+from tasuki.trainer.wire import Role, decode_columns, encode_samples
 from tasuki.v1.types_pb2 import TrainingSample, VersionSpan
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.images import send_once

@@ -15,7 +15,7 @@ from tasuki.algorithms.batch import LossSum, Metric
 from tasuki.algorithms.loss_types import Aggregation, Correction, LossConfig, OldPolicy
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.algorithms.objective import policy_loss, value_loss
-from tasuki.trainer.ranks.wire import merge_metrics
+from tasuki.trainer.wire import merge_metrics
 from tasuki.v1.trainer_pb2 import MetricPart
 from tests.extent import examples
 from tests.unit.every_loss import EVERY, has_ratio

@@ -11,7 +11,7 @@ from tasuki.algorithms.loss_types import Aggregation, Correction, KlEstimator, L
 from tasuki.algorithms.losses import LOSSES
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.client.encode import loss_to_proto
-from tasuki.trainer.ranks.wire import decode_loss
+from tasuki.trainer.wire import decode_loss
 from tasuki.v1 import loss_pb2
 from tasuki.wire.errors import InvalidArgument
 from tests.unit.every_loss import ANY_LOSS

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tasuki.config.checks import check_model
 from tasuki.config.schema import NodeConfig
-from tasuki.models.families import FAMILIES, find_family, read_model
 from tasuki.models.family import TOWER_KEYS, Model
+from tasuki.models.known import FAMILIES, find_family, read_model
 from tasuki.models.tower import TOWER
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.backends.fsdp.model import Policy, check_module, correct_latent_norms, set_buffers

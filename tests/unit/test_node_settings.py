@@ -8,10 +8,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from tasuki.cli.__main__ import USER_ERROR, main
-from tasuki.config.load import load_config
+from tasuki.config.load import load_config, save_config
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.paths import config_path
-from tasuki.config.save import save_config
 from tasuki.node.node_settings import adopt_node
 from tasuki.node.start import running_node
 from tasuki.runs.recipe import recipe

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tasuki.models.families import read_model
 from tasuki.models.family import full_attention
+from tasuki.models.known import read_model
 from tasuki.planner.node import Checkpointing
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.attention import packed

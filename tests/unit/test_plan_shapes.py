@@ -37,7 +37,7 @@ from transformers import (
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator
 from tasuki.memory.granularity import arena_bytes, export_bytes
-from tasuki.models.families import read_model
+from tasuki.models.known import read_model
 from tasuki.models.shape import DeltaNet, ModelShape
 from tasuki.planner.choose import choices_of
 from tasuki.planner.kept_bytes import kept_per_token

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2_5_VLTextConfig, Qwen2Config, Qwen3MoeConfig, Qwen3VLTextConfig
 
-from tasuki.models.families import read_model
 from tasuki.models.family import full_attention
+from tasuki.models.known import read_model
 from tasuki.planner.node import Checkpointing, Node, Part
 from tasuki.planner.step_bytes import step_moments
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention

@@ -22,7 +22,7 @@ from tasuki.trainer.attention.trial import fault_with_shared_prompts
 from tasuki.trainer.backends.fsdp.lora.adapters import trained_parameters
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.samples import NO_PREFIX, Samples
-from tasuki.trainer.ranks.wire import decode_columns, encode_samples
+from tasuki.trainer.wire import decode_columns, encode_samples
 from tasuki.v1.ranks_pb2 import SampleColumns
 from tests.extent import crossed, examples
 from tests.models import CONFIGS, HYBRID, VOCAB_SIZE, make_model

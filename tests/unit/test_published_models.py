@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.models.families import FAMILIES, read_model
+from tasuki.models.known import FAMILIES, read_model
 
 NOTES = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -18,7 +18,7 @@ import os, signal, sys
 from pathlib import Path
 import tasuki.rollout.ranks as ranks
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.rollout.startup_deadline import StartupDeadline
+from tasuki.rpc.process_start import StartupDeadline
 
 def forked():
     os.kill(os.getpid(), signal.SIGTERM)

@@ -9,9 +9,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from tasuki.cli.__main__ import main
-from tasuki.config.load import load_config
+from tasuki.config.load import load_config, save_config
 from tasuki.config.paths import RUN_CONFIG
-from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.runs.earlier_run import RunHead, provenance, write_head
 from tasuki.runs.recipe import check_recipe, recipe

@@ -8,9 +8,8 @@ import pytest
 from tasuki.cli.__main__ import main
 from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
-from tasuki.config.load import load_config
+from tasuki.config.load import load_config, save_config
 from tasuki.config.paths import RUN_CONFIG, training_output_path
-from tasuki.config.save import save_config
 from tasuki.models.folder_files import file_digest
 from tasuki.runs.earlier_run import RunHead, find_run, write_head
 from tasuki.runs.folder import MetricsFile

@@ -25,9 +25,9 @@ from tasuki.planner.presets import MODELS
 from tasuki.trainer.data.checks import check_routed
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.plan import _groups_of_prompts
-from tasuki.trainer.ranks.wire import decode_columns, encode_samples
 from tasuki.trainer.service import requests
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import decode_columns, encode_samples
 from tasuki.v1 import rollout_pb2, types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import InvalidArgument

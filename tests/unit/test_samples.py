@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.trainer.data.samples import COLUMNS, Samples
-from tasuki.trainer.ranks.wire import decode_columns, decode_scores, encode_samples
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.trainer.wire import decode_columns, decode_scores, encode_samples
 from tasuki.v1.types_pb2 import TrainingSample
 from tests.unit.training_samples import make_sample
 

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from tasuki.trainer.backends.fsdp.shared_base import view_of
+from tasuki.trainer.backends.fsdp.shards import view_of
+from tasuki.weights.export import Shard
 from tasuki.weights.fd_socket import FdServer
 from tasuki.weights.manifest import Entry, to_proto
 from tasuki.weights.plan import Piece, Slice, held_slice
 from tasuki.weights.plan import whole as of_whole
-from tasuki.weights.shards import Shard
 from tasuki.weights.shared_base import SharedBase, WritableBase, await_base, find_base
 from tasuki.wire.errors import BadHandle, UnsupportedModel
 from tests.base_copies import chunk_at, chunks_of

@@ -12,7 +12,7 @@ from tests.conftest import ENVIRONMENT
 # torch's C++ imports several modules; an exception within the fourth of these imports crashes the process.
 START = """
 import os, sys
-from tasuki.rollout.startup_deadline import StartupDeadline
+from tasuki.rpc.process_start import StartupDeadline
 
 deadline = StartupDeadline(60)
 deadline.before_exit.callback(lambda: print("cleaned up", flush=True))
@@ -55,7 +55,7 @@ def test_a_start_ends_while_cpp_imports_modules(number: signal.Signals, exit_cod
 
 FAILING = """
 import os, signal, sys
-from tasuki.rollout.startup_deadline import StartupDeadline
+from tasuki.rpc.process_start import StartupDeadline
 
 def fail():
     os.kill(os.getpid(), signal.SIGTERM)

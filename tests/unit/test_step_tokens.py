@@ -12,8 +12,8 @@ from tasuki.config.schema import NodeConfig
 from tasuki.planner.choose import most_tokens, with_fastest_checkpointing, with_last_layer_kept
 from tasuki.planner.node import GB, MARGIN, Checkpointing, Node
 from tasuki.planner.plan import plan
-from tasuki.trainer.roles import Role
 from tasuki.trainer.serve import sample_costs
+from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import Stage
 from tests.planned import chosen_node, config_of, node_with

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasuki.models.config_json import read_json_object
-from tasuki.models.families import read_model
 from tasuki.models.folder_files import INDEX_FILE
+from tasuki.models.known import read_model
 from tasuki.models.stored_tensors import check_head, check_stored, read_file, read_stored
 from tasuki.models.stored_values import check_dtypes
 from tasuki.node.model_folder import check_model_folder
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.durable.model_folder import load_shards
-from tasuki.weights.shards import Shard
+from tasuki.weights.export import Shard
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 from tests.models import CONFIGS, make_model, save_checkpoint
 from tests.unit.memory_folder import memory_folder

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tasuki.config.checks import check_model
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.models.families import read_model
+from tasuki.models.known import read_model
 from tasuki.models.tower import Tower
 from tasuki.planner.trainer_bytes import checkpoint_bytes, frozen_bytes, gradient_bytes
 from tasuki.trainer.backends.fsdp.lora.adapters import adapted_parameters, add_adapters

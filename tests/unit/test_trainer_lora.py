@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tasuki.config.checks import check_lora_targets, check_model
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.models.families import read_model
+from tasuki.models.known import read_model
 from tasuki.models.shape import ModelShape
 from tasuki.planner.kept_bytes import width
 from tasuki.planner.node import GB, node_of
@@ -26,7 +26,7 @@ from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts
 from tasuki.trainer.backends.fsdp.lora import merged_weights
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, base_parameters, set_dropout, trained_parameters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import _grouped
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.sealed_json import sealed
 from tests.models import CONFIGS, make_model

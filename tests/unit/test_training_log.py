@@ -13,8 +13,8 @@ from tasuki.rpc.commands import CommandGate, digest
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Action, Failpoints, plant
 from tasuki.trainer.durable.restore import recipe, restore
 from tasuki.trainer.durable.training_log import TrainingLog, read_training_log
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.state import TrainerState
+from tasuki.trainer.wire import Role
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
 from tasuki.v1.types_pb2 import ROLE_POLICY, CommandId, TrainingSample

@@ -90,8 +90,8 @@ def measure(folder: Path, node: Node, device: str, num_micro_batches: int) -> di
     from tasuki.trainer.data.micro_batch import micro_batch
     from tasuki.trainer.launch import read_launch
     from tasuki.trainer.replicas import start_mesh
-    from tasuki.trainer.roles import Role
     from tasuki.trainer.service.requests import decode_samples
+    from tasuki.trainer.wire import Role
     from tasuki.v1.types_pb2 import TrainingSample
     from tests.integration.learning import fsdp, start_learner
 

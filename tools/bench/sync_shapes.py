@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tasuki.weights.shards import Shard
+from tasuki.weights.export import Shard
 from tests.slices import Cut, by_rows
 
 

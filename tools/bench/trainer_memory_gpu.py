@@ -51,8 +51,8 @@ def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
     from tasuki.trainer.data.micro_batch import micro_batch
     from tasuki.trainer.launch import read_launch
     from tasuki.trainer.replicas import start_mesh
-    from tasuki.trainer.roles import Role
     from tasuki.trainer.service.requests import decode_samples
+    from tasuki.trainer.wire import Role
     from tasuki.wire.stages import MemoryTag
     from tests.integration.learning import fsdp, start_learner
 

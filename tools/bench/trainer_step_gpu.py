@@ -147,8 +147,8 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
     from tasuki.trainer.launch import read_launch
     from tasuki.trainer.modules.compiled_blocks import num_graphs
     from tasuki.trainer.replicas import start_mesh
-    from tasuki.trainer.roles import Role
     from tasuki.trainer.service.requests import decode_samples
+    from tasuki.trainer.wire import Role
     from tests.integration.learning import fsdp, micro_batches, start_learner, with_denominator
 
     device = "cpu" if arguments.tiny else "cuda"

@@ -12,8 +12,8 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.algorithms.aggregation import Floats, Integers, check_shape, from_rows, sample_ids, to_rows
 from tasuki.algorithms.loss_types import KlEstimator
-from tasuki.algorithms.samples import Floats, Integers, check_shape, from_rows, sample_ids, to_rows
 from tasuki.algorithms.setting import KL_HORIZON, MAX_KL_ERROR, SettingError, Std
 
 # Prevents large advantages in a group whose rewards differ only by rounding.

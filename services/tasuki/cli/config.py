@@ -4,8 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 
-from tasuki.config.load import load_config, origins, without_effect
-from tasuki.config.save import toml_lines
+from tasuki.config.load import load_config, origins, toml_lines, without_effect
 from tasuki.config.schema import NodeConfig
 from tasuki.models.tokenizer import check_tokenizer
 from tasuki.wire.printable import printable

@@ -23,7 +23,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.coordinator import phases
 from tasuki.coordinator.planning import plan_table
 from tasuki.memory.host import host_memory
-from tasuki.models.families import read_model_shape
+from tasuki.models.known import read_model_shape
 from tasuki.models.shape import ModelShape
 from tasuki.node.hub import with_local_files
 from tasuki.node.model_folder import check_model_folder, check_model_folders, has_weights

@@ -18,9 +18,9 @@ from tasuki.client.progress import Progress
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.environment import otlp_endpoint, otlp_headers_file
+from tasuki.config.load import save_config
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder
 from tasuki.config.paths import RUN_CONFIG, client_target, training_log_path
-from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.metrics_tail import METRICS
 from tasuki.node.exit_report import explained

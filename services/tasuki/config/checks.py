@@ -10,7 +10,7 @@ from tasuki.algorithms.loss_types import OldPolicy
 from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.table import MAX_GPUS, UNIX, UUID
 from tasuki.models.adapter_folder import check_adapter, is_end, is_match
-from tasuki.models.families import find_family
+from tasuki.models.known import find_family
 from tasuki.models.shape import EXPERTS
 from tasuki.wire.address import is_beyond_loopback, is_same_port
 from tasuki.wire.errors import InvalidArgument

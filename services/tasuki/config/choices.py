@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from tasuki.config.save import write_private
+from tasuki.config.load import write_private
 from tasuki.config.table import Schema
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound

@@ -1,5 +1,6 @@
-"""Loads a NodeConfig from TOML and `--set a.b=c`. Every error names the key and what to do."""
+"""Loads a NodeConfig from TOML and `--set a.b=c`, and writes it as TOML. Every error names the key and what to do."""
 
+import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -321,3 +322,48 @@ def _effects(config: NodeConfig) -> Iterator[_Row]:
     yield "train.stop_at_eval_score", train.stop_at_eval_score, None, held_out, needed
     samples, needed = evaluation.temperature > 0, "greedy sampling takes the most likely token; raise train.eval.temperature"
     yield "train.eval.top_p", evaluation.top_p, None, samples, needed
+
+
+def save_config(config: NodeConfig, path: Path) -> None:
+    """Writes every key that has a value, including defaults, with absolute paths. load_config reads an equal configuration."""
+    write_private(path, "\n".join(toml_lines(config.model_dump(mode="python", exclude_none=True), ())) + "\n")
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replaces a file by one for this user alone, whatever the umask."""
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(text, encoding="utf-8")
+
+
+def toml_lines(table: Mapping[str, Any], name: tuple[str, ...], *, comment: Callable[[str], str] = lambda _: "") -> list[str]:
+    """Lines of a table and its subtables, each with a heading after an empty line. comment: of a key, such as "trainer.betas"."""
+    lines = [f"[{'.'.join(map(_key, name))}]"] if name else []
+    for key, value in table.items():
+        if not isinstance(value, dict):
+            told = comment(".".join((*name, key)))
+            lines.append(f"{_key(key)} = {_value(value)}{told and f'  # {told}'}")
+    for key, value in table.items():
+        if isinstance(value, dict):
+            lines += ["", *toml_lines(value, (*name, key), comment=comment)]
+    return lines
+
+
+def _key(key: str) -> str:
+    """Quotes a key if needed: names of rewards are the user's."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+
+
+def _value(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case int() | float():
+            return repr(value)
+        case list() | tuple():
+            return f"[{', '.join(_value(item) for item in value)}]"
+        case Path():
+            return _value(str(value.absolute()))
+        case _:
+            # JSON strings are TOML basic strings, except that TOML does not allow a raw DEL.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

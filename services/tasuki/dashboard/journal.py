@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.coordinator.journal_file import id_text, open_journal
-from tasuki.dashboard.followed import MALFORMED, Followed
+from tasuki.dashboard.places import MALFORMED, Followed
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import StageStatus
 

@@ -15,7 +15,7 @@ from tasuki.config.load import load_config
 from tasuki.coordinator.memory_record import after, read_usages
 from tasuki.coordinator.phases import phase_of
 from tasuki.coordinator.planning import PART_TAGS, plan_table
-from tasuki.dashboard.followed import MALFORMED, Followed
+from tasuki.dashboard.places import MALFORMED, Followed
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import advise
 from tasuki.planner.choose import plan_node

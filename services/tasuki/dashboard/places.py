@@ -1,12 +1,14 @@
 """Locations of the files to show: a run's output folder, its archive, and the node that it may still be on. Reads its small files."""
 
 import json
+import sqlite3
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasuki.config.load import config_of, leaves, put
+from tasuki.config.load import config_of, leaves, put, toml_lines
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, lock_path
 from tasuki.config.paths import (
     archived_config_path,
@@ -14,14 +16,41 @@ from tasuki.config.paths import (
     journal_path,
     training_output_path,
 )
-from tasuki.config.save import toml_lines
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import TrainConfig
-from tasuki.dashboard.followed import MALFORMED, problem_of
 from tasuki.runs.folder import EVALUATIONS, NODE_FILE, SAMPLES, archive_folder
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import PathNotFound, TasukiError
 from tasuki.wire.regular_file import read_path, read_regular, unreadable
+
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, sqlite3.Error)
+"""What reading a damaged or foreign file raises, besides OSError."""
+
+
+def problem_of(path: Path, error: Exception) -> str:
+    """A line that says why `path` cannot be read; empty if it is missing."""
+    return unreadable(path, error) if isinstance(error, OSError) else f"{path} cannot be read: {type(error).__name__}: {error}"
+
+
+class Followed(ABC):
+    """Whatever prevents the file from being read becomes `problem`; the rest of the run is shown."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.problem = path, ""
+
+    def advance(self) -> bool:
+        """Reads on. Returns whether there was anything new, if only a problem."""
+        before, is_new = self.problem, False
+        try:
+            is_new, self.problem = self.read_on(), ""
+        except (OSError, *MALFORMED) as error:
+            self.problem = problem_of(self.path, error)
+        return is_new or self.problem != before
+
+    @abstractmethod
+    def read_on(self) -> bool:
+        """Returns whether there was anything new. Raises OSError or one of MALFORMED."""
+
 
 _MAX_BYTES = 1_000_000
 _OF_RUN = ("metrics.jsonl", "summary.json", "run.json", "state_dir", SAMPLES)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.client.images import MAX_BYTES, image_parts, read_image
-from tasuki.dashboard.followed import MALFORMED, problem_of
+from tasuki.dashboard.places import MALFORMED, problem_of
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.line_reader import LineReader
 from tasuki.wire.regular_file import open_regular, read_regular

@@ -23,9 +23,8 @@ from tasuki.config.checks import port_problem
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.feed import Feed
-from tasuki.dashboard.followed import MALFORMED
 from tasuki.dashboard.logs import read_logs
-from tasuki.dashboard.places import RunPlace, place_of, place_of_node
+from tasuki.dashboard.places import MALFORMED, RunPlace, place_of, place_of_node
 from tasuki.dashboard.samples import compare, list_steps, read_picture, read_step
 from tasuki.rpc.methods import METHODS
 from tasuki.rpc.port import HttpCaller, HttpHandler, HttpPort, read_certificate

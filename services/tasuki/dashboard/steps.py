@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.coordinator.metrics_tail import METRICS, MetricsTail
-from tasuki.dashboard.followed import Followed
+from tasuki.dashboard.places import Followed
 
 _READ_BYTES = 2_000_000
 _MAX_STEP = 2**53

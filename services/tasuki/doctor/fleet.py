@@ -10,7 +10,7 @@ from tasuki.config.load import load_config
 from tasuki.config.paths import config_path, nccl_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.doctor.finding import Finding, fail, is_running, ok, warn
-from tasuki.models.families import read_model_shape
+from tasuki.models.known import read_model_shape
 from tasuki.node.exit_report import node_down
 from tasuki.rpc.port import peer_credentials
 from tasuki.v1 import fleet_pb2, trainer_pb2

@@ -153,7 +153,7 @@ def _readable_rows(path: Path | None, train: TrainConfig) -> list[Row]:
     return []
 
 
-PROBE = (sys.executable, "-P", "-m", "tasuki.memory.probe")
+PROBE = (sys.executable, "-P", "-m", "tasuki.memory.shared_chunks")
 _PROBE_TIMEOUT_S = 120.0
 _NO_GPU = 1
 
@@ -187,7 +187,7 @@ def check_passing(device: str, *, probe: Sequence[str] = PROBE) -> Finding:
     try:
         done = subprocess.run([*probe, device], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return fail(name, str(error), "run it separately: python -m tasuki.memory.probe " + device)
+        return fail(name, str(error), "run it separately: python -m tasuki.memory.shared_chunks " + device)
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         advice = "run trainer and rollout in one container with the same GPUs"

@@ -21,7 +21,7 @@ from tasuki.fleet.nodes import FleetNodes, Joined, NodePeer, answered, callable_
 from tasuki.fleet.rank_store import RankStoreServicer
 from tasuki.fleet.rollout_front import RolloutFront
 from tasuki.fleet.trainer_front import Deal, TrainerFront
-from tasuki.models.families import read_model_file
+from tasuki.models.known import read_model_file
 from tasuki.rollout.seeds import CallNumbers, CallSeeds
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.logs import open_service_tracer

@@ -15,13 +15,13 @@ from tasuki.algorithms.aggregation import call_denominator
 from tasuki.fleet.nodes import FleetNodes, NodeChannels, on_all
 from tasuki.fleet.rules import merged_trainer_state, refuse_stage, renumbered
 from tasuki.rpc.commands import PASSING, CommandGate, chunks, digest, remaining_s
-from tasuki.trainer.ranks.wire import decode_loss, merge_metrics, merge_parts
 from tasuki.trainer.service.requests import (
     MAX_ANSWERED_TOKENS,
     read_compute_log_probs,
     read_compute_values,
     read_forward_backward,
 )
+from tasuki.trainer.wire import decode_loss, merge_metrics, merge_parts
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer, TrainerServiceStub
 from tasuki.v1.types_pb2 import CommandId, TrainingSample

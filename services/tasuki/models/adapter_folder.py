@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasuki.models.config_json import read_json_object
-from tasuki.models.families import find_family
+from tasuki.models.known import find_family
 from tasuki.models.shape import EXPERTS, ModelShape
 from tasuki.models.stored_tensors import READ_DTYPES, read_file
 from tasuki.models.tower import TOWER

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.models.config_json import read_json_object, size
-from tasuki.models.families import read_model_shape
+from tasuki.models.known import read_model_shape
 from tasuki.models.tower import Tower
 from tasuki.wire.errors import InvalidArgument, NotInstalled
 from tasuki.wire.extras import install_extras

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Never
 
 from tasuki.models.config_json import LFS_START, refuse_pointer
-from tasuki.models.families import find_family
 from tasuki.models.folder_files import INDEX_FILE, WEIGHT_SUFFIXES, read_weight_map
+from tasuki.models.known import find_family
 from tasuki.models.shape import ModelShape
 from tasuki.models.stored_values import BLOCK_BYTES, check_dtypes, check_written, differs
 from tasuki.wire.denied_path import named_if_denied

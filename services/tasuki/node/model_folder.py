@@ -6,9 +6,9 @@ from pathlib import Path
 from tasuki.config.checks import check_critic_model, check_model
 from tasuki.config.schema import NodeConfig
 from tasuki.models.config_json import read_json_object
-from tasuki.models.families import read_model, read_model_shape
 from tasuki.models.family import Model
 from tasuki.models.folder_files import INDEX_FILE, WEIGHT_SUFFIXES, model_files, other_files
+from tasuki.models.known import read_model, read_model_shape
 from tasuki.models.stored_tensors import check_stored
 from tasuki.models.tokenizer import read_stop_token_ids, read_tokenizer
 from tasuki.wire.denied_path import named_if_denied

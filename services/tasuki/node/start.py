@@ -17,6 +17,7 @@ import grpc
 from tasuki.config.checks import fleet_port_problem
 from tasuki.config.choices import write_choices
 from tasuki.config.gpus import check_gpu_is_shown
+from tasuki.config.load import save_config, write_private
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, begin_instance, disk_full_at, holder, lock_path
 from tasuki.config.paths import (
     check_owner,
@@ -31,7 +32,6 @@ from tasuki.config.paths import (
     training_log_path,
     training_run_path,
 )
-from tasuki.config.save import save_config, write_private
 from tasuki.config.schema import NodeConfig
 from tasuki.config.table import UNIX
 from tasuki.models.folder_files import text_digests

@@ -7,8 +7,8 @@ from tasuki.config.checks import check_gpus, check_model
 from tasuki.config.gpus import Gpus, gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig, TrainerConfig
-from tasuki.models.families import read_model_shape
 from tasuki.models.folder_files import bytes_to_copy
+from tasuki.models.known import read_model_shape
 from tasuki.models.shape import ModelShape
 from tasuki.planner.kv_tokens import wanted_tokens
 

@@ -21,11 +21,10 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rollout.environment import cache_variables, engine_environment, foreign_variables
 from tasuki.rollout.model import read_model
 from tasuki.rollout.ranks import RankProcesses
-from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.memory import wait_to_leave
-from tasuki.rpc.process_start import StartSeconds
+from tasuki.rpc.process_start import StartSeconds, StartupDeadline
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.stages import Service
 

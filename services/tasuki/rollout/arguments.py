@@ -9,7 +9,7 @@ from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.paths import model_source
 from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.models.families import FAMILIES
+from tasuki.models.known import FAMILIES
 from tasuki.planner.kv_tokens import graph_requests, running_requests, state_slots
 from tasuki.planner.rollout_bytes import MEASURED_FREE
 from tasuki.rollout.model import NEXT, ModelFacts

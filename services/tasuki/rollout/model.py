@@ -6,9 +6,9 @@ from tasuki.config.checks import replays_routes
 from tasuki.config.schema import NodeConfig
 from tasuki.models import rope
 from tasuki.models.config_json import architecture_of, read_json_object
-from tasuki.models.families import read_model_file
 from tasuki.models.family import Model
 from tasuki.models.images import ImageProcessor
+from tasuki.models.known import read_model_file
 from tasuki.models.routes import RouteShape
 from tasuki.models.tokenizer import read_stop_token_ids
 from tasuki.wire.errors import InvalidArgument

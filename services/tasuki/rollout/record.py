@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasuki.config.schema import NodeConfig
 from tasuki.models.config_json import read_json_object
-from tasuki.models.families import find_family, read_model
 from tasuki.models.family import CheckpointNames
+from tasuki.models.known import find_family, read_model
 from tasuki.weights.plan import Constant, CopyPlan, FallbackWrite, Piece, Slice, check_coverage
 from tasuki.wire.errors import BadHandle, UnsupportedModel
 
@@ -336,7 +336,7 @@ def _index_space(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def published_layout(config: NodeConfig) -> Layout:
-    """The checkpoint's tensors in the engine's dtype, named and cut as by `weights.shards.checkpoint_shards`.
+    """The checkpoint's tensors in the engine's dtype, named and cut as by `weights.export.checkpoint_shards`.
 
     Raises UnsupportedModel for an unknown model, InvalidArgument for a damaged config.json.
     """

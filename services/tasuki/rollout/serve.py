@@ -18,7 +18,6 @@ from tasuki.rollout.rollout import RankCalls, Rollout
 from tasuki.rollout.seeds import CallNumbers, CallSeeds
 from tasuki.rollout.servicer import RolloutMemoryServicer, RolloutServicer
 from tasuki.rollout.sglang.engine import RolloutEngine, start_engine
-from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
@@ -26,7 +25,7 @@ from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging, open_service_tracer
 from tasuki.rpc.memory import staying_tags
 from tasuki.rpc.port import port_of
-from tasuki.rpc.process_start import StartSeconds
+from tasuki.rpc.process_start import StartSeconds, StartupDeadline
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
 from tasuki.wire.errors import DeadlineExceeded, InternalError

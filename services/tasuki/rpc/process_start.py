@@ -1,15 +1,20 @@
-"""The start of a service's process: seconds of each part, which it counts, logs and leaves in the run folder; imports and the collector."""
+"""The start of a process: seconds of each part, which it counts, logs and leaves in the run folder; imports, the collector, a deadline."""
 
 import gc
 import importlib
 import json
 import logging
+import os
+import signal
 import time
+import traceback
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 
 from tasuki.config.paths import LAUNCHED_VARIABLE, start_seconds_path
+from tasuki.wire.errors import DeadlineExceeded
 
 _log = logging.getLogger("tasuki.rpc")
 _NONE: Mapping[str, float] = MappingProxyType({})
@@ -78,3 +83,47 @@ def freeze_started() -> None:
     """Freezes all objects at the end of a start: a later full collection would visit each of them."""
     gc.collect()
     gc.freeze()
+
+
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+
+
+class StartupDeadline:
+    """Ends this process between two bytecodes of its main thread.
+
+    With exit code 128 + N on signal N (SIGTERM, SIGINT), with 1 and a line on stderr after `seconds`. No exception is raised: libraries
+    that try an import swallow exceptions, and torch, whose C++ imports modules, crashes on one.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.before_exit = ExitStack()
+        """Clean-up before such an exit, which runs neither `finally` nor atexit handlers. It may interrupt anything in the main thread, so
+        it must not log or take locks."""
+        for number in _HANDLED:
+            signal.signal(number, self._end)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    def finish(self) -> None:
+        """Ends the limit. Handlers of SIGTERM and SIGINT remain."""
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        try:
+            for each in _HANDLED:
+                signal.signal(each, signal.SIG_IGN)
+            if number == signal.SIGALRM:
+                self._say_why()
+            self.before_exit.close()
+        except Exception:  # noqa: BLE001 - no exception leaves a handler that exits
+            os.write(2, traceback.format_exc().encode())
+        finally:
+            os._exit(1 if number == signal.SIGALRM else 128 + number)
+
+    def _say_why(self) -> None:
+        error = DeadlineExceeded(
+            f"the engine did not start within coordinator.stage_timeout_s = {self._seconds:g} s", rpc="start"
+        )
+        # A new line, since an engine rank may have left a progress bar. sys.stderr may be in the middle of a write.
+        os.write(2, f"\ntasuki.rollout: {error.reason}: {error.message}\n".encode())

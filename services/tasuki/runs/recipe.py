@@ -11,8 +11,8 @@ from typing import Any
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import SftConfig, TrainConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
-from tasuki.models.families import read_model_shape
 from tasuki.models.folder_files import file_digest, text_digests
+from tasuki.models.known import read_model_shape
 from tasuki.models.stored_tensors import VALUE_HEAD, read_stored, stored_shapes
 from tasuki.wire.errors import InvalidArgument, PathNotFound, PathPermissionDenied
 

@@ -19,7 +19,7 @@ from tasuki.client.sync_client import Client
 from tasuki.client.types import TrainingSample
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import SftConfig
-from tasuki.models.families import read_model_shape
+from tasuki.models.known import read_model_shape
 from tasuki.node.model_folder import check_model_folders
 from tasuki.runs.folder import draw_curves
 from tasuki.runs.recipe import RunSettings, field_as_key

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tasuki.algorithms.batch import Metric
 from tasuki.trainer.data.micro_batch import SequencePart, TokenBatch
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import Role
 from tasuki.v1.memory_pb2 import PauseRequest, PauseResponse, ResumeRequest, ResumeResponse
 from tasuki.v1.ranks_pb2 import RankPublished
 from tasuki.v1.types_pb2 import DeviceUsage, TagUsage

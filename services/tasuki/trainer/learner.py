@@ -14,7 +14,7 @@ from tasuki.algorithms.objective import policy_loss, value_loss
 from tasuki.config.trainer_schema import OptimizerConfig, TrainerConfig
 from tasuki.trainer.backend import Backend, Progress
 from tasuki.trainer.data.micro_batch import MicroBatch, TokenBatch
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import Role
 from tasuki.v1.ranks_pb2 import RankLossReport, RankPublished
 from tasuki.v1.trainer_pb2 import MetricPart, OptimStepResponse
 from tasuki.wire.errors import GradientsNotFinite, InvalidArgument

@@ -14,8 +14,8 @@ from tasuki.config.choices import read_choices
 from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import model_source, node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
-from tasuki.models.families import read_model_file, read_model_shape
 from tasuki.models.images import read_image_processor
+from tasuki.models.known import read_model_file, read_model_shape
 from tasuki.models.routes import RouteShape
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
@@ -33,12 +33,12 @@ from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.launch import Launch
 from tasuki.trainer.other_nodes import until_another_starts
 from tasuki.trainer.rank import run_rank
-from tasuki.trainer.ranks.front import TrainerRanks
+from tasuki.trainer.ranks import TrainerRanks
 from tasuki.trainer.replicas import is_fleet, join_store
-from tasuki.trainer.roles import Role
 from tasuki.trainer.service.servicer import MemoryServicer, TrainerServicer
 from tasuki.trainer.service.state import TrainerMetrics, TrainerState, roles_by_name
 from tasuki.trainer.service.training import Training
+from tasuki.trainer.wire import Role
 from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
 from tasuki.v1.ranks_pb2 import RankReady
 from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server

@@ -14,7 +14,7 @@ from sglang.srt.models.glm4_moe_lite import Glm4MoeLiteGate
 from torch.nn.functional import linear
 
 from tasuki.config.schema import NodeConfig
-from tasuki.models.families import read_model
+from tasuki.models.known import read_model
 from tasuki.planner.rollout_bytes import kv_bytes_per_token
 from tasuki.rollout.environment import engine_environment
 from tasuki.rollout.model import ModelFacts

@@ -1,13 +1,15 @@
-"""What single models need in SGLang. Each part says what it works around; delete it when SGLang does so itself."""
+"""What models need in SGLang, single ones or all. Each part says what it works around; delete it when SGLang does so itself."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from sglang.srt.layers import logits_processor
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from tasuki.models.families import find_family
+from tasuki.models.known import find_family
 from tasuki.models.routes import RouteShape
 from tasuki.models.shape import ModelShape
 from tasuki.rollout.model import UNROTATED
@@ -224,3 +226,64 @@ def _name_layers() -> None:
         self.topk.layer_id = self.experts.layer_id
 
     mixtral.MixtralMoE.__init__ = named
+
+
+def install_windows() -> None:
+    """Makes windows of SGLang's Triton attention as wide for a sampled token as for a prompt's. Call it before the model is built.
+
+    While decoding, SGLang leaves out the oldest token of a window (sgl-project/sglang#32087). Delete this when it does not.
+    """
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    backend: Any = TritonAttnBackend
+    build = backend.__init__
+
+    @functools.wraps(build)
+    def built(self: Any, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        if self.sliding_window_size is not None and self.sliding_window_size > 0:
+            self.sliding_window_size += 1  # a prefill masks by the size that the layer has
+
+    backend.__init__ = built
+
+
+_Projection = Callable[[Any, Tensor, Any, Tensor | None], Tensor]
+
+
+def install_float32_logits() -> None:
+    """Makes every LogitsProcessor of this process project in float32 if the weight allows it.
+
+    SGLang rounds logits to bfloat16, whose steps at 20 are 0.125. Its enable_fp32_lm_head converts the whole weight for every token.
+    A GPU's matrix product accumulates in float32 anyway, so it suffices to skip the rounding.
+
+    With tensor parallelism each rank projects onto its part of the vocabulary, and float32 logits are gathered. Works in CUDA graphs.
+    """
+    processor: Any = logits_processor.LogitsProcessor
+    processor._compute_lm_head = _float32_projection(processor._compute_lm_head)
+
+
+def _float32_projection(projection: _Projection) -> _Projection:
+    """projection: SGLang's original, used for any other weight."""
+
+    def project(processor: Any, hidden_TH: Tensor, lm_head: Any, embedding_bias: Tensor | None = None) -> Tensor:
+        if _has_plain_weight(lm_head):
+            return float32_product(hidden_TH, lm_head.weight)
+        return projection(processor, hidden_TH, lm_head, embedding_bias)
+
+    return project
+
+
+def float32_product(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
+    """[T, V] float32, accumulated and returned without rounding. weight_VH: bfloat16 or float16, on a GPU."""
+    return torch.mm(hidden_TH.to(weight_VH.dtype), weight_VH.T, out_dtype=torch.float32)
+
+
+def _has_plain_weight(lm_head: Any) -> bool:
+    """Whether the projection is a single product with a 16-bit weight on a GPU, neither quantized nor wrapped by an adapter."""
+    weight = getattr(lm_head, "weight", None)
+    is_wrapped = hasattr(lm_head, "set_lora") and hasattr(lm_head, "apply_lora")
+    if not isinstance(weight, Tensor) or not weight.is_cuda or is_wrapped:
+        return False
+    quant_method = getattr(lm_head, "quant_method", None)
+    is_quantized = logits_processor.should_apply_lm_head_quant_method(lm_head, quant_method)
+    return weight.dtype in (torch.bfloat16, torch.float16) and not is_quantized

@@ -26,7 +26,7 @@ from tasuki.config.engine_arguments import DRAFT_BLOCKS
 from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator, set_host_budget
-from tasuki.models.families import read_model_shape
+from tasuki.models.known import read_model_shape
 from tasuki.rollout.rank_commands import EngineLock, EngineRank
 from tasuki.rollout.rank_memory import rank_allocator
 from tasuki.rollout.ranks import RankReport, reporting
@@ -34,13 +34,11 @@ from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.record import EngineModel, published_layout
 from tasuki.rollout.sglang.adapter import AdapterBuffers, ScaledLora, UnpinnedLora, install_dense_lora, serve_adapter
 from tasuki.rollout.sglang.cpu.attention import BatchedAttention, multinomial_with_seed
-from tasuki.rollout.sglang.float32_logits import install_float32_logits
 from tasuki.rollout.sglang.json_grammar import EngineTokenizer, JsonGrammars
 from tasuki.rollout.sglang.memory_saver import install_saver
-from tasuki.rollout.sglang.models import install_model, install_routes
+from tasuki.rollout.sglang.models import install_float32_logits, install_model, install_routes, install_windows
 from tasuki.rollout.sglang.receivers import FirstSamples, LendingReceiver
 from tasuki.rollout.sglang.shared_base import EngineBase
-from tasuki.rollout.sglang.windows import install_windows
 from tasuki.rpc.memory import staying_of_engine_rank
 from tasuki.rpc.process_start import freeze_started
 from tasuki.v1 import ranks_pb2

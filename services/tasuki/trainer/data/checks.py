@@ -12,7 +12,7 @@ from tasuki.algorithms.setting import GREEDY_BELOW
 from tasuki.models.images import ImageProcessor
 from tasuki.models.routes import RouteShape
 from tasuki.trainer.data.samples import Samples, starts
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument, VersionOrder
 
 _LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tasuki.models.config_json import read_json_object
-from tasuki.models.families import read_model_shape
 from tasuki.models.folder_files import INDEX_FILE, file_digest, other_files
+from tasuki.models.known import read_model_shape
 from tasuki.models.stored_tensors import BLOCKS, FP8, FP8_BLOCK, FP8_SCALES, SCALES, SINGLE_FILE, read_stored, untrained_tensors
 from tasuki.models.tokenizer import CHAT_TEMPLATES
-from tasuki.weights.shards import Shard
+from tasuki.weights.export import Shard
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular

@@ -15,8 +15,7 @@ from tasuki.config.trainer_schema import MAX_LEARNING_RATE, LoraConfig
 from tasuki.models.images import ImageProcessor
 from tasuki.models.routes import Routes, RouteShape
 from tasuki.trainer.data.samples import COLUMNS, SampleImages, Samples, starts
-from tasuki.trainer.ranks.wire import ROLES
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import ROLES, Role
 from tasuki.v1.trainer_pb2 import (
     ComputeLogProbsHeader,
     ComputeLogProbsRequest,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tasuki.trainer.durable import saves
 from tasuki.trainer.durable.training_log import TrainingLog
-from tasuki.trainer.ranks.front import TrainerRanks
+from tasuki.trainer.ranks import TrainerRanks
 from tasuki.v1.ranks_pb2 import TrainerRankCommand, TrainingRecord
 from tasuki.v1.trainer_pb2 import (
     LoadCheckpointRequest,

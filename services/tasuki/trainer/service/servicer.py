@@ -19,13 +19,12 @@ from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, joined, watch_usage
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.durable.restore import recipe
 from tasuki.trainer.durable.training_log import TrainingLog
-from tasuki.trainer.ranks.front import TrainerRanks
-from tasuki.trainer.ranks.wire import ROLES
-from tasuki.trainer.roles import Role
+from tasuki.trainer.ranks import TrainerRanks
 from tasuki.trainer.service import requests
 from tasuki.trainer.service.saving import Saving
 from tasuki.trainer.service.state import TrainerMetrics, TrainerState, raise_unless_next, stage_after_withdrawal
 from tasuki.trainer.service.training import Training
+from tasuki.trainer.wire import ROLES, Role
 from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2, weights_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer
 from tasuki.v1.ranks_pb2 import TrainerRankCommand

@@ -20,8 +20,7 @@ from tasuki.rpc.metrics import (
     GpuSeconds,
 )
 from tasuki.trainer.data.samples import Samples, starts
-from tasuki.trainer.ranks.wire import ROLES
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import ROLES, Role
 from tasuki.v1.trainer_pb2 import ForwardBackwardResponse, OptimStepResponse, RoleState
 from tasuki.v1.weights_pb2 import LoadedCheckpoint
 from tasuki.wire.errors import GradientsPending, StageOrder, WrongPhase

@@ -14,19 +14,19 @@ from tasuki.trainer.data import checks
 from tasuki.trainer.data.cost import SampleCost
 from tasuki.trainer.data.plan import MicroBatchPlan, Sharing, plan_shared
 from tasuki.trainer.data.samples import Samples
-from tasuki.trainer.ranks.front import TrainerRanks
-from tasuki.trainer.ranks.wire import (
+from tasuki.trainer.ranks import TrainerRanks
+from tasuki.trainer.service.requests import check_learning_rate, decode_role, decode_samples
+from tasuki.trainer.service.state import TrainerState, roles_by_name
+from tasuki.trainer.wire import (
     ROLE_MESSAGES,
     ROLES,
+    Role,
     decode_loss,
     decode_scores,
     encode_samples,
     merge_metrics,
     merge_parts,
 )
-from tasuki.trainer.roles import Role
-from tasuki.trainer.service.requests import check_learning_rate, decode_role, decode_samples
-from tasuki.trainer.service.state import TrainerState, roles_by_name
 from tasuki.v1 import loss_pb2, ranks_pb2, trainer_pb2
 from tasuki.v1.trainer_pb2 import RoleState
 from tasuki.v1.types_pb2 import Role as RoleMessage

@@ -18,8 +18,8 @@ from tasuki.config.paths import model_source, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
-from tasuki.models.families import read_model_shape
 from tasuki.models.folder_files import text_digests
+from tasuki.models.known import read_model_shape
 from tasuki.models.stored_tensors import check_stored
 from tasuki.planner.choose import chosen
 from tasuki.planner.node import Checkpointing, node_of
@@ -54,13 +54,12 @@ from tasuki.trainer.backends.fsdp.model import (
 from tasuki.trainer.backends.fsdp.optimizer.adamw import QuantizedAdamW, ShardedAdamW
 from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
 from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice, ResidentTags, choose_handles
-from tasuki.trainer.backends.fsdp.shards import adapter_shards, constant_shards, export_model, local_shards
-from tasuki.trainer.backends.fsdp.shared_base import map_base
+from tasuki.trainer.backends.fsdp.shards import adapter_shards, constant_shards, export_model, local_shards, map_base
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
 from tasuki.trainer.modules.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
 from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.replicas import NodeReplicas, mesh_device
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import Role
 from tasuki.v1.ranks_pb2 import RankPublished
 from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.weights.shared_base import SharedBase

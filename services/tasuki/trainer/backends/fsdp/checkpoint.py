@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedConfig
 
 from tasuki.config.trainer_schema import TrainerConfig
-from tasuki.models.families import find_family
 from tasuki.models.family import computing_keys
+from tasuki.models.known import find_family
 from tasuki.models.shape import ROUTER_BIAS
 from tasuki.trainer.backend import Progress
 from tasuki.trainer.backends.fsdp.lora.adapters import trained_parameters
@@ -43,7 +43,7 @@ from tasuki.trainer.durable.checkpoint_files import (
 )
 from tasuki.trainer.durable.saves import FACTS_FILE, MAX_FACTS_BYTES, written_path
 from tasuki.trainer.modules.routing import ExpertLoad
-from tasuki.trainer.roles import Role
+from tasuki.trainer.wire import Role
 from tasuki.wire.denied_path import denied, named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import read_regular

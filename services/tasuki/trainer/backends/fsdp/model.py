@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from tasuki.algorithms.lm_head import token_log_probs
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.config_json import read_json_object
-from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import TOWER_KEYS, Model
+from tasuki.models.known import FAMILIES, read_model
 from tasuki.models.stored_tensors import check_head, read_stored
 from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
@@ -28,8 +28,7 @@ from tasuki.trainer.attention.trial import choose_delta, choose_kernel, fault_wi
 from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts, ungathered_parameters
 from tasuki.trainer.backends.fsdp.host_buffers import HostShards
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters, initialize_magnitudes, load_adapters
-from tasuki.trainer.backends.fsdp.shards import constant_shards, head_shards, local_shards
-from tasuki.trainer.backends.fsdp.shared_base import engine_placement, views_in
+from tasuki.trainer.backends.fsdp.shards import constant_shards, engine_placement, head_shards, local_shards, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.durable.model_folder import load_shards
 from tasuki.trainer.modules.compiled_blocks import compile_blocks

@@ -20,8 +20,8 @@ from torch.nn.functional import linear
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.adapter_folder import ADAPTER_FILE, in_peft, stored_decoder
-from tasuki.models.families import find_family
 from tasuki.models.family import Family
+from tasuki.models.known import find_family
 from tasuki.models.shape import EXPERTS
 from tasuki.trainer.backends.fsdp.expert_parallel import GroupedExperts
 from tasuki.trainer.durable.model_folder import save_tensors

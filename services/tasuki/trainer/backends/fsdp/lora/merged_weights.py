@@ -15,9 +15,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tasuki.trainer.backends.fsdp.lora.adapters import Adapter, adapted_parameters, family_of, row_norms
 from tasuki.weights.checksum import MODULUS
 from tasuki.weights.copies import ViewCopy, prepare_copies
-from tasuki.weights.export import Place
+from tasuki.weights.export import Place, checkpoint_shards
 from tasuki.weights.plan import whole
-from tasuki.weights.shards import checkpoint_shards
 
 if TYPE_CHECKING:
     from tasuki.trainer.backends.fsdp.lora.merge_triton import MergeTable

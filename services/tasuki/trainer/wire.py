@@ -1,6 +1,7 @@
 """Encodes roles, samples and scores between the front and its ranks; samples as columns of little-endian numbers. No torch."""
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,23 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.setting import SettingError
 from tasuki.models.routes import Routes
 from tasuki.trainer.data.samples import SampleImages, Samples
-from tasuki.trainer.roles import Role
 from tasuki.v1 import loss_pb2
 from tasuki.v1.ranks_pb2 import SampleColumns
 from tasuki.v1.trainer_pb2 import MetricPart
 from tasuki.v1.types_pb2 import ROLE_CRITIC, ROLE_POLICY, ROLE_REFERENCE
 from tasuki.wire.errors import InvalidArgument
+
+
+class Role(StrEnum):
+    """A network of the trainer."""
+
+    POLICY = "policy"
+    """Trained and served."""
+    REFERENCE = "reference"
+    """The frozen weights that training started from."""
+    CRITIC = "critic"
+    """Trained; estimates the value of each token."""
+
 
 ROLES = {ROLE_POLICY: Role.POLICY, ROLE_REFERENCE: Role.REFERENCE, ROLE_CRITIC: Role.CRITIC}
 ROLE_MESSAGES = {role: message for message, role in ROLES.items()}
