@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -319,6 +320,17 @@ def test_a_drawn_stop_of_gpt_oss_is_the_end_that_its_template_writes_after_earli
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     (last_token_id,) = own.encode_text(last)
     assert own.encode_next(chat, 1, {}, last_token_id=last_token_id) == own.encode_text(f"{next_prompt}c<|end|>")
+
+
+def test_a_turn_of_a_long_chat_keeps_no_copy_of_it(by_form: dict[str, ModelTokenizer]):
+    pair = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    by_form["hermes"].encode_next(pair * 200 + pair[:1], 399, {}, last_token_id=EOS)
+    tracemalloc.start()
+    for length in range(201, 231):
+        by_form["hermes"].encode_next(pair * length + pair[:1], 2 * length - 1, {}, last_token_id=EOS)
+    kept_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept_bytes < 100_000
 
 
 def test_a_template_that_rewrites_earlier_answers_is_bridged_and_one_that_hides_them_refused(tmp_path: Path):

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, Undefined, UndefinedError, meta, nodes
@@ -45,7 +46,7 @@ class ChatTemplate:
             """Names that the template takes from its caller."""
             self._template = environment.from_string(tree)
             self._source = source
-            self._checked = set[object]()
+            self._checked = set[bytes]()
         except (TemplateError, RecursionError) as error:
             line = f":{error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             problem = (
@@ -76,7 +77,8 @@ class ChatTemplate:
         for index, names in enumerate(given):
             names.difference_update(_OWN_KEYS, _told_by_place(whole, index))
         probes = [_probe(message, index) for index, message in enumerate(messages)]
-        alike = json.dumps([probes, list(map(sorted, given)), len(drawn), variables], default=lambda clock: "")
+        told = json.dumps([probes, list(map(sorted, given)), len(drawn), variables], default=lambda clock: "")
+        alike = sha256(told.encode()).digest()  # kept for each turn of a chat
         if alike in self._checked:
             return
         try:

@@ -171,8 +171,9 @@ class ModelTokenizer:
         if self._text(last_token_id) in _HARMONY_ENDS and self._text(*token_ids[:1]) == "<|end|>":
             return token_ids[1:]
         end = ""
-        with suppress(InvalidArgument):  # a start of a chat that the template refuses
-            end = template.render(known[: place + 1], {**variables, "add_generation_prompt": False}).partition(_ANSWER)[2]
+        with suppress(InvalidArgument):  # of a template that refuses the shortest chat
+            chat = [{"role": "user", "content": _QUESTION}, answer]  # the whole one would be rendered twice
+            end = template.render(chat, {**variables, "add_generation_prompt": False}).partition(_ANSWER)[2]
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, self._tokenizer.encode(end).ids, strict=False))
         stops = [number for number, (token_id, _) in enumerate(shared) if token_id in self.stop_token_ids]
         # Without one, a stop begins the next message, as GLM's.
