@@ -1,5 +1,6 @@
 """Episodes against a real node: tokens, log-probs, repeats, branches, and functions that fail in every way."""
 
+import json
 import os
 import signal
 import threading
@@ -13,9 +14,12 @@ import pytest
 
 from tasuki.client import Client, FinishReason, Phase, SamplingParams
 from tasuki.client.carry import CarriedGroup, Carry
-from tasuki.client.dataset import Row
+from tasuki.client.dataset import Dataset, Row
 from tasuki.client.episode import Episodes
 from tasuki.client.episodes import EpisodePool
+from tasuki.client.rl_loop import RlLoop
+from tasuki.client.sample_dump import SampleDump
+from tasuki.client.step import Step
 from tasuki.config.train_schema import TrainConfig
 from tasuki.runs.rl_training import check_reward_rows
 from tasuki.runs.tokenizer import ModelTokenizer
@@ -62,6 +66,13 @@ async def rewards_turns(policy, prompt):
         await policy.generate([20 + number])
         policy.reward(10.0 ** number if prompt == "rewarded" else 0.0)
     return 1000.0
+
+async def scores_turns(policy, prompt):
+    chat = policy.chat()
+    for _ in range(3):
+        reply = await chat.say(prompt)
+        policy.reward(sum(reply.token_ids) % 7)
+    return 0.0
 
 async def fails(policy, prompt):
     await policy.chat().say("hello")
@@ -178,6 +189,40 @@ def test_rewards_of_turns_are_those_of_the_turns_after_which_they_were_given(cli
         for sample in episode.training_samples():
             (number,) = set(np.asarray(sample.turns).tolist())
             assert episode.turns.turns[number].sample.token_ids.tolist() == list(sample.completion_token_ids)
+
+
+def test_a_step_trains_each_turn_by_the_advantage_of_its_own_return(client: Client, folder: Path, tmp_path: Path):
+    settings = TrainConfig.model_validate(
+        {
+            "dataset": "rows",
+            "output_dir": str(tmp_path),
+            "num_steps": 1,
+            "prompts_per_step": 2,
+            "group_size": 4,
+            "max_new_tokens": 6,
+            "episode": {"function": "agents:scores_turns", "discount": 0.5},
+            "advantages": {"std": "none"},
+        }
+    )
+    tokenizer, rows = ModelTokenizer(folder / "tokenizer"), Dataset[Row]([{"prompt": "ab"}, {"prompt": "cd"}])
+    step = Step(0, policy_version=client.trainer_state().policy_version)
+    pool = EpisodePool("agents:scores_turns", tokenizer=tokenizer, max_tokens=96, folders=[folder], discount=0.5)
+    with pool, SampleDump(tmp_path / "samples") as dump:
+        RlLoop(client, rows, [], tokenizer, pool, settings, dump=dump).learn(step)
+    client.acquire(Phase.ROLLOUT)
+    assert (step.num_policy_steps, client.trainer_state().policy_version) == (1, (step.policy_version or 0) + 1)
+    assert step.metrics["log_prob_gap_max"] < 0.1
+    drawn = [json.loads(line) for line in (tmp_path / "samples" / "step-000000.jsonl").read_text().splitlines()]
+    assert len(drawn) == 8
+    for group in (drawn[:4], drawn[4:]):
+        returns_GT: list[list[float]] = []
+        for one in group:
+            turns = np.split(one["token_ids"], np.flatnonzero(np.diff(one["loss_mask"])) + 1)[::2]
+            first, second, third = (sum(turn.tolist()) % 7 for turn in turns)
+            returns_GT.append([first + second / 2 + third / 4, second + third / 2, third])
+        for one, advantages_T in zip(group, returns_GT - np.mean(returns_GT, axis=0), strict=True):
+            runs = np.split(one["advantages"], np.flatnonzero(np.diff(one["loss_mask"])) + 1)[::2]
+            assert [set(np.round(run, 4)) for run in runs] == [{value} for value in np.round(advantages_T, 4)]
 
 
 def test_turns_are_one_sequence_whose_log_probs_the_trainer_has_too(client: Client, folder: Path):
