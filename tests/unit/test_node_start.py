@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -14,12 +15,13 @@ import pytest
 from tasuki.cli.__main__ import main
 from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.lock import NODE_LOCK, Instance, StateLock, begin_instance, holder, lock_path, read_instance
-from tasuki.config.paths import LAUNCHED_VARIABLE
+from tasuki.config.paths import LAUNCHED_VARIABLE, replay_path
 from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.node import start
 from tasuki.node.services import node_services, without_secrets
 from tasuki.node.start import make_private
 from tasuki.rpc.process_start import StartSeconds, read_start_seconds
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import DeadlineExceeded, InvalidArgument
 from tasuki.wire.flock import is_free
 from tests.conftest import ENVIRONMENT
 
@@ -238,3 +240,20 @@ def test_a_lock_names_its_newest_holder_whatever_the_length_of_the_pid(tmp_path:
         for pid in (4_194_303, 7):
             lock.sign(pid)
             assert holder(tmp_path, name=NODE_LOCK) == pid
+
+
+def test_a_start_waits_for_a_replay_as_long_as_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
+    clock, told = [0.0], list[str]()
+
+    def sleep(_: float) -> None:
+        clock[0] += 100.0
+        if clock[0] <= 3000:
+            replay_path(config.state_dir).write_text(f"replaying command {clock[0] / 100:.0f} of 30")
+
+    monkeypatch.setattr(start, "_check_runs", lambda *_: None)
+    monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    with pytest.raises(DeadlineExceeded):
+        start.wait_until_serving(config, tell=told.append, supervisor=None)
+    assert told[1] == "starting coordinator, rollout, trainer: 200 s, replaying command 2 of 30"
+    assert 3000 + 900 <= clock[0] <= 3000 + 1200

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.rpc.commands import CommandGate, digest
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Action, Failpoints, plant
+from tasuki.rpc.process_start import read_replay
 from tasuki.trainer.durable.restore import recipe, restore
 from tasuki.trainer.durable.training_log import TrainingLog, read_training_log
 from tasuki.trainer.service.state import TrainerState
@@ -182,6 +183,22 @@ async def test_a_trainer_restarted_gives_the_same_answers_and_carries_nothing_ou
             assert len(again.done) == 4
             with pytest.raises(InvalidArgument, match="was used for another request"):
                 await ask("a", learning_rate=0.1)
+
+
+async def test_a_replay_says_how_far_it_is(path: Path, config: NodeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with trainer(path, config) as (_, ask):
+        await ask("a")
+        await ask("b")
+    told, optim_step = list[str](), CountingTraining.optim_step
+
+    async def step_and_look(self: CountingTraining, request: trainer_pb2.OptimStepRequest) -> Message:
+        told.append(read_replay(config.state_dir))
+        return await optim_step(self, request)
+
+    monkeypatch.setattr(CountingTraining, "optim_step", step_and_look)
+    async with trainer(path, config):
+        assert told == ["replaying command 1 of 2", "replaying command 2 of 2"]
+        assert read_replay(config.state_dir) == ""
 
 
 async def test_a_command_cut_off_between_begin_and_commit_is_carried_out_once_when_it_is_asked_again(

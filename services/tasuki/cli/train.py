@@ -327,8 +327,9 @@ class StepLines:
         if not step.is_evaluation:
             self._num_stalled = self._num_stalled + 1 if step.why_no_update else 0
             if self._num_stalled == _STALLED_STEPS:
-                advice = FAILED if step.num_failed_rewards else STALLED
-                text = f"WARNING: {_STALLED_STEPS} steps without an update: {step.why_no_update}\n{advice}"
+                text = f"WARNING: {_STALLED_STEPS} steps without an update: {step.why_no_update}"
+                text += f"\n{FAILED}" if step.num_failed_rewards else ""
+                text += f"\n{STALLED}" if not step.num_failed_rewards or step.num_equal_groups > step.num_failed_groups else ""
                 self.display.write(text, is_warning=True)
 
 

@@ -122,6 +122,11 @@ def start_seconds_path(state_dir: Path, service: str) -> Path:
     return socket_dir(state_dir) / f"start-{service}.json"
 
 
+def replay_path(state_dir: Path) -> Path:
+    """How much of its log a restarting trainer has replayed, in words."""
+    return socket_dir(state_dir) / "replay"
+
+
 def log_path(state_dir: Path, service: str) -> Path:
     return state_dir / "logs" / f"{service}.log"
 

@@ -46,7 +46,7 @@ from tasuki.rpc.failpoints import check_failpoints
 from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.methods import PathUse
 from tasuki.rpc.port import check_ports, fleet_port
-from tasuki.rpc.process_start import read_start_seconds, serves_line
+from tasuki.rpc.process_start import read_replay, read_start_seconds, serves_line
 from tasuki.v1 import coordinator_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.wire.address import bind_once, interfaces_with_address, split_host_port
@@ -263,10 +263,11 @@ def wait_until_serving(
 ) -> None:
     """Waits until all services serve and the coordinator knows the phase, telling of each. supervisor: of a node started here.
 
-    Raises the reason if the node ends, DeadlineExceeded if it takes too long.
+    Raises the reason if the node ends, DeadlineExceeded if it takes too long, not counting what the trainer replays.
     """
     started = told = time.monotonic()
-    deadline = started + config.coordinator.stage_timeout_s + _START_MARGIN_S
+    timeout_s = config.coordinator.stage_timeout_s + _START_MARGIN_S
+    deadline, replay, progress = started + timeout_s, read_replay(config.state_dir), ""
     waiting = {service.name: service for service in node_services(config) if service.target}
     has_waited = supervisor is not None
     while waiting:
@@ -276,9 +277,11 @@ def wait_until_serving(
             line = serves_line(service.name, parts, after_s=time.monotonic() - started)
             tell(line if has_waited else f"{service.name} serves already")
             del waiting[service.name]
+        if (now := read_replay(config.state_dir)) != replay:
+            deadline, replay, progress = time.monotonic() + timeout_s, now, f", {now}" if now else ""
         if waiting and time.monotonic() - told >= _TELL_EVERY_S:
             told = time.monotonic()
-            tell(waits_for() or f"starting {', '.join(waiting)}: {told - started:.0f} s")
+            tell(waits_for() or f"starting {', '.join(waiting)}: {told - started:.0f} s{progress}")
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{', '.join(waiting)} did not serve within {deadline - started:.0f} s")
         time.sleep(_POLL_S)

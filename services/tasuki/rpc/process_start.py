@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from tasuki.config.paths import LAUNCHED_VARIABLE, start_seconds_path
+from tasuki.config.paths import LAUNCHED_VARIABLE, replay_path, start_seconds_path
 from tasuki.wire.errors import DeadlineExceeded
 
 _log = logging.getLogger("tasuki.rpc")
@@ -51,6 +51,14 @@ def read_start_seconds(state_dir: Path, service: str) -> dict[str, float]:
         return dict(json.loads(start_seconds_path(state_dir, service).read_text()))
     except OSError:
         return {}
+
+
+def read_replay(state_dir: Path) -> str:
+    """E.g. "replaying command 12 of 60"; empty unless the trainer replays its log."""
+    try:
+        return replay_path(state_dir).read_text()
+    except OSError:
+        return ""
 
 
 def parts_line(parts: Mapping[str, float]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from google.protobuf.message import Message
 
-from tasuki.config.paths import training_save_path
+from tasuki.config.paths import replay_path, training_save_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
 from tasuki.trainer.durable.saves import publish
@@ -65,9 +65,10 @@ async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -
     of loading it.
     """
     started = time.perf_counter()
-    num_commands = 0
+    num_commands, total, told = 0, sum(1 for _ in log.records()), replay_path(config.state_dir)
     for record in log.records():
         num_commands += 1
+        told.write_text(f"replaying command {num_commands} of {total}")
         if record.recipe != recipe(config):
             raise InvalidArgument(
                 "state_dir",
@@ -87,6 +88,7 @@ async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -
             answer = error
         if record.request_id:
             training.state.gate.restore(record.request_id, content=record.digest, answer=answer)
+    told.unlink(missing_ok=True)
     if num_commands:
         _log.info(
             "event=restored num_commands=%d policy_version=%d has_gradients=%s seconds=%.2f",
