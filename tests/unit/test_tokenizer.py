@@ -392,6 +392,15 @@ def test_a_template_of_processors_counts_where_there_is_no_other(tmp_path: Path)
     assert "chat_template.json has another chat template than" in doubt
 
 
+def test_an_answer_that_is_only_its_end_has_an_empty_text(tmp_path: Path) -> None:
+    own = Tokenizer.from_str(TRAINED["bytes"])
+    own.decoder = decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)])  # which fails on no tokens
+    found = read_tokenizer(write_folder(tmp_path, own))
+    eos = own.token_to_id("<eos>")
+    assert (found.decode([eos]), found.decode([eos, eos]), found.decode([])) == ("", "", "")
+    assert found.decode([], has_special=True) == "" and found.decode([eos], has_special=True) == "<eos>"
+
+
 def test_a_decoder_that_fails_is_named(tmp_path: Path) -> None:
     own = Tokenizer.from_str(TRAINED["bytes"])
     own.decoder = decoders.Strip("Ġ", 0, 3)

@@ -55,6 +55,7 @@ class FolderTokenizer:
         self.special_tokens = {name: text for name, text in self._named.items() if text}
         """Texts by name, as templates read them: `bos_token`, `eos_token`, ..."""
         self._declare()
+        self._special_ids = {number for number, token in self.backend.get_added_tokens_decoder().items() if token.special}
         self._other_template = ""
         self.vocab_size = _vocab_size(folder)
         """Rows of the embedding; None if config.json does not say."""
@@ -87,6 +88,8 @@ class FolderTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, has_special: bool = False) -> str:
         """Decodes, without special tokens such as end of sequence unless told."""
+        if not token_ids or (not has_special and self._special_ids.issuperset(token_ids)):
+            return ""  # on which some decoders fail
         with _refused(_KEY, f"the decoder of {self.folder / TOKENIZER_FILE} fails on token ids {list(token_ids)[:8]}..."):
             return self.backend.decode(token_ids, skip_special_tokens=not has_special)
 
