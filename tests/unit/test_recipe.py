@@ -14,6 +14,7 @@ from tasuki.config.paths import RUN_CONFIG
 from tasuki.config.schema import NodeConfig
 from tasuki.runs.earlier_run import RunHead, provenance, write_head
 from tasuki.runs.recipe import check_recipe, recipe
+from tasuki.trainer.durable.saves import FACTS_FILE
 from tasuki.wire.errors import InvalidArgument
 from tests.unit.test_plan_cli import CONFIG
 
@@ -123,10 +124,13 @@ def test_a_checkpoint_is_exported_with_the_texts_that_its_run_began_with(
     output_dir.mkdir()
     write_head(output_dir, RunHead("a", 0, recipe(config)))
     save_config(config, output_dir / RUN_CONFIG)
-    command = ["export", str(output_dir / "checkpoints" / "version-000004")]
+    checkpoint = output_dir / "checkpoints" / "version-000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / FACTS_FILE).write_text("{}")
+    command = ["export", str(checkpoint)]
     (folder / "model" / "chat_template.jinja").write_text("x")
     assert main(command) == 2
     assert "model.path.chat_template.jinja: has changed since the run was started" in capsys.readouterr().err
     (folder / "model" / "chat_template.jinja").write_text("{{ messages }}")
-    assert main(command) == 2  # there is no such checkpoint
+    assert main(command) == 2  # its facts are missing
     assert "has changed" not in capsys.readouterr().err
