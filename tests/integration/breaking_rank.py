@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from tasuki.rollout import receive
-from tasuki.rollout.rank_commands import EngineRank
-from tasuki.rollout.rank_memory import rank_allocator
+from tasuki.rollout.rank import EngineRank, rank_allocator
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.weights.copies import ViewCopy
 from tasuki.wire.stages import MemoryTag

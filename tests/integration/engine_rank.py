@@ -188,7 +188,7 @@ def _run_rank(pipe: Connection, device: str) -> None:
         os.environ |= {"OMP_NUM_THREADS": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_without_a_test())}
         torch.cuda.set_device(device)
     from tasuki.memory.arena import set_host_budget
-    from tasuki.rollout.rank_memory import rank_allocator
+    from tasuki.rollout.rank import rank_allocator
     from tasuki.rollout.sglang.models import install_latent_attention
 
     install_latent_attention(device=device)
@@ -345,7 +345,7 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
     import torch
 
     from tasuki.config.schema import ModelConfig, NodeConfig
-    from tasuki.rollout.rank_commands import EngineRank
+    from tasuki.rollout.rank import EngineRank
     from tasuki.rollout.record import published_layout
 
     folder = Path(job.folder)

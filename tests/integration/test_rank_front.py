@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import pytest
 
-from tasuki.rollout.rank_commands import RankLine, rank_address
+from tasuki.rollout.rank import RankLine, rank_address
 from tasuki.rollout.rollout import RankCalls
 from tasuki.rpc.ranks import CommandRunner, RankFront, RankServer, rank_error
 from tasuki.v1.memory_pb2 import PauseResponse

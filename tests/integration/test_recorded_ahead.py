@@ -6,8 +6,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from tasuki.rollout.rank_commands import EngineRank
-from tasuki.rollout.rank_memory import rank_allocator
+from tasuki.rollout.rank import EngineRank, rank_allocator
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.record import Layout, RecordingTensor
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest

@@ -13,7 +13,7 @@ import pytest
 from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.ranks import Handlers, RankServer, rank_error
-from tasuki.trainer.rank import run_commands
+from tasuki.trainer.rank import run_rank_commands
 from tasuki.trainer.ranks import TrainerRanks, ranks_path
 from tasuki.v1.ranks_pb2 import RankReady, TrainerRankResult
 from tasuki.wire.errors import PathNotFound
@@ -32,7 +32,7 @@ def run(folder: str, rank: int, launcher: int, *, fails: bool) -> None:
         return RankReady(vocab_size=7), {}
 
     heartbeat = Heartbeat(Path(folder), f"trainer{rank}")
-    has_served = run_commands(
+    has_served = run_rank_commands(
         start,
         rank=rank,
         socket_dir=Path(folder),

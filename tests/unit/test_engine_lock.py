@@ -2,7 +2,7 @@
 
 import threading
 
-from tasuki.rollout.rank_commands import EngineLock
+from tasuki.rollout.rank import EngineLock
 
 PATIENCE_S = 10
 

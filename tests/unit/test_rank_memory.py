@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.memory.arena import NativeAllocator
-from tasuki.rollout.rank_memory import RankMemory, Span, rank_allocator, without
+from tasuki.rollout.rank import RankMemory, Span, rank_allocator, without
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.wire.stages import MemoryTag
 

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.managers.tp_worker import BaseTpWorker
 from sglang.srt.utils import MultiprocessingSerializer
 
-from tasuki.rollout.rank_commands import EngineRank
+from tasuki.rollout.rank import EngineRank
 from tasuki.rollout.sglang import scheduler
 from tools.bench.floors import Floors
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasuki.rollout.generate import check_request, generate, prepared_images
-from tasuki.rollout.rank_commands import rank_address
+from tasuki.rollout.rank import rank_address
 from tasuki.rollout.seeds import CallSeeds
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import REFUSALS

@@ -69,7 +69,7 @@ def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool
         heartbeat = Heartbeat(config.state_dir, f"trainer{launch.rank}")
         cleanup.callback(heartbeat.close)
         failpoints = Failpoints.of(config, f"trainer{launch.rank}")
-        return run_commands(
+        return run_rank_commands(
             begin,
             rank=launch.rank,
             socket_dir=socket_dir(config.state_dir),
@@ -223,7 +223,7 @@ def _roles(learner: Learner) -> list[RoleState]:
     ]
 
 
-def run_commands(
+def run_rank_commands(
     start: Callable[[], tuple[RankReady, Handlers]],
     *,
     rank: int,

@@ -49,7 +49,7 @@ class ArenaSaver(TorchMemorySaverAdapter):
         return nullcontext()
 
     def pause(self, tag: str) -> NoReturn:
-        """Refuses: SGLang's own calls end the engine if repeated; rank_memory.py has ours."""
+        """Refuses: SGLang's own calls end the engine if repeated; rank.py has ours."""
         raise InternalError(f"{tag} is paused by the rollout service, not by SGLang")
 
     def resume(self, tag: str) -> NoReturn:

@@ -5,7 +5,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput
 
-from tasuki.rollout.rank_commands import EngineLock
+from tasuki.rollout.rank import EngineLock
 
 
 class LendingReceiver:

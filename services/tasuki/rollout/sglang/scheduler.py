@@ -27,8 +27,7 @@ from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator, set_host_budget
 from tasuki.models.known import read_model_shape
-from tasuki.rollout.rank_commands import EngineLock, EngineRank
-from tasuki.rollout.rank_memory import rank_allocator
+from tasuki.rollout.rank import EngineLock, EngineRank, rank_allocator
 from tasuki.rollout.ranks import RankReport, reporting
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.record import EngineModel, published_layout
