@@ -10,18 +10,11 @@ from tasuki.config.schema import NodeConfig
 from tasuki.node.model_folder import check_model_folders
 from tasuki.rollout.model import read_model
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
-from tests.models import CONFIGS, make_model, save_checkpoint
+from tests.models import make_model, save_checkpoint
 
 
 def base(folder: Path) -> dict[str, Any]:
     return {"state_dir": folder, "model": {"path": folder}, "device": "cpu"}
-
-
-def node(folder: Path, kind: str, *, architecture: str, device: str = "cpu", **changes: Any) -> NodeConfig:
-    config = CONFIGS[kind]()
-    config.update({"architectures": [architecture], **changes})
-    config.save_pretrained(folder)
-    return NodeConfig.model_validate(base(folder) | {"device": device})
 
 
 def test_capped_logits_are_refused_on_a_cpu_and_served_on_gpus(tmp_path: Path) -> None:
@@ -62,8 +55,3 @@ def test_the_engine_is_told_the_base_that_it_would_not_read(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(table))
     with pytest.raises(UnsupportedModel, match="several bases"):
         read_model(config)
-
-
-def test_what_a_family_does_not_support_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="sliding_window"):
-        read_model(node(tmp_path, "mistral", architecture="MistralForCausalLM", sliding_window=64))
