@@ -1,4 +1,4 @@
-"""Samples of prompts with images, against transformers' vision model. One engine starts on a CPU, in float32."""
+"""Samples of prompts with images, against transformers' vision model. Engines start on a CPU, in float32, with one rank and two."""
 
 import io
 import json
@@ -14,8 +14,9 @@ from PIL import Image
 from tasuki.models.images import ImageProcessor, read_image_processor
 from tasuki.trainer.data.samples import SampleImages, Samples
 from tasuki.v1 import metrics_pb2, rollout_pb2, types_pb2
+from tests.extent import only_whole
 from tests.integration.rollout_process import TestTrainer, connected, start_rollout, stop_rollout, wait_until_serving
-from tests.models import IMAGE_TOKEN, make_model, save_checkpoint, with_tower
+from tests.models import IMAGE_TOKEN, char_tokenizer, make_model, save_checkpoint, with_tower
 from tests.vision import plain_image_log_probs
 
 START, END = IMAGE_TOKEN + 1, IMAGE_TOKEN + 2
@@ -76,14 +77,44 @@ def num_tokens(processor: ImageProcessor, prompt: rollout_pb2.Prompt) -> int:
     return len(processor.expand(prompt.token_ids, prompt.images).token_ids if prompt.images else prompt.token_ids)
 
 
+async def json_strings(client: Any, prompt: rollout_pb2.Prompt) -> list[str]:
+    """Completions by a schema of a policy that would draw a placeholder before anything else, then a quotation mark."""
+    (quote,) = char_tokenizer().convert_tokens_to_ids(['"'])
+    request = rollout_pb2.GenerateRequest(
+        prompts=[prompt],
+        num_samples=2,
+        sampling_params=types_pb2.SamplingParams(
+            max_new_tokens=9, json_schema='{"type": "string"}', logit_bias={IMAGE_TOKEN: 100, quote: 50}
+        ),
+    )
+    samples = [each async for answer in client.rollout.Generate(request) for each in answer.samples]
+    assert {sample.finish_reason for sample in samples} == {types_pb2.FINISH_REASON_STOP}
+    return [char_tokenizer().decode(sample.token_ids[:-1]) for sample in samples]
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "qwen3_5"])
-async def test_images_are_seen_as_transformers_sees_them(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "tp_size"),
+    [
+        ("qwen3_vl", 2),
+        ("qwen2_5_vl", 2),  # which pads its tower
+        ("qwen3_5", 1),
+        *(
+            pytest.param(*case, marks=only_whole)
+            for case in [("qwen3_vl", 1), ("qwen2_5_vl", 1), ("qwen3_5", 2), ("qwen3_5_moe", 2)]
+        ),
+    ],
+)
+async def test_images_are_seen_as_transformers_sees_them(kind: str, tp_size: int, tmp_path: Path) -> None:
     folder = save_checkpoint(make_model(kind, seed=1), tmp_path / "model")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["<image>"] = IMAGE_TOKEN
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2}
     processor |= {"size": {"shortest_edge": 256, "longest_edge": 4096}}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    rollout = start_rollout(tmp_path / "node", folder, 'rollout.dtype="float32"', "rollout.engine.enable_metrics=true")
+    settings = ('rollout.dtype="float32"', "rollout.engine.enable_metrics=true", f"rollout.tp_size={tp_size}")
+    rollout = start_rollout(tmp_path / "node", folder, *settings)
     prompts = [
         shown([5, 6, 7], picture(0), [8, 9]),
         shown([5, 6, 7], picture(4), [8, 9]),  # of the same size
@@ -124,6 +155,7 @@ async def test_images_are_seen_as_transformers_sees_them(kind: str, tmp_path: Pa
                         )
                         for each, added in zip(samples, cycle([shown(picture(5)), shown(), shown(picture(0))]))
                     ]
+                assert await json_strings(client, prompts[0]) == ['""'] * 2
                 await client.sleep()
             trainer.close()
     finally:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from tasuki.models.images import read_image_processor
 from tasuki.models.tokenizer import read_tokenizer
 from tasuki.wire.errors import InvalidArgument, NotInstalled
 
@@ -131,4 +132,6 @@ class EngineTokenizer:
 
         known = PreTrainedTokenizerFast(tokenizer_object=read_tokenizer(self.folder).backend)
         stop_token_ids = [self.eos_token_id, *self.additional_stop_token_ids]
+        if (images := read_image_processor(self.folder)) is not None:
+            stop_token_ids += images.placeholder_ids  # text to a schema's strings, of which the first would end the completion
         return TokenizerInfo.from_huggingface(known, vocab_size=self.vocab_size, stop_token_ids=stop_token_ids), None
