@@ -69,7 +69,7 @@ def plain_image_log_probs(whole: PreTrainedModel, samples: Samples) -> Tensor:
         is_image_1T = torch.zeros_like(ids_1T, dtype=torch.bool)
         embeddings, places, added = model.get_input_embeddings()(ids_1T), None, {}
         if images is not None and len(own := images.of(index)):
-            one = images.select(np.array([index]))
+            one = images.select(np.array([index])).used()
             lengths = one.num_tokens_U[one.image_I]
             is_image_1T[0, ranges(one.start_I, lengths)] = True
             order = np.concatenate([[np.flatnonzero(np.unique(own) == each)[0]] for each in own])

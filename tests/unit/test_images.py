@@ -2,23 +2,28 @@
 
 import json
 import struct
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.sft import SftLoss
+from tasuki.models import images
 from tasuki.models.images import ImageProcessor
 from tasuki.models.tower import Tower
 from tasuki.trainer.data.checks import check_columns
+from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.service.training import _rows_of
-from tasuki.trainer.wire import Role, decode_columns, encode_samples
+from tasuki.trainer.wire import Role, decode_parts, encode_parts
 from tasuki.v1.types_pb2 import TrainingSample, VersionSpan
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.images import send_once
@@ -98,6 +103,26 @@ def test_patches_are_those_of_the_folders_processor(
         for more in ({"exif": turned}, {})
     )
     assert upright.tolist() == [[1, *lying[0, :0:-1]]] != lying.tolist()
+
+
+def test_threads_decode_only_so_many_pixels_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = ImageProcessor(_folder(tmp_path, settings={}), _TOWER)
+    decoding, most, upright = 0, 0, images._upright
+
+    def watched(opened: Image.Image, *, field: str) -> Image.Image:
+        nonlocal decoding, most
+        decoding += 1
+        most = max(most, decoding)
+        time.sleep(0.02)
+        decoding -= 1
+        return upright(opened, field=field)
+
+    monkeypatch.setattr(images, "_upright", watched)
+    monkeypatch.setattr(images, "_MAX_FILE_PIXELS", 2 * 40 * 56)
+    files = [_file(_picture(40, 56, seed=seed)) for seed in range(8)] + [_file(_picture(50, 60))[:-300]]
+    with ThreadPoolExecutor(9) as threads:
+        ended = [threads.submit(processor.num_tokens, file, field="image") for file in files]
+    assert [each.exception() is None for each in ended] == [True] * 8 + [False] and most <= 2
 
 
 def test_digest_is_of_the_images_alone(tmp_path: Path) -> None:
@@ -220,7 +245,7 @@ def _samples(processor: ImageProcessor) -> tuple[list[bytes], list[TrainingSampl
     return files, samples
 
 
-def test_trainer_decodes_each_distinct_image_once_and_ranks_get_the_same(tmp_path: Path) -> None:
+def test_trainer_decodes_each_distinct_image_once_and_a_rank_gets_it_once(tmp_path: Path) -> None:
     processor = ImageProcessor(_folder(tmp_path, settings={"size": {"shortest_edge": 1024, "longest_edge": 16384}}), _TOWER)
     files, samples = _samples(processor)
     expanded = [processor.expand(sample.prompt_token_ids, sample.images) if sample.images else None for sample in samples]
@@ -231,14 +256,23 @@ def test_trainer_decodes_each_distinct_image_once_and_ranks_get_the_same(tmp_pat
     ]
     assert decoded.num_prompt_S.tolist() == list(map(len, prompts))
     assert decoded.token_ids_T.tolist() == [token for prompt in prompts for token in (*prompt, 9, IMAGE)]
-    for message in (encode_samples(decoded), encode_samples(decoded.select([4, 2, 1]))):
-        assert encode_samples(decode_columns(message)) == message
-    images = decode_columns(encode_samples(decoded)).images
+    (whole,) = decode_parts(encode_parts(decoded, [range(5)]))
+    images = whole.images
     assert images is not None
     assert images.num_images_S.tolist() == [1, 1, 0, 2, 2]
     assert images.image_I.tolist() == [0, 0, 1, 0, 2, 1]
     assert images.start_I.tolist() == [start for one in expanded if one is not None for start in one.starts]
-    np.testing.assert_array_equal(images.levels_PD, np.concatenate([processor.patches(file, field="")[0] for file in files]))
+    patches = [processor.patches(file, field="")[0] for file in files]
+    np.testing.assert_array_equal(images.levels_PD, np.concatenate(patches))
+    messages = encode_parts(decoded, [[2], [3], [1, 2], [0], []])  # an image of three micro-batches, and none
+    assert sum(message.ByteSize() for message in messages) < sum(each.nbytes for each in patches[:2]) + 5000
+    parts = decode_parts([type(message).FromString(message.SerializeToString()) for message in messages])
+    batches = [token_batch(part, device=torch.device("cpu")) for part in parts]
+    for batch, own in zip(batches, ([], [1, 0], [0], [0], []), strict=True):
+        levels = [patches[index] for index in sorted(own)]
+        assert (batch.images is None) is (not own)
+        if batch.images is not None:
+            np.testing.assert_array_equal(batch.images.levels_PD, np.concatenate(levels))
     assert decode_samples(samples[2:3], names=(), images=processor).images is None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,6 +24,7 @@ from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts
 from tasuki.trainer.backends.fsdp.host_buffers import HostActivations
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
 from tasuki.trainer.data.micro_batch import ImageBatch, TokenBatch
+from tasuki.trainer.data.samples import SampleImages
 from tasuki.trainer.modules.qwen_vl import text_inputs
 from tasuki.trainer.modules.routing import replace_routers
 from tests.extent import IS_WHOLE
@@ -139,8 +141,16 @@ def test_a_tower_peaks_as_predicted(has_windows: bool, inner_size: int, is_train
         causal_lm.visual.requires_grad_(True).gradient_checkpointing_enable({"use_reentrant": False})
     num_patches, num_tokens = side**2, side**2 // 4
     image = ImageBatch(
-        levels_PD=torch.randint(256, (num_patches, 3 * 64), dtype=torch.uint8),
-        values_CL=torch.randn(3, 256),
+        distinct=SampleImages(
+            num_images_S=np.ones(1, np.int64),
+            image_I=np.zeros(1, np.int64),
+            start_I=np.zeros(1, np.int64),
+            grids_U3=np.array([[1, side, side]]),
+            levels_PD=np.random.default_rng(0).integers(256, size=(num_patches, 3 * 64), dtype=np.uint8),
+            values_CL=np.random.default_rng(0).standard_normal((3, 256), np.float32),
+            merge_size=2,
+        ),
+        kept_U=np.zeros(1, np.int64),
         grids_U3=torch.tensor([[1, side, side]]),
         places_I=torch.arange(num_tokens),
         rows_I=torch.arange(num_tokens),

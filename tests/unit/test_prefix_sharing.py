@@ -22,7 +22,7 @@ from tasuki.trainer.attention.trial import fault_with_shared_prompts
 from tasuki.trainer.backends.fsdp.lora.adapters import trained_parameters
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.samples import NO_PREFIX, Samples
-from tasuki.trainer.wire import decode_columns, encode_samples
+from tasuki.trainer.wire import decode_parts, encode_parts
 from tasuki.v1.ranks_pb2 import SampleColumns
 from tests.extent import crossed, examples
 from tests.models import CONFIGS, HYBRID, VOCAB_SIZE, make_model
@@ -166,7 +166,9 @@ def test_a_trial_tells_right_gradients_from_wrong_ones(
 def test_ranks_hear_which_samples_share_their_prompt() -> None:
     samples = make_samples(GROUPS)
     for each in (samples, unshared(samples)):
-        heard = decode_columns(SampleColumns.FromString(encode_samples(each).SerializeToString()))
+        heard = decode_parts(
+            [SampleColumns.FromString(part.SerializeToString()) for part in encode_parts(each, [range(len(each))])]
+        )[0]
         sent, received = token_batch(each, device=CPU), token_batch(heard, device=CPU)
         assert torch.equal(sent.input_ids_T, received.input_ids_T)
         assert (sent.prompts is None) is (received.prompts is None) is (each is not samples)

@@ -27,7 +27,7 @@ from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.plan import _groups_of_prompts
 from tasuki.trainer.service import requests
 from tasuki.trainer.service.requests import decode_samples
-from tasuki.trainer.wire import decode_columns, encode_samples
+from tasuki.trainer.wire import decode_parts, encode_parts
 from tasuki.v1 import rollout_pb2, types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import InvalidArgument
@@ -56,7 +56,7 @@ def test_experts_reach_the_ranks_as_rollout_reported_them(shape: RouteShape) -> 
     samples = [make_sample(routed_experts=rows(4, shape).tobytes()), make_sample(prompt_token_ids=[7])]
     samples[1].routed_experts = rows(3, shape).tobytes()
     decoded = decode_samples(samples, routes=shape)
-    found = decode_columns(encode_samples(decoded)).select([1, 0]).routes_TR
+    found = decode_parts(encode_parts(decoded, [[1, 0]]))[0].routes_TR
     assert found is not None and shape.token_bytes == 4 * (1 if shape is SHAPE else 2)
     np.testing.assert_array_equal(found, np.concatenate([rows(3, shape), [[0] * 4], rows(4, shape), [[0] * 4]]))
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -133,8 +134,8 @@ def test_a_sample_is_charged_for_the_products_of_its_images_in_the_tower(text: A
     visual.set_attn_implementation("eager")  # whose products are counted
     charged_S = cost.image_flops(samples.images)
     for index in range(len(samples)):
-        one = samples.select([index]).images
-        assert one is not None
+        assert samples.images is not None
+        one = samples.images.select(np.array([index])).used()
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             if len(one.grids_U3):
                 visual(plain_pixels(one.levels_PD, one.values_CL), grid_thw=torch.tensor(one.grids_U3))

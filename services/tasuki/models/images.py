@@ -6,12 +6,13 @@ The processor of the model's folder makes the patches: transformers' own, in one
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from threading import Lock
+from threading import Condition, Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,11 +35,11 @@ _EDGES = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
 _MAX_FILE_PIXELS = 1 << 26
-"""Of a file as it is stored; a decoded one takes 3 bytes for each."""
+"""Of a file as it is stored, and of all that are decoded at a time."""
 _MAX_RATIO = 200
 _LEVELS = {"do_rescale": False, "do_normalize": False}
-_MAX_KEPT_BYTES = 1 << 30
-"""Patches of recent images: of a group's samples, a prompt's turns, and the calls of a step."""
+MAX_PATCH_BYTES = 3 << 29
+"""Patches of a call's images, which ranks get as one message; and of recent ones that are kept: of a prompt's turns, and a step's calls."""
 _MAX_KNOWN = 65_536
 """Images whose number of tokens is remembered."""
 _PNG_DEPTH = 24
@@ -96,7 +97,7 @@ class ImageProcessor:
             self.placeholder_ids.append(video_id)
         self._num_tokens = dict[bytes, int]()
         self._kept = OrderedDict[bytes, tuple[NDArray[np.uint8], NDArray[np.int64]]]()
-        self._lock = Lock()
+        self._lock, self._has_room, self._num_pixels = Lock(), Condition(), 0
 
     @cached_property
     def _settings(self) -> dict[str, Any]:
@@ -121,7 +122,8 @@ class ImageProcessor:
         """Placeholders of an image. Raises InvalidArgument naming `field` for a file that cannot be used."""
         key = hashlib.sha256(image).digest()
         if (known := self._num_tokens.get(key)) is None:
-            width, height = _decoded(image, field=field).size
+            with self._decoded(image, field=field) as decoded:
+                width, height = decoded.size
             known = math.prod(self._resized(height, width)) // self._step**2
             if len(self._num_tokens) >= _MAX_KNOWN:
                 self._num_tokens.clear()
@@ -183,15 +185,30 @@ class ImageProcessor:
             if (kept := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return kept
-        decoded = _decoded(image, field=field)
-        made = self._processor(images=[decoded], return_tensors="np", **_LEVELS)
+        with self._decoded(image, field=field) as decoded:
+            made = self._processor(images=[decoded], return_tensors="np", **_LEVELS)
         levels_PD = np.ascontiguousarray(self._by_channel(made)[:, :, 0]).reshape(len(made["pixel_values"]), -1)
         grid_13 = made["image_grid_thw"].astype(np.int64)
         with self._lock:
             self._kept[key] = levels_PD, grid_13
-            while len(self._kept) > 1 and sum(one.nbytes for one, _ in self._kept.values()) > _MAX_KEPT_BYTES:
+            while len(self._kept) > 1 and sum(one.nbytes for one, _ in self._kept.values()) > MAX_PATCH_BYTES:
                 self._kept.popitem(last=False)
         return levels_PD, grid_13
+
+    @contextmanager
+    def _decoded(self, image: bytes, *, field: str) -> "Iterator[Image]":
+        """Upright RGB. Waits until all that are decoded have at most _MAX_FILE_PIXELS together. Raises InvalidArgument."""
+        opened = _opened(image, field=field)
+        num_pixels = math.prod(opened.size)
+        with self._has_room:
+            self._has_room.wait_for(lambda: self._num_pixels + num_pixels <= _MAX_FILE_PIXELS)
+            self._num_pixels += num_pixels
+        try:
+            yield _upright(opened, field=field)
+        finally:
+            with self._has_room:
+                self._num_pixels -= num_pixels
+                self._has_room.notify_all()
 
     @cached_property
     def values_CL(self) -> NDArray[np.float32]:
@@ -283,13 +300,14 @@ def _opened(image: bytes, *, field: str) -> "Image":
     return opened
 
 
-def _decoded(image: bytes, *, field: str) -> "Image":
-    """Upright RGB. Raises InvalidArgument."""
+def _upright(opened: "Image", *, field: str) -> "Image":
     from PIL.ImageOps import exif_transpose
 
-    with _opened(image, field=field) as opened:
+    with opened:  # closes the file, which a decoder may hold as pixels, too
         try:
-            return exif_transpose(opened).convert("RGB")
+            opened.load()
+            exif_transpose(opened, in_place=True)
+            return opened if opened.mode == "RGB" else opened.convert("RGB")
         except (OSError, ValueError, SyntaxError) as error:
             raise InvalidArgument(field, f"cannot be decoded: {error}; replace it") from error
 

@@ -150,9 +150,9 @@ def _at_tower(node: Node, tower: Tower) -> Bytes:
         # Of both parts norms and what autograd keeps; then gradients in attention, or of the MLP's inner part.
         inner = (6 if tower.has_windows else 3) * tower.intermediate_size
         per_patch = 10 * hidden * compute + max(6 * hidden * _FLOAT32, inner * compute + 2 * hidden * _FLOAT32)
-    # Pixels, their levels, learned positions, and the rotary embedding with its angles.
+    # Pixels, learned positions, and the rotary embedding with its angles.
     pixels, positions = math.prod(tower.patch_shape), hidden if tower.num_positions else 0
-    given = pixels * compute + pixels // tower.patch_shape[1] + (positions + 7 * hidden // tower.num_heads // 2) * _FLOAT32
+    given = pixels * compute + (positions + 7 * hidden // tower.num_heads // 2) * _FLOAT32
     return {
         Part.LAYERS: _gathered(node, layers=0) + numel * compute,
         Part.WHOLE_GRADIENTS: _whole_gradients(node, numel) if node.trainer.tower_learns else 0,

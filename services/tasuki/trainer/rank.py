@@ -27,7 +27,7 @@ from tasuki.trainer.launch import Launch
 from tasuki.trainer.learner import Learner, trained_roles
 from tasuki.trainer.ranks import ranks_path
 from tasuki.trainer.replicas import NodeReplicas, join_nodes, mesh_device, start_mesh
-from tasuki.trainer.wire import ROLE_MESSAGES, ROLES, decode_columns, decode_loss
+from tasuki.trainer.wire import ROLE_MESSAGES, ROLES, decode_loss, decode_parts
 from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2
 from tasuki.v1.ranks_pb2 import RankReady, TrainerRankCommand, TrainerRankResult
 from tasuki.v1.trainer_pb2 import RoleState
@@ -140,13 +140,13 @@ class RankCommands:
         learner, config = self._learner, decode_loss(command.loss)
         batches = [
             micro_batch(
-                decode_columns(samples),
+                samples,
                 config=config,
                 policy_version=learner.policy_version,
                 device=self._backend.device,
                 part=self._backend.sequence_part,
             )
-            for samples in command.micro_batches
+            for samples in decode_parts(command.micro_batches)
         ]
         role = ROLES[command.role]
         return learner.forward_backward(role, batches, config=config, returns_log_probs=command.returns_log_probs)
@@ -168,7 +168,7 @@ class RankCommands:
 
     def score(self, command: ranks_pb2.RankScore) -> ranks_pb2.RankScores:
         device, part = self._backend.device, self._backend.sequence_part
-        batches = [token_batch(decode_columns(samples), device=device, part=part) for samples in command.micro_batches]
+        batches = [token_batch(samples, device=device, part=part) for samples in decode_parts(command.micro_batches)]
         scores = self._learner.score(ROLES[command.role], batches)
         return ranks_pb2.RankScores(micro_batches=[score_N.numpy().tobytes() for score_N in scores])
 

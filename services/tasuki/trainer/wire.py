@@ -1,8 +1,9 @@
 """Encodes roles, samples and scores between the front and its ranks; samples as columns of little-endian numbers. No torch."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
-from typing import Any
+from itertools import chain, pairwise
 
 import numpy as np
 from google.protobuf.struct_pb2 import Value
@@ -34,7 +35,26 @@ ROLES = {ROLE_POLICY: Role.POLICY, ROLE_REFERENCE: Role.REFERENCE, ROLE_CRITIC: 
 ROLE_MESSAGES = {role: message for message, role in ROLES.items()}
 
 
-def encode_samples(samples: Samples) -> SampleColumns:
+def encode_parts(samples: Samples, parts: Sequence[Sequence[int]]) -> list[SampleColumns]:
+    """The samples at the positions of each part. The first message has the distinct images of all, each once."""
+    chosen = [samples.select(part) for part in parts]
+    if samples.images is None:
+        return [_encode(one) for one in chosen]
+    images = samples.images.select(np.fromiter(chain(*parts), np.int64)).used()
+    bounds = np.cumsum([0, *map(len, parts)]).tolist()
+    own = [images.select(np.arange(first, end)) for first, end in pairwise(bounds)]
+    messages = [_encode(replace(one, images=each)) for one, each in zip(chosen, own, strict=True)]
+    if len(images.grids_U3):
+        first = messages[0]
+        first.grids, first.levels, first.level_values = (
+            each.tobytes() for each in (images.grids_U3, images.levels_PD, images.values_CL)
+        )
+        first.merge_size = images.merge_size
+    return messages
+
+
+def _encode(samples: Samples) -> SampleColumns:
+    images = samples.images
     return SampleColumns(
         num_prompt_tokens=samples.num_prompt_S.tobytes(),
         num_completion_tokens=samples.num_completion_S.tobytes(),
@@ -44,38 +64,31 @@ def encode_samples(samples: Samples) -> SampleColumns:
         prefixes=b"" if samples.prefix_S is None else samples.prefix_S.tobytes(),
         routes=b"" if samples.routes_TR is None else samples.routes_TR.tobytes(),
         has_wide_routes=samples.routes_TR is not None and samples.routes_TR.itemsize > 1,
-        **({} if samples.images is None else _image_columns(samples.images)),
+        num_images=b"" if images is None else images.num_images_S.tobytes(),
+        image_indices=b"" if images is None else images.image_I.tobytes(),
+        image_starts=b"" if images is None else images.start_I.tobytes(),
     )
 
 
-def _image_columns(images: SampleImages) -> dict[str, Any]:
-    return {
-        "num_images": images.num_images_S.tobytes(),
-        "image_indices": images.image_I.tobytes(),
-        "image_starts": images.start_I.tobytes(),
-        "grids": images.grids_U3.tobytes(),
-        "levels": images.levels_PD.tobytes(),
-        "level_values": images.values_CL.tobytes(),
-        "merge_size": images.merge_size,
-    }
-
-
-def _images(message: SampleColumns) -> SampleImages:
-    grids_U3 = np.frombuffer(message.grids, np.int64).reshape(-1, 3)
-    num_patches = int(grids_U3.prod(axis=1).sum())
+def _images(message: SampleColumns, *, first: SampleColumns) -> SampleImages:
+    grids_U3 = np.frombuffer(first.grids, np.int64).reshape(-1, 3)
     return SampleImages(
         num_images_S=np.frombuffer(message.num_images, np.int64),
         image_I=np.frombuffer(message.image_indices, np.int64),
         start_I=np.frombuffer(message.image_starts, np.int64),
         grids_U3=grids_U3,
-        levels_PD=np.frombuffer(message.levels, np.uint8).reshape(num_patches, -1 if num_patches else 0),
-        values_CL=np.frombuffer(message.level_values, np.float32).reshape(-1, 256),
-        merge_size=message.merge_size,
+        levels_PD=np.frombuffer(first.levels, np.uint8).reshape(grids_U3.prod(axis=1).sum(), -1),
+        values_CL=np.frombuffer(first.level_values, np.float32).reshape(-1, 256),
+        merge_size=first.merge_size,
     )
 
 
-def decode_columns(message: SampleColumns) -> Samples:
-    """Inverse of encode_samples."""
+def decode_parts(messages: Sequence[SampleColumns]) -> list[Samples]:
+    """Inverse of encode_parts. Its results refer to the messages' bytes."""
+    return [_decode(message, first=messages[0]) for message in messages]
+
+
+def _decode(message: SampleColumns, *, first: SampleColumns) -> Samples:
     return Samples(
         num_prompt_S=np.frombuffer(message.num_prompt_tokens, dtype=np.int64),
         num_completion_S=np.frombuffer(message.num_completion_tokens, dtype=np.int64),
@@ -84,7 +97,7 @@ def decode_columns(message: SampleColumns) -> Samples:
         columns={name: np.frombuffer(content, dtype=np.float32) for name, content in message.columns.items()},
         prefix_S=np.frombuffer(message.prefixes, dtype=np.int32) if message.prefixes else None,
         routes_TR=_routes(message, num_tokens=len(message.token_ids) // 4) if message.routes else None,
-        images=_images(message) if message.levels else None,
+        images=_images(message, first=first) if message.image_indices else None,
     )
 
 

@@ -58,16 +58,21 @@ class SharedPrompts:
 class ImageBatch:
     """Images of a micro-batch, each once, and where their embeddings go in one part of the tokens."""
 
-    levels_PD: Tensor
-    """uint8: see SampleImages. In host memory, until the tower reads them."""
-    values_CL: Tensor
-    """float32, in host memory: what the tower reads for each level."""
+    distinct: SampleImages
+    """Those of all micro-batches."""
+    kept_U: NDArray[np.int64]
+    """Which of them these are."""
     grids_U3: Tensor
     """int64."""
     places_I: Tensor
     """int64: positions in T."""
     rows_I: Tensor
     """int64: row of the embedding of each, among those of all images."""
+
+    @property
+    def levels_PD(self) -> Tensor:
+        """uint8, in host memory: see SampleImages. Copied when the tower reads them."""
+        return torch.from_numpy(self.distinct.levels_of(self.kept_U))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +185,8 @@ def _images(
     part_3T[:, : len(packed.rows_T)] = np.concatenate(positions_3T, axis=1)[:, packed.rows_T][:, : tokens.stop]
     places_I = np.flatnonzero(image_T[tokens] != NO_IMAGE)
     batch = ImageBatch(
-        levels_PD=torch.tensor(images.levels_of(kept_U)),
-        values_CL=torch.tensor(images.values_CL),
+        distinct=images,
+        kept_U=kept_U,
         grids_U3=_tensor(images.grids_U3[kept_U], device=device),
         places_I=_tensor(places_I, device=device),
         rows_I=_tensor(row_T[tokens][places_I], device=device),

@@ -47,17 +47,14 @@ class SampleImages:
         return self.image_I[first : first + int(self.num_images_S[sample])]
 
     def select(self, chosen: NDArray[np.int64]) -> "SampleImages":
-        """The images of these samples."""
+        """The images of these samples, among the same distinct ones."""
         rows_I = ranges(starts(self.num_images_S)[chosen], self.num_images_S[chosen])
-        kept_U, image_I = np.unique(self.image_I[rows_I], return_inverse=True)
-        return replace(
-            self,
-            num_images_S=self.num_images_S[chosen],
-            image_I=image_I,
-            start_I=self.start_I[rows_I],
-            grids_U3=self.grids_U3[kept_U],
-            levels_PD=self.levels_of(kept_U),
-        )
+        return replace(self, num_images_S=self.num_images_S[chosen], image_I=self.image_I[rows_I], start_I=self.start_I[rows_I])
+
+    def used(self) -> "SampleImages":
+        """Without distinct images that no sample has."""
+        kept_U, image_I = np.unique(self.image_I, return_inverse=True)
+        return replace(self, image_I=image_I, grids_U3=self.grids_U3[kept_U], levels_PD=self.levels_of(kept_U))
 
     def levels_of(self, kept_U: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Patches of these distinct images."""

@@ -132,7 +132,7 @@ def text_inputs(causal_lm: nn.Module, batch: TokenBatch) -> dict[str, Any]:
         grids_U3 = torch.tensor([[1, side, side]], device=embeddings_TH.device)
         pixels_PD = embeddings_TH.new_zeros(side * side, math.prod(patch_shape))
     else:
-        grids_U3, values_CL = images.grids_U3, images.values_CL.to(embeddings_TH)
+        grids_U3, values_CL = images.grids_U3, torch.tensor(images.distinct.values_CL).to(embeddings_TH)
         pixels_PD = pixels_of(images.levels_PD, values_CL, num_frames=patch_shape[1])
     is_trained = learns(tower)
     with nullcontext() if is_trained else torch.no_grad():

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.config.trainer_schema import MAX_LEARNING_RATE, LoraConfig
-from tasuki.models.images import ImageProcessor
+from tasuki.models.images import MAX_PATCH_BYTES, ImageProcessor
 from tasuki.models.routes import Routes, RouteShape
 from tasuki.trainer.data.samples import COLUMNS, SampleImages, Samples, starts
 from tasuki.trainer.wire import ROLES, Role
@@ -32,8 +32,6 @@ from tasuki.wire.routes import Whole
 
 # A logged call is one message, of at most 2 GiB.
 _MAX_ROUTE_BYTES = 3 << 29
-# So is what a rank gets of a call.
-_MAX_PIXEL_BYTES = 3 << 29
 # Fields in which a single number applies to every token.
 _BROADCAST = "advantages"
 
@@ -141,8 +139,8 @@ def _with_images(samples: Samples, messages: Sequence[TrainingSample], processor
         starts_I += prepared.starts
     if not levels:
         return samples
-    if (num_bytes := sum(each.nbytes for each in levels)) > _MAX_PIXEL_BYTES:
-        problem = f"have {num_bytes} bytes of patches in one call; at most {_MAX_PIXEL_BYTES} fit: make several, or raise num_mini_batches"
+    if (num_bytes := sum(each.nbytes for each in levels)) > MAX_PATCH_BYTES:
+        problem = f"have {num_bytes} bytes of patches in one call; at most {MAX_PATCH_BYTES} fit: make several, or raise num_mini_batches"
         raise InvalidArgument("samples[].images", problem)
     distinct = SampleImages(
         num_images_S=_integers(counts),

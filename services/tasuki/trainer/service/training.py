@@ -23,7 +23,7 @@ from tasuki.trainer.wire import (
     Role,
     decode_loss,
     decode_scores,
-    encode_samples,
+    encode_parts,
     merge_metrics,
     merge_parts,
 )
@@ -152,7 +152,7 @@ class Training:
                     forward_backward=ranks_pb2.RankForwardBackward(
                         role=ROLE_MESSAGES[role],
                         loss=named,
-                        micro_batches=[encode_samples(samples.select(part)) for part in parts],
+                        micro_batches=encode_parts(samples, parts),
                         returns_log_probs=bool(log_probs_of),
                     )
                 )
@@ -222,9 +222,7 @@ class Training:
         """Computes log-probs or values, [tokens of the completion] for each sample, in order."""
         samples, plan = self._plan(role, samples)
         commands = [
-            ranks_pb2.RankScore(
-                role=ROLE_MESSAGES[role], micro_batches=[encode_samples(samples.select(part)) for part in parts]
-            )
+            ranks_pb2.RankScore(role=ROLE_MESSAGES[role], micro_batches=encode_parts(samples, parts))
             for parts in self._for_each_rank(plan)
         ]
         answers = await self.ranks.call([ranks_pb2.TrainerRankCommand(score=command) for command in commands])
