@@ -1,19 +1,24 @@
-"""The front's side of an engine: first batches, idleness, replicas, and schemas that no text follows."""
+"""The front's side of an engine: first batches, idleness, replicas, images, and schemas that no text follows."""
 
 import asyncio
 import json
+import pickle
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasuki.models.images import Prepared
+from tasuki.rollout.generate import EngineRequest
 from tasuki.rollout.request_queue import Intake
 from tasuki.rollout.serve import Shutdown, warm_up
 from tasuki.rollout.sessions import shares
 from tasuki.rollout.sglang.engine import RolloutEngine
+from tasuki.rollout.sglang.images import give_images
 from tasuki.rollout.sglang.json_grammar import check_schema
 from tasuki.wire.errors import DeadlineExceeded, InternalError, InvalidArgument
 
@@ -122,3 +127,17 @@ def test_a_schema_that_refers_to_itself_alone_is_refused(schema: object):
 @pytest.mark.parametrize("schema", [{"properties": {"x": SELF}}, {"anyOf": [SELF, {"type": "null"}]}])
 def test_a_schema_that_ends_somewhere_may_refer_to_itself(schema: object):
     check_schema(json.dumps(schema))
+
+
+def test_images_of_a_prompts_samples_are_sent_once_and_each_sample_has_them() -> None:
+    levels_PD = np.random.default_rng(0).integers(256, size=(2 * 64, 768), dtype=np.uint8)
+    values_CL, grids_I3 = np.zeros((3, 256), np.float32), np.array([[1, 8, 8]] * 2)
+    prompt = Prepared([7] * 34, [1] * 34, [1, 18], levels_PD, values_CL, grids_I3)
+    requests = [EngineRequest(f"{index}.", prompt.token_ids, {"max_new_tokens": 1}, prompt) for index in range(5)]
+    tokenized = [SimpleNamespace(mm_inputs=None) for _ in requests]
+    give_images(tokenized, requests, merge_size=2)
+    sent = [pickle.dumps(one) for one in tokenized]  # apart from each other, as SGLang does
+    assert sum(map(len, sent)) < 1.5 * levels_PD.nbytes
+    for one in [pickle.loads(each) for each in sent]:
+        features = [item.feature.numpy() for item in one.mm_inputs.mm_items]
+        np.testing.assert_array_equal(np.concatenate(features), levels_PD)

@@ -213,15 +213,15 @@ class RolloutEngine:
                 manager._create_tokenized_object(one, None, one.input_ids)
                 for one in map(batch.__getitem__, range(len(requests)))
             ]
-            if self.model.images is not None:
-                give_images(tokenized, requests, merge_size=self.model.images.merge_size)
-            self._send(states, tokenized, session_key=call.session_key)
+            self._send(states, tokenized, requests, session_key=call.session_key)
         except Exception as error:
             for request in requests:
                 manager.rid_to_state.pop(request.id, None)
             raise InternalError(f"SGLang refused requests that had passed our checks: {error}") from error
 
-    def _send(self, states: Sequence[Any], tokenized: Sequence[Any], *, session_key: str) -> None:
+    def _send(
+        self, states: Sequence[Any], tokenized: Sequence[Any], requests: Sequence[EngineRequest], *, session_key: str
+    ) -> None:
         """Sends each request to one of the replicas."""
         counts = Counter(state.event.replica for state in self._requests.rid_to_state.values())
         running = [counts[replica] for replica in range(self.num_replicas)]
@@ -233,8 +233,11 @@ class RolloutEngine:
             for index in share:
                 states[index].event.replica = replica
             if share:
+                own = slice(share.start, share.stop)
+                if self.model.images is not None:
+                    give_images(tokenized[own], requests[own], merge_size=self.model.images.merge_size)
                 with self._sockets.only(replica):
-                    sent = self._requests._send_batch_request(tokenized[share.start : share.stop])
+                    sent = self._requests._send_batch_request(tokenized[own])
                     if iscoroutine(sent):  # since SGLang 0.5.23, where it waits for images alone
                         with suppress(StopIteration):
                             sent.send(None)

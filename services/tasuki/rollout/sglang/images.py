@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from hashlib import sha256
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -19,6 +20,24 @@ _Embed = Callable[[Any, list[MultimodalDataItem]], torch.Tensor]
 _HASH_BYTES = 16
 _PAD_BITS = 61
 _VALUES = "level_values"
+_RECEIVED = WeakValueDictionary[int, torch.Tensor]()
+"""Levels of the images in this rank's requests, by digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """In the place of an image's levels in a request to a rank, which SGLang pickles apart from its batch: the levels when it is read."""
+
+    digest: int
+    levels_PD: torch.Tensor | None
+    """None if an earlier request of the batch has them."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (self.digest, self.levels_PD)
+
+
+def _received(digest: int, levels_PD: torch.Tensor | None) -> torch.Tensor:
+    return _RECEIVED[digest] if levels_PD is None else _RECEIVED.setdefault(digest, levels_PD)
 
 
 def install_levels() -> None:
@@ -55,12 +74,12 @@ def image_inputs(prompt: Prepared, *, merge_size: int, max_new_tokens: int) -> M
         item = MultimodalDataItem(
             Modality.IMAGE,
             offsets=[(start, start + len(levels_PD) // merge_size**2 - 1)],
-            feature=torch.tensor(levels_PD),
             model_specific_data={"image_grid_thw": torch.tensor(grid[None]), _VALUES: values_CL},
         )
         # By which SGLang finds embeddings that it computed for another request.
         digest = int.from_bytes(sha256(grid.tobytes() + levels_PD.tobytes()).digest()[:_HASH_BYTES])
         item.set_hash(digest)
+        item.feature = cast(Any, _Sent(digest, torch.from_numpy(levels_PD)))
         # Its cache of prefixes knows an image by the ids in its place, of which SGLang draws 30 bits: few enough for two to meet.
         item.pad_value = MM_PAD_SHIFT_VALUE + digest % (1 << _PAD_BITS)
         items.append(item)
@@ -73,7 +92,7 @@ def image_inputs(prompt: Prepared, *, merge_size: int, max_new_tokens: int) -> M
 
 
 def give_images(tokenized: Sequence[Any], requests: Sequence[EngineRequest], *, merge_size: int) -> None:
-    """Gives SGLang's requests the images of their prompts."""
+    """Gives SGLang's requests, which are sent to a replica as one batch, the images of their prompts, each prompt's once."""
     made: dict[int, MultimodalProcessorOutput] = {}
     for one, request in zip(tokenized, requests, strict=True):
         prompt = request.images
@@ -81,6 +100,9 @@ def give_images(tokenized: Sequence[Any], requests: Sequence[EngineRequest], *, 
             continue
         if (inputs := made.get(id(prompt))) is None:
             most = cast(int, request.sampling["max_new_tokens"])
-            inputs = made[id(prompt)] = image_inputs(prompt, merge_size=merge_size, max_new_tokens=most)
+            inputs = image_inputs(prompt, merge_size=merge_size, max_new_tokens=most)
+            made[id(prompt)] = replace(inputs, mm_items=[copy(item) for item in inputs.mm_items])
+            for item in made[id(prompt)].mm_items:
+                item.feature = cast(Any, _Sent(cast(int, item.hash), None))
         # It frees the pixels of each item when its request ends.
         one.mm_inputs = replace(inputs, mm_items=[copy(item) for item in inputs.mm_items])
