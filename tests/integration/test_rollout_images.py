@@ -79,7 +79,7 @@ def num_tokens(processor: ImageProcessor, prompt: rollout_pb2.Prompt) -> int:
 
 async def json_strings(client: Any, prompt: rollout_pb2.Prompt) -> list[str]:
     """Completions by a schema of a policy that would draw a placeholder before anything else, then a quotation mark."""
-    (quote,) = char_tokenizer().convert_tokens_to_ids(['"'])
+    quote = char_tokenizer().get_vocab()['"']
     request = rollout_pb2.GenerateRequest(
         prompts=[prompt],
         num_samples=2,
@@ -89,7 +89,7 @@ async def json_strings(client: Any, prompt: rollout_pb2.Prompt) -> list[str]:
     )
     samples = [each async for answer in client.rollout.Generate(request) for each in answer.samples]
     assert {sample.finish_reason for sample in samples} == {types_pb2.FINISH_REASON_STOP}
-    return [char_tokenizer().decode(sample.token_ids[:-1]) for sample in samples]
+    return [str(char_tokenizer().decode(sample.token_ids[:-1])) for sample in samples]
 
 
 @pytest.mark.timeout(300)

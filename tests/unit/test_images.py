@@ -118,7 +118,7 @@ def test_threads_decode_only_so_many_pixels_at_a_time(tmp_path: Path, monkeypatc
         return upright(opened, field=field)
 
     monkeypatch.setattr(images, "_upright", watched)
-    monkeypatch.setattr(images, "_MAX_FILE_PIXELS", 2 * 40 * 56)
+    monkeypatch.setattr(images, "MAX_FILE_PIXELS", 2 * 40 * 56)
     files = [_file(_picture(40, 56, seed=seed)) for seed in range(8)] + [_file(_picture(50, 60))[:-300]]
     with ThreadPoolExecutor(9) as threads:
         ended = [threads.submit(processor.num_tokens, file, field="image") for file in files]

@@ -15,6 +15,8 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.known import read_model
 from tasuki.models.tower import Tower
+from tasuki.planner.node import Part
+from tasuki.planner.plan import plan
 from tasuki.planner.trainer_bytes import checkpoint_bytes, frozen_bytes, gradient_bytes
 from tasuki.trainer.backends.fsdp.lora.adapters import adapted_parameters, add_adapters
 from tasuki.trainer.data.cost import SampleCost, sample_cost
@@ -203,3 +205,24 @@ def test_what_a_model_with_a_tower_cannot_have_is_refused_by_name(
     with pytest.raises(InvalidArgument) as refused:
         check_model(NodeConfig.model_validate(plain | settings), shape)
     assert refused.value.metadata["field"] == field
+
+
+def test_the_hosts_copies_of_a_steps_images_are_planned_up_to_a_calls_limit(text: Any) -> None:
+    shape = read_model({**text.config.to_dict(), "architectures": [type(text).__name__]}).shape
+    train = {
+        "dataset": "d",
+        "output_dir": "o",
+        "num_steps": 1,
+        "reward": {"function": "m:f"},
+        "oversample": 1.5,
+        "max_staleness": 4,
+    }
+    train |= {"prompts_per_step": 10, "max_prompt_tokens": 60, "max_new_tokens": 40}
+    assert Part.IMAGES not in plan(node_with(replace(shape, tower=None))).stages[0].host
+    few, many = (
+        plan(node_with(shape, num_ranks=2, train=train | {"prompts_per_step": num})).stages[0].host[Part.IMAGES]
+        for num in (10, 20)
+    )
+    assert many - few == 15 * 100 * (4 * 3 * 4 * 4) * (5 + 4 * 2)  # prompts, tokens, bytes of a token's pixels, copies
+    for settings in ({"train": train | {"prompts_per_step": 10**8}}, {}):
+        assert plan(node_with(shape, **settings)).stages[0].host[Part.IMAGES] == (3 << 29) * (5 + 4) + 22 * (1 << 26)

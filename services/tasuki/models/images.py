@@ -34,7 +34,7 @@ _EDGES = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
 """The processor's defaults, which are areas in spite of their names."""
 _FORMATS = ("PNG", "JPEG", "WEBP")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
-_MAX_FILE_PIXELS = 1 << 26
+MAX_FILE_PIXELS = 1 << 26
 """Of a file as it is stored, and of all that are decoded at a time."""
 _MAX_RATIO = 200
 _LEVELS = {"do_rescale": False, "do_normalize": False}
@@ -197,11 +197,11 @@ class ImageProcessor:
 
     @contextmanager
     def _decoded(self, image: bytes, *, field: str) -> "Iterator[Image]":
-        """Upright RGB. Waits until all that are decoded have at most _MAX_FILE_PIXELS together. Raises InvalidArgument."""
+        """Upright RGB. Waits until all that are decoded have at most MAX_FILE_PIXELS together. Raises InvalidArgument."""
         opened = _opened(image, field=field)
         num_pixels = math.prod(opened.size)
         with self._has_room:
-            self._has_room.wait_for(lambda: self._num_pixels + num_pixels <= _MAX_FILE_PIXELS)
+            self._has_room.wait_for(lambda: self._num_pixels + num_pixels <= MAX_FILE_PIXELS)
             self._num_pixels += num_pixels
         try:
             yield _upright(opened, field=field)
@@ -285,8 +285,8 @@ def _opened(image: bytes, *, field: str) -> "Image":
     problem = ""
     if not width or not height:
         problem = f"has {width} x {height} pixels; give an image"
-    elif width * height > _MAX_FILE_PIXELS:
-        problem = f"has {width} x {height} pixels; at most {_MAX_FILE_PIXELS} are decoded: scale it down"
+    elif width * height > MAX_FILE_PIXELS:
+        problem = f"has {width} x {height} pixels; at most {MAX_FILE_PIXELS} are decoded: scale it down"
     elif max(width, height) > _MAX_RATIO * min(width, height):
         problem = f"has {width} x {height} pixels; one edge may be {_MAX_RATIO} times the other: cut it"
     elif opened.format != "MPO" and (num_frames := getattr(opened, "n_frames", 1)) > 1:  # MPO: a camera's JPEG with previews

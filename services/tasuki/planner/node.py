@@ -38,6 +38,7 @@ class Part(StrEnum):
     PROCESSES = "processes"
     MODEL_COPY = "model in /dev/shm"
     ROUTES = "routes of tokens"
+    IMAGES = "images"
 
 
 TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE)

@@ -20,7 +20,15 @@ from tasuki.planner.rollout_bytes import (
     kv_pool,
 )
 from tasuki.planner.step_bytes import offloaded_bytes, training_peak
-from tasuki.planner.trainer_bytes import Bytes, export_arena, frozen_bytes, host_moments, host_reference, trainer_tags
+from tasuki.planner.trainer_bytes import (
+    Bytes,
+    export_arena,
+    frozen_bytes,
+    host_images,
+    host_moments,
+    host_reference,
+    trainer_tags,
+)
 from tasuki.wire.stages import RING, Phase, Stage
 
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
@@ -215,6 +223,7 @@ def plan_of(node: Node, sizes: Sizes) -> Plan:
         Part.OPTIMIZER: host_moments(node) * num_ranks,
         Part.ACTIVATIONS: offloaded_bytes(node) * num_ranks,
         Part.ROUTES: host_routes(node, sizes.kv_pool) * node.config.num_engine_ranks,
+        Part.IMAGES: host_images(node),
     }
     for stage in PLAN_STAGES:
         parts = {kind: parts_on_gpu(node, sizes, stage, gpu) for kind, gpu in first_of.items()}

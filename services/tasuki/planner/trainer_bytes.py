@@ -8,7 +8,9 @@ from itertools import chain
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.memory.granularity import ALIGNMENT, CPU_MIN_TENSOR, arena_bytes, export_bytes, rounded_up
+from tasuki.models.images import MAX_FILE_PIXELS, MAX_PATCH_BYTES
 from tasuki.models.shape import EXPERTS, ModelShape
+from tasuki.planner.kv_tokens import longest_sample
 from tasuki.planner.node import Node, Part
 from tasuki.wire.errors import InvalidArgument
 
@@ -18,6 +20,8 @@ _LARGEST_BLOCK = 256
 _SMALLEST_BLOCK = 32
 _SCALE_BYTES = 4
 _HALF_BYTES = 2
+_DECODED_BYTES = 22
+"""Of a pixel while a file is decoded and cut into patches: at most, in WebP. Measured."""
 
 
 def trainer_tags(node: Node) -> Bytes:
@@ -76,6 +80,23 @@ def host_reference(node: Node) -> int:
     if not (node.has_reference and node.config.reference_is_on_host):
         return 0
     return sum(rounded_up(size, ALIGNMENT) for size in _frozen_shards(node))
+
+
+def host_images(node: Node) -> int:
+    """Host memory of all processes for images: of files that are decoded, and copies of the patches of a step, or else a call."""
+    if node.model.tower is None:
+        return 0
+    channels, _, rows, columns = node.model.tower.patch_shape
+    train, sft, num_prompts = node.config.train, node.config.sft, math.inf
+    if train is not None:
+        num_prompts = math.ceil(train.prompts_per_step * train.oversample)
+    elif sft is not None:
+        num_prompts = sft.samples_per_step
+    num_patches = num_prompts * (longest_sample(node.config) or node.longest_sequence) * node.model.tower.merge_size**2
+    size = int(min(MAX_PATCH_BYTES, num_patches * channels * rows * columns))
+    # Both fronts keep them. In training the front has 3 more and 2 for each rank, which has 2; in rollout a message has 2, as each rank.
+    copies = 5 + max(4 * node.num_ranks, 2 * node.config.num_engine_ranks)
+    return size * copies + MAX_FILE_PIXELS * _DECODED_BYTES
 
 
 def _moments(node: Node) -> list[int]:
