@@ -133,6 +133,19 @@ def test_a_call_in_tags_that_is_cut_off_is_told_to_the_policy(by_form: dict[str,
 
 
 @pytest.mark.parametrize("form", TAGS)
+def test_a_call_in_tags_is_read_in_linear_time(by_form: dict[str, ModelTokenizer], form: str):
+    for start in (
+        tagged(form, ARGUMENTS)[:-20],
+        "<tool_call>",
+        "<tool_call><function=",
+        "<tool_call>f",
+        "<tool_call><function=f>",
+    ):
+        (*_, last) = by_form[form].tool_call_form(TAGGED_ROW).read(start + " " * 200_000 + "x", {})[1]
+        assert "error" in last
+
+
+@pytest.mark.parametrize("form", TAGS)
 async def test_a_chat_goes_on_after_calls_in_tags(by_form: dict[str, ModelTokenizer], form: str):
     policy = Drawn(by_form[form], [tagged(form, {"a": 1}), tagged(form, {"a": "x"}), "done"])
     chat = Chat(policy, [], tools={"add": add})

@@ -171,9 +171,10 @@ def _forms(answer: str) -> Iterator[ToolCallForm]:
     if tags := _TAGS.search(answer):
         outer, opens, named, key, value, before, after, close, end = (part or "" for part in tags.groups())
         first, last = rf"{_loose(key)}\s*", _loose(end)
-        head = rf"{_loose(opens) if outer else ''}\s*([^<>\"]+?)\s*{_loose(named)}\s*(?={first}|{last})"
+        named = _loose(named) and rf"{_loose(named)}\s*"  # two `\s*` beside each other take quadratic time
+        head = rf"{_loose(opens) if outer else ''}\s*([^\s<>\"]+)\s*{named}(?={first}|{last})"
         text = rf"{_loose(value)}(?:{re.escape(before)})?(.*?)(?:{re.escape(after)})?{_loose(close)}"
-        argument = re.compile(rf"{first}([^<>\"]+?)\s*{text}\s*(?={first}|{last})", re.DOTALL)
+        argument = re.compile(rf"{first}([^\s<>\"]+)\s*{text}\s*(?={first}|{last})", re.DOTALL)
         example = tags[0].replace(_NAME, "NAME").replace(_KEY, "PARAMETER").replace(_VALUE, "VALUE")
         yield ToolCallForm(outer or opens, TaggedCalls(re.compile(head), argument, end, example))
 
