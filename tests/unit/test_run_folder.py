@@ -201,10 +201,10 @@ def test_a_run_that_does_not_learn_says_so_once(tmp_path: Path, capsys: pytest.C
 
 def test_the_time_left_is_told_until_a_score_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     progress = Progress(num_steps=40, eval_every=1)
-    lines = StepLines(progress, ProgressDisplay(progress, tmp_path))
+    lines = StepLines(progress, ProgressDisplay(progress, tmp_path), may_end_early=True)
     lines.report(Step(0, mean_reward=0.5, num_policy_steps=1, seconds={"generate": 30.0}))
     lines.report(Step(1, eval_score=1.0, seconds={"evaluate": 1.0}))
-    assert [" left" in line for line in capsys.readouterr().out.splitlines()] == [True, False]
+    assert ["  at most 20 min left" in line for line in capsys.readouterr().out.splitlines()] == [True, False]
 
 
 def test_a_supervised_curve_is_private(tmp_path: Path) -> None:

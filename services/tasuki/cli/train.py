@@ -191,7 +191,7 @@ def _run(
         stack.enter_context(running_node(config, may_start=may_start))
         stack.enter_context(explained(config))
         try:
-            lines = StepLines(progress, display)
+            lines = StepLines(progress, display, may_end_early=training.settings.stop_at_eval_score is not None)
             _train(config, training, make_loop, earlier, request, lines, config_dir=config_dir, started=started)
         finally:
             progress.begin(progress.record().step, "stop")
@@ -311,8 +311,9 @@ FAILED = "read why rewards failed: tasuki dashboard, or `failure` in samples/"
 class StepLines:
     """Prints steps as they are reported."""
 
-    def __init__(self, progress: Progress, display: ProgressDisplay) -> None:
+    def __init__(self, progress: Progress, display: ProgressDisplay, *, may_end_early: bool = False) -> None:
         self.progress, self.display = progress, display
+        self._at_most = "at most " if may_end_early else ""
         self._has_warned = False
         self._num_stalled = 0
 
@@ -323,7 +324,7 @@ class StepLines:
         self.progress.finished(step)
         if line := step_line(step):
             eta_s = None if step.is_evaluation else self.progress.record().eta_s  # a score may end a run early
-            self.display.write(f"{line}  {duration(eta_s)} left" if eta_s else line)
+            self.display.write(f"{line}  {self._at_most}{duration(eta_s)} left" if eta_s else line)
         if not step.is_evaluation:
             self._num_stalled = self._num_stalled + 1 if step.why_no_update else 0
             if self._num_stalled == _STALLED_STEPS:
