@@ -195,12 +195,18 @@ def test_placeholders_that_are_not_one_marked_for_each_image_are_refused(tmp_pat
         {"do_resize": False},
         {"image_processor_type": "CLIPImageProcessor"},
         {"min_pixels": 10, "max_pixels": 9},
-        {"size": {"height": 3}, "min_pixels": "many"},
+        {"min_pixels": "many"},
+        {"size": {"height": 30, "width": 30}},
+        {"size": "large"},
+        {"image_std": [0, 1, 1]},
+        {"image_mean": "none"},
+        {"resample": 99},
+        {"do_center_crop": True},
     ],
 )
 def test_processor_that_does_not_fit_the_model_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        ImageProcessor(_folder(tmp_path, settings=settings), _TOWER).num_tokens(_file(_SMALL), field="image")
+        ImageProcessor(_folder(tmp_path, settings=settings), _TOWER).expand([START, IMAGE, END], [_file(_SMALL)])
     assert refused.value.metadata["field"] == "model.path"
 
 

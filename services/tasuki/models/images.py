@@ -109,7 +109,10 @@ class ImageProcessor:
             if (found := settings.get(key, value)) != value:
                 raise InvalidArgument(_KEY, f"{place}: {key} is {found!r}, but the model's config.json needs {value!r}")
         # Older keys of the edges win. The processor's constructor would write them into a dict of the class.
-        edges = {**_EDGES, **(settings.get("size") or {})}
+        given = settings.get("size") or {}
+        if not isinstance(given, dict) or given.keys() - _EDGES:
+            raise InvalidArgument(_KEY, f"{place}: size is {given!r}; give {' and '.join(_EDGES)}, which are areas")
+        edges = {**_EDGES, **given}
         for key, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
             old = settings.pop(key, None)
             edges[edge] = edges[edge] if old is None else old
@@ -186,7 +189,7 @@ class ImageProcessor:
                 self._kept.move_to_end(key)
                 return kept
         with self._decoded(image, field=field) as decoded:
-            made = self._processor(images=[decoded], return_tensors="np", **_LEVELS)
+            made = self._process(decoded, **_LEVELS)
         levels_PD = np.ascontiguousarray(self._by_channel(made)[:, :, 0]).reshape(len(made["pixel_values"]), -1)
         grid_13 = made["image_grid_thw"].astype(np.int64)
         with self._lock:
@@ -216,14 +219,23 @@ class ImageProcessor:
         from PIL.Image import fromarray
 
         ramp = fromarray(np.tile(np.arange(256, dtype=np.uint8)[:, None], (self._step, self._step, 3)))
-        levels, values = (
-            self._by_channel(self._processor(images=[ramp], return_tensors="np", do_resize=False, **more))
-            for more in (_LEVELS, {})
-        )
+        levels, values = (self._by_channel(self._process(ramp, do_resize=False, **more)) for more in (_LEVELS, {}))
+        if not np.isfinite(values).all():
+            raise InvalidArgument(
+                _KEY, f"{self._folder}: image_mean and image_std make pixels that are not finite; correct them"
+            )
         values_CL = np.empty((levels.shape[1], 256), dtype=np.float32)
         for channel, values_L in enumerate(values_CL):
             values_L[levels[:, channel]] = values[:, channel]
         return values_CL
+
+    def _process(self, image: "Image", **more: bool) -> Any:
+        """Raises InvalidArgument for settings that the processor cannot compute with."""
+        try:
+            return self._processor(images=[image], return_tensors="np", **more)
+        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            problem = f"{self._folder}: its image processor fails: {type(error).__name__}: {error}"
+            raise InvalidArgument(_KEY, problem) from error
 
     def _by_channel(self, made: Any) -> NDArray[Any]:
         """[patches, channels, frames, pixels]."""
