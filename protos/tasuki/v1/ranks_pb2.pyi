@@ -392,7 +392,9 @@ class SampleColumns(_message.Message):
     """
     has_wide_routes: _builtins.bool
     levels: _builtins.bytes
-    """The distinct images, each once. Unsigned bytes: their patches, of each channel its rows and columns. Empty: no images."""
+    """In the first of a command's micro-batches: the distinct images of all, each once. Unsigned bytes: their patches, of each channel its
+    rows and columns. Empty: no images.
+    """
     level_values: _builtins.bytes
     """float32, [channels, 256]: what the tower reads for each level."""
     grids: _builtins.bytes
