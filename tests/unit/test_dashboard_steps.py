@@ -109,12 +109,14 @@ def test_another_run_is_drawn_at_the_same_steps_and_a_reward_that_never_varies_i
 
 
 def test_steps_that_change_no_weights_are_counted(tmp_path: Path) -> None:
-    updates = [1, 0, 1, None, 0, 0]  # None: a step that only evaluated
+    updates = [1, 0, 1, None, 0, 0, None]  # None: a step that only evaluated
     lines = [
-        line(step, eval_score=1.0) if made is None else line(step, mean_num_tokens=5.0, num_policy_steps=made)
+        line(step, eval_score=1.0, num_failed_groups=0)
+        if made is None
+        else line(step, mean_num_tokens=5.0, num_policy_steps=made, num_failed_groups=step)
         for step, made in enumerate(updates)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
     columns = read_all(StepColumns(tmp_path))
-    assert columns.without_update() == {"count": 3, "newest": 2}
-    assert thinned(columns)["without_update"] == [0, 1, 0, 0, 1, 1]
+    assert columns.without_update() == {"count": 3, "newest": 2, "failed_groups": 5}
+    assert thinned(columns)["without_update"] == [0, 1, 0, 0, 1, 1, 0]

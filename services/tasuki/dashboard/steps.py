@@ -75,12 +75,14 @@ class StepColumns(Followed):
             return np.array(self.steps[start:stop], dtype=np.int64), columns
 
     def without_update(self) -> dict[str, int]:
-        """Number of steps that generated but changed no weights, and how many of them are the newest steps in a row."""
+        """Number of steps that generated but changed no weights, how many of them are the newest steps in a row, and the groups of the last
+        of them in which a reward failed."""
         steps, columns = self.between(0, _MAX_STEP)
         is_idle = _is_idle(columns, len(steps))
         updated = np.flatnonzero(~is_idle & ~np.isnan(columns.get("mean_num_tokens", np.full(len(steps), np.nan))))
         newest = is_idle[updated[-1] + 1 :] if len(updated) else is_idle
-        return {"count": int(is_idle.sum()), "newest": int(newest.sum())}
+        failed = np.nan_to_num(columns.get("num_failed_groups", np.zeros(len(steps))))[is_idle]
+        return {"count": int(is_idle.sum()), "newest": int(newest.sum()), "failed_groups": int(sum(failed[-1:]))}
 
 
 def thinned(runs: Sequence[StepColumns], *, first: int, last: int, points: int) -> dict[str, Any]:

@@ -120,5 +120,5 @@ function headline(run) {
 function warning(run) {
   const { newest } = run.without_update;
   if (newest < STALLED_STEPS) return null;
-  return h("p", { class: "problem warned", role: "status" }, `The newest ${number(newest)} steps changed no weights: `, run.last.num_failed_groups ? `rewards of ${number(run.last.num_failed_groups)} groups of the last one failed. Samples say why.` : run.last.signal_fraction === 0 ? "all groups of the last one have equal rewards. Read some samples, give partial credit, or use other prompts, larger groups or a higher temperature." : "see the samples and the log.", help("without update"));
+  return h("p", { class: "problem warned", role: "status" }, `The newest ${number(newest)} steps changed no weights: `, run.without_update.failed_groups ? `rewards failed in ${number(run.without_update.failed_groups)} groups of the last one. Samples say why.` : run.last.signal_fraction === 0 ? "all groups of the last one have equal rewards. Read some samples, give partial credit, or use other prompts, larger groups or a higher temperature." : "see the samples and the log.", help("without update"));
 }
