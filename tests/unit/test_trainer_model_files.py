@@ -104,6 +104,7 @@ def test_all_that_any_file_names_are_stop_tokens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7, "text_config": {"eos_token_id": 8}}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 999]}))
     assert read_stop_token_ids(tmp_path, vocab_size=131) == (EOS, 7, 8, 9)
+    assert read_stop_token_ids(tmp_path, vocab_size=2**50)[:2] == (EOS, 7)  # without a list of them
 
 
 @pytest.mark.parametrize("value", ["5", 2.0, True, [[2]], [3, None], {"a": 1}])

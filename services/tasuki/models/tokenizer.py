@@ -402,9 +402,10 @@ def read_stop_token_ids(folder: Path, *, vocab_size: int | None) -> tuple[int, .
     if (folder / TOKENIZER_FILE).exists() and (own := read_tokenizer(folder).eos_token_id) is not None:
         found.add(own)
     limit = max(found, default=0) + 1 if vocab_size is None else vocab_size
-    for token_id in sorted(found - set(range(limit))):
+    known = range(limit)
+    for token_id in sorted(one for one in found if one not in known):
         _log.warning("event=eos_token_outside_vocabulary token_id=%d vocab_size=%d path=%s", token_id, limit, folder)
-    return tuple(sorted(token_id for token_id in found if 0 <= token_id < limit))
+    return tuple(sorted(one for one in found if one in known))
 
 
 def _ids(value: object, file: Path) -> set[int]:
