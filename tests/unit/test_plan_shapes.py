@@ -283,6 +283,7 @@ def test_copies_on_a_gpu_have_chunks_of_equal_size():
     assert export_bytes(0) == 0
     assert export_bytes(3 * 2**30) == 3 * 2**30
     assert export_bytes(2**30 + 1) == 2**30 + 2 * MIB
+    assert export_bytes(2**70) == 2**70  # at once, of a model that no machine holds
 
 
 @pytest.mark.parametrize("num_bytes", [3000, 64 * MIB, 65 * MIB, 301 * MIB + 1])

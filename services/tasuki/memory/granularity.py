@@ -33,6 +33,7 @@ def _chunk_bytes(blocks: Iterable[int], *, least: int, most: int) -> int:
     end = chunks = 0
     for block in blocks:
         end += block
+        chunks += max(0, end - chunks) // most * most
         while chunks < end:
             wanted = max(end - chunks, chunks // _GROWTH_PART)
             chunks += min(rounded_up(wanted, least), most)
