@@ -18,14 +18,8 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from tasuki.trainer.backends.fsdp.checkpoint import (
-    CheckpointFacts,
-    RoleFacts,
-    check_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    training_tensors,
-)
+from tasuki.trainer.backends.fsdp.checkpoint import training_tensors
+from tasuki.trainer.durable.checkpoint import CheckpointFacts, RoleFacts, check_checkpoint, load_checkpoint, save_checkpoint
 from tasuki.trainer.durable.checkpoint_files import StoredTensor
 from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied

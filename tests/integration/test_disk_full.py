@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.trainer.backends.fsdp.checkpoint import save_checkpoint, training_tensors
+from tasuki.trainer.backends.fsdp.checkpoint import training_tensors
+from tasuki.trainer.durable.checkpoint import save_checkpoint
 from tasuki.wire.errors import DiskFull
 from tests.integration.one_rank import group
 from tests.integration.test_checkpoint import FACTS, assert_loads, tensors_of, trained

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.modules.routing import ExpertLoad, Router, replace_routers
+from tasuki.trainer.resident_tags import TAGS
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
 from tasuki.wire.stages import MemoryTag

@@ -20,11 +20,12 @@ from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.config.trainer_schema import OptimizerConfig
 from tasuki.models.known import read_model
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
+from tasuki.trainer.backends.fsdp.memory import guard
 from tasuki.trainer.backends.fsdp.model import Policy, groups_of
-from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner, scheduled_rate
+from tasuki.trainer.resident_tags import TAGS
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
 from tasuki.wire.errors import GradientsNotFinite, InvalidArgument
@@ -219,8 +220,8 @@ def test_a_forward_pass_asks_for_the_weights_that_come_back_group_by_group(
 
     stream = SimpleNamespace(cuda_stream=42)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr("tasuki.trainer.backends.fsdp.resident_tags._gathering_stream", lambda _group: stream)
-    returning.guard(groups_of(network))
+    monkeypatch.setattr("tasuki.trainer.backends.fsdp.memory._gathering_stream", lambda _group: stream)
+    guard(groups_of(network), returning)
     returning._transfers[MemoryTag.WEIGHTS] = cast(Any, Transfer())
     step(learner, Role.POLICY, samples)
     shards = [param.to_local() for param in network.parameters() if isinstance(param, DTensor)]

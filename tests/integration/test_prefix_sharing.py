@@ -14,11 +14,11 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.planner.kept_bytes import kept_with_attention
 from tasuki.planner.step_bytes import _attention_per_token
-from tasuki.trainer.backends.fsdp.activations import _Keeping
 from tasuki.trainer.backends.fsdp.host_buffers import HostActivations
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.plan import Sharing, plan_shared
 from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.modules.recompute import _Keeping
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
 from tasuki.v1 import loss_pb2

@@ -15,8 +15,8 @@ from tasuki.planner.node import Part
 from tasuki.planner.trainer_bytes import moment_block, trainer_tags
 from tasuki.trainer.backends.fsdp.optimizer import adamw
 from tasuki.trainer.backends.fsdp.optimizer.adamw import QuantizedMoment
-from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.learner import Learner
+from tasuki.trainer.resident_tags import TAGS
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument

@@ -12,9 +12,9 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.memory.host import HostMemory, host_memory
 from tasuki.planner.trainer_bytes import host_reference
 from tasuki.trainer.backends.fsdp import host_buffers
-from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
+from tasuki.trainer.resident_tags import TAGS
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument

@@ -12,8 +12,8 @@ from tasuki.memory.host import host_memory
 from tasuki.trainer.backends.fsdp import host_buffers
 from tasuki.trainer.backends.fsdp.optimizer import streamed_adamw
 from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
-from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.learner import Learner
+from tasuki.trainer.resident_tags import TAGS
 from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import MemoryTag

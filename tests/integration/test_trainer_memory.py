@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.memory import arena as native
-from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.backends.fsdp.shards import whole_tensors
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
+from tasuki.trainer.resident_tags import TAGS
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
 from tasuki.v1.weights_pb2 import PublishedWeights, WeightHandle
@@ -112,7 +112,7 @@ def publish_rounds(learner: Learner, *, engine_dtype: str = "bfloat16") -> dict[
     """Facts of three changeovers as seen by one reader, which releases its import on request."""
     reader: ImportedWeights | None = None
     facts: dict[str, list[Any]] = {"is_equal": [], "num_imports": [], "tags": []}
-    fsdp(learner).rehearse_publication()
+    fsdp(learner).publication.rehearse()
     facts["rehearsed"] = [usage.mapped_bytes for usage in fsdp(learner).memory.usage() if MemoryTag.of(usage.tag) == "export"]
     for _ in range(3):
         version, handles = learner.policy_version, everyone(learner.publish().handle.SerializeToString())

@@ -14,7 +14,7 @@ from tasuki.memory.arena import totals
 from tasuki.planner.node import GB, Checkpointing, Node, Part, node_of
 from tasuki.planner.plan import PLAN_STAGES, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS
-from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice
+from tasuki.trainer.resident_tags import ExportChoice
 from tasuki.weights import chunk_memory
 from tasuki.weights.chunk_memory import descriptor_problem
 from tasuki.wire.errors import InternalError, InvalidArgument

@@ -13,8 +13,8 @@ from tasuki.memory.host import HostMemory
 from tasuki.node import choose
 from tasuki.node.choose import check_host_budget, check_host_ranks
 from tasuki.node.start import start_node
-from tasuki.trainer.backends.fsdp.memory import TrainerMemory
-from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice
+from tasuki.trainer.backends.fsdp.memory import FsdpMemory
+from tasuki.trainer.resident_tags import ExportChoice
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
 from tasuki.weights.export import ExportMemory, WeightExport
@@ -81,7 +81,7 @@ def test_a_budget_that_does_not_hold_what_a_rank_makes_at_its_start_is_refused_b
 
 
 def test_a_first_publication_without_room_names_its_tag(mesh: DeviceMesh) -> None:
-    memory = TrainerMemory(mesh, ExportChoice(of_parameters=True, stays=False))
+    memory = FsdpMemory(mesh, ExportChoice(of_parameters=True, stays=False))
 
     def make(where: ExportMemory) -> WeightExport:
         raise OutOfGpuMemory("cpu needs 2.00 MiB", tag="export", needed_bytes=2 * MIB, free_bytes=MIB, device="cpu")

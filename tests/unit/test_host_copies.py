@@ -5,15 +5,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
-from tasuki.trainer.backends.fsdp.memory import TrainerMemory
-from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice, ResidentTags
+from tasuki.trainer.backends.fsdp.memory import FsdpMemory
+from tasuki.trainer.resident_tags import ExportChoice, ResidentTags
 from tasuki.wire.stages import MemoryTag
 
 MIB = 2**20
 BOTH = [MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER]
 
 
-def parameter(memory: TrainerMemory, mesh: DeviceMesh, value: float, *, is_frozen: bool) -> Parameter:
+def parameter(memory: FsdpMemory, mesh: DeviceMesh, value: float, *, is_frozen: bool) -> Parameter:
     with memory.region(MemoryTag.WEIGHTS):
         local = torch.full((64, 64), value)
     return Parameter(DTensor.from_local(local, mesh, [Shard(0)]), requires_grad=not is_frozen)
@@ -25,7 +25,7 @@ def local_of(one: Parameter) -> torch.Tensor:
 
 
 def test_a_frozen_parameter_is_copied_to_the_host_once_and_comes_back_every_time(mesh: DeviceMesh) -> None:
-    memory = TrainerMemory(mesh, ExportChoice(of_parameters=False, stays=True))
+    memory = FsdpMemory(mesh, ExportChoice(of_parameters=False, stays=True))
     base, adapter = parameter(memory, mesh, 1.0, is_frozen=True), parameter(memory, mesh, 2.0, is_frozen=False)
     memory.freeze([base])
     for turn in range(3):
@@ -42,7 +42,7 @@ def test_a_frozen_parameter_is_copied_to_the_host_once_and_comes_back_every_time
 
 def test_what_stays_leaves_only_to_make_room(mesh: DeviceMesh) -> None:
     staying = ResidentTags(frozenset({MemoryTag.WEIGHTS}))
-    memory = TrainerMemory(mesh, ExportChoice(of_parameters=False, stays=True), resident=staying)
+    memory = FsdpMemory(mesh, ExportChoice(of_parameters=False, stays=True), resident=staying)
     kept = parameter(memory, mesh, 3.0, is_frozen=False)
     with memory.region(MemoryTag.OPTIMIZER):
         moment = torch.full((64, 64), 4.0)

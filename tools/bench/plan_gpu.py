@@ -86,10 +86,10 @@ def make_model_apart(folder: Path, node: Node, device: str) -> None:
 def measure(folder: Path, node: Node, device: str, num_micro_batches: int) -> dict[str, Any]:
     """Returns predicted bytes by stage and kind, and those of the tags."""
     from tasuki.algorithms.loss_types import LossConfig
-    from tasuki.trainer.backends.fsdp.resident_tags import TAGS
     from tasuki.trainer.data.micro_batch import micro_batch
     from tasuki.trainer.launch import read_launch
     from tasuki.trainer.replicas import start_mesh
+    from tasuki.trainer.resident_tags import TAGS
     from tasuki.trainer.service.requests import decode_samples
     from tasuki.trainer.wire import Role
     from tasuki.v1.types_pb2 import TrainingSample

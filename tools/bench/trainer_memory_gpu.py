@@ -47,10 +47,10 @@ def make_model(folder: Path, *, is_tiny: bool) -> None:
 def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
     """Returns losses, gradient norms and seconds of NUM_STEPS steps; optionally all tags sleep between any two steps."""
     from tasuki.algorithms.loss_types import LossConfig
-    from tasuki.trainer.backends.fsdp.resident_tags import TAGS
     from tasuki.trainer.data.micro_batch import micro_batch
     from tasuki.trainer.launch import read_launch
     from tasuki.trainer.replicas import start_mesh
+    from tasuki.trainer.resident_tags import TAGS
     from tasuki.trainer.service.requests import decode_samples
     from tasuki.trainer.wire import Role
     from tasuki.wire.stages import MemoryTag

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from tasuki.trainer.backends.fsdp.activations import recomputing
 from tasuki.trainer.modules import triton_kernels as kernels
 from tasuki.trainer.modules.pointwise import Activation, down_projected
+from tasuki.trainer.modules.recompute import recomputing
 from tests.operators import CountedOperators
 from tests.saved_tensors import kept_bytes
 

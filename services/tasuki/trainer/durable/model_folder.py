@@ -4,8 +4,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,9 +19,10 @@ from tasuki.models.folder_files import INDEX_FILE, file_digest, other_files
 from tasuki.models.known import read_model_shape
 from tasuki.models.stored_tensors import BLOCKS, FP8, FP8_BLOCK, FP8_SCALES, SCALES, SINGLE_FILE, read_stored, untrained_tensors
 from tasuki.models.tokenizer import CHAT_TEMPLATES
+from tasuki.trainer.durable.atomic_folder import delete_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
 from tasuki.weights.export import Shard
 from tasuki.wire.denied_path import named_if_denied
-from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError
 from tasuki.wire.regular_file import open_regular
 
 _BLOCK_BYTES = 64 << 20
@@ -163,6 +165,38 @@ def save_tensors(tensors: dict[str, Tensor], file: Path) -> None:
             raise
         raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
     file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors creates files readable by their owner only
+
+
+def write_model(
+    path: Path,
+    tensors: Iterable[dict[str, Tensor]],
+    *,
+    constants: Sequence[Shard] = (),
+    source: Path,
+    digests: Mapping[str, str],
+    dtype: torch.dtype,
+    last: Callable[[Path], None] = lambda folder: None,
+) -> int:
+    """Collective: rank 0 writes a model folder, all or nothing. Returns the bytes written.
+
+    tensors: whole ones, by checkpoint name, a few at a time; every rank iterates. constants: whole on each rank. source: the folder of the
+    initial weights. digests: of its texts at the start. dtype: of every tensor and in config.json. last: called on every rank with the
+    unfinished folder. Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be written, or a text that has changed.
+    """
+    aside = start_aside(path, mode=0o777)  # less the umask: a model may be shared
+    writer = SafetensorsWriter(aside, dtype=dtype)
+    try:
+        for some in tensors:
+            on_first_rank(partial(writer.add, some), path=path)
+        on_first_rank(lambda: writer.add_untrained(constants, source=source), path=path)
+        on_first_rank(writer.finish, path=path)
+        on_first_rank(lambda: copy_other_files(source, aside, dtype=dtype, digests=digests), path=path)
+        last(aside)
+    except TasukiError:
+        delete_aside(aside, path=path)
+        raise
+    rename_into_place(aside, path)
+    return folder_bytes(path)
 
 
 def copy_other_files(source: Path, folder: Path, *, dtype: torch.dtype, digests: Mapping[str, str] | None = None) -> None:

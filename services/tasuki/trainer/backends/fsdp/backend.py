@@ -1,7 +1,6 @@
 """The FSDP2 backend of the learner: one rank's networks, memory, optimizers and files."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -25,22 +24,15 @@ from tasuki.planner.choose import chosen
 from tasuki.planner.node import Checkpointing, node_of
 from tasuki.planner.step_bytes import TRIAL_TOKENS, offloaded_per_token
 from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.trainer.adamw import ShardedAdamW
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.backend import Progress
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing, tile_mlps
-from tasuki.trainer.backends.fsdp.checkpoint import (
-    CheckpointFacts,
-    Trained,
-    check_checkpoint,
-    checkpoint_facts,
-    load_checkpoint,
-    save_checkpoint,
-    training_state,
-)
+from tasuki.trainer.backends.fsdp.checkpoint import Trained, training_state
 from tasuki.trainer.backends.fsdp.host_buffers import HostActivations, HostShards
 from tasuki.trainer.backends.fsdp.lora.adapters import adapters_off, set_dropout, trained_parameters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
-from tasuki.trainer.backends.fsdp.memory import TrainerMemory
+from tasuki.trainer.backends.fsdp.memory import FsdpMemory
 from tasuki.trainer.backends.fsdp.model import (
     Critic,
     NetworkSource,
@@ -48,22 +40,29 @@ from tasuki.trainer.backends.fsdp.model import (
     groups_of,
     load_critic,
     load_policy,
-    read_model_config,
     reshard,
 )
-from tasuki.trainer.backends.fsdp.optimizer.adamw import QuantizedAdamW, ShardedAdamW
+from tasuki.trainer.backends.fsdp.optimizer.adamw import QuantizedAdamW
 from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
-from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice, ResidentTags, choose_handles
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, constant_shards, export_model, local_shards, map_base
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
+from tasuki.trainer.durable.checkpoint import (
+    CheckpointFacts,
+    check_checkpoint,
+    checkpoint_facts,
+    load_checkpoint,
+    save_checkpoint,
+)
+from tasuki.trainer.model_config import read_model_config
 from tasuki.trainer.modules.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
 from tasuki.trainer.modules.routing import ExpertLoad
+from tasuki.trainer.publication import Publication
 from tasuki.trainer.replicas import NodeReplicas, mesh_device
+from tasuki.trainer.resident_tags import ExportChoice, ResidentTags, choose_handles
 from tasuki.trainer.wire import Role
 from tasuki.v1.ranks_pb2 import RankPublished
 from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.weights.shared_base import SharedBase
-from tasuki.wire.errors import OutOfGpuMemory
 from tasuki.wire.stages import MemoryTag
 
 _HOST_ADVICE = "free memory of the host, or set trainer.reference_on_host = false for a reference on the GPU"
@@ -103,14 +102,14 @@ class FsdpBackend:
         self._planned, self._to_close = chosen(node_of(node, gpu_bytes=1, host_bytes=1), choices), ExitStack()
         self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=node.coordinator.stage_timeout_s)
         _log.info("event=checkpointing choice=%s kept_layers=%d", choices.checkpointing, choices.kept_layers)
-        self.memory = TrainerMemory(
+        self.memory = FsdpMemory(
             mesh,
             ExportChoice.of(node, choices, rank=mesh.get_local_rank(), handles=handles),
             resident=ResidentTags.of(choices, rank=mesh.get_local_rank()),
             heartbeat=heartbeat,
         )
         self.memory.pin_in_background(self._planned)
-        self._export: WeightExport | None = None
+        self.publication = Publication(self.memory, self._make_export, replaced=lambda: self._merged)
         self._merged: MergedWeights | None = None
         self._reference: Policy | None = None
         self._base: SharedBase | None = None
@@ -204,13 +203,7 @@ class FsdpBackend:
 
     def publish(self, *, policy_version: int) -> RankPublished:
         """Publishes the shards in the engine's dtype: adapters only, or merged weights."""
-        started = time.perf_counter()
-        self._export = self.memory.export(self._make_export)
-        mapped = time.perf_counter()
-        num_bytes = self._export.publish(policy_version, replaced=self._merged)
-        seconds = mapped - started, time.perf_counter() - mapped
-        _log.info("event=published policy_version=%d bytes=%d map_s=%.4f write_s=%.4f", policy_version, num_bytes, *seconds)
-        return RankPublished(handle=self._export.handle(), published_bytes=num_bytes)
+        return self.publication.publish(policy_version)
 
     def warm_up(self) -> None:
         """Compiles for the first passes and, on a GPU, rehearses the first publication.
@@ -219,19 +212,8 @@ class FsdpBackend:
         """
         if self._compiles:
             self._compile()
-        if self.device.type != "cuda":
-            return
-        try:
-            self.rehearse_publication()
-        except OutOfGpuMemory as error:
-            _log.warning("event=not_warm reason=%s error=%s", error.reason, error.message)
-
-    def rehearse_publication(self) -> None:
-        """Publishes and withdraws, which loads kernels. Keeps the memory if it stays during OFFLOAD. Raises OutOfGpuMemory."""
-        self._export = self.memory.export(self._make_export)
-        self._export.publish(0, replaced=self._merged)
-        self._export.withdraw()
-        self.memory.release_export()
+        if self.device.type == "cuda":
+            self.publication.try_rehearsal()
 
     def _compile(self) -> None:
         """Runs every kind of pass. A reference with separate weights is compiled at its first use."""
@@ -251,12 +233,10 @@ class FsdpBackend:
         return self.score_values(batch) if role is Role.CRITIC else self.score_tokens(role, batch)[0]
 
     def withdraw(self) -> None:
-        if self._export is not None:
-            self._export.withdraw()
+        self.publication.withdraw()
 
     def damage_published(self) -> None:
-        assert self._export is not None
-        self._export.damage()
+        self.publication.damage()
 
     def save_checkpoint(self, path: Path, *, progress: Mapping[Role, Progress], save_id: str | None = None) -> int:
         self.memory.wait_for_content()
@@ -279,8 +259,7 @@ class FsdpBackend:
     def close(self) -> None:
         """Closes the export, so that no one else receives the weights, and frees host memory."""
         self.memory.close()
-        if self._export is not None:
-            self._export.close()
+        self.publication.close()
         self._to_close.close()
 
     def _network(self, role: Role) -> Policy | Critic:
@@ -326,7 +305,8 @@ class FsdpBackend:
         parameters = [param for _, param in trained_parameters(network)]
         is_8bit, on_host = self._node.trainer.optimizer_8bit, self._node.trainer.optimizer_on_host
         kind = StreamedAdamW if on_host else QuantizedAdamW if is_8bit else ShardedAdamW
-        optimizer = kind(parameters, config=config, memory=self.memory, mesh=self._mesh)
+        gradients = self.memory.make_gradients(parameters)
+        optimizer = kind(parameters, gradients=gradients, config=config, memory=self.memory, mesh=self._mesh)
         self._to_close.callback(optimizer.close)
         is_policy, trainer = isinstance(network, Policy), self._node.trainer
         load = ExpertLoad(
@@ -375,7 +355,8 @@ class FsdpBackend:
         return self.memory.region(MemoryTag.WEIGHTS)
 
     def _facts(self, progress: Mapping[Role, Progress] | None = None) -> CheckpointFacts:
-        return checkpoint_facts(self._trained, progress=progress, config=self._node.trainer, num_ranks=self._mesh.size())
+        models = {role: each.network.causal_lm.config for role, each in self._trained.items()}
+        return checkpoint_facts(models, progress=progress, config=self._node.trainer, num_ranks=self._mesh.size())
 
     def _make_export(self, memory: ExportMemory) -> WeightExport:
         rank, causal_lm = self._mesh.get_local_rank(), self._policy.causal_lm

@@ -10,13 +10,13 @@ from torch import Tensor
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.known import find_family, read_model_shape
 from tasuki.models.tower import TOWER
-from tasuki.trainer.backends.fsdp.checkpoint import RoleFacts, computing_settings, read_facts, read_tensors
 from tasuki.trainer.backends.fsdp.lora.adapters import adapter_names, in_file, write_adapter
 from tasuki.trainer.backends.fsdp.lora.merged_weights import merge, merged_experts
-from tasuki.trainer.backends.fsdp.model import read_model_config
 from tasuki.trainer.durable.atomic_folder import cannot_write, delete_aside, folder_bytes, rename_into_place, start_aside
+from tasuki.trainer.durable.checkpoint import RoleFacts, computing_settings, read_facts, read_tensors
 from tasuki.trainer.durable.checkpoint_files import TensorReader
 from tasuki.trainer.durable.model_folder import SafetensorsWriter, copy_other_files, load_shards
+from tasuki.trainer.model_config import read_model_config
 from tasuki.trainer.wire import Role
 from tasuki.weights.export import Shard, checkpoint_shards
 from tasuki.wire.errors import InvalidArgument, TasukiError

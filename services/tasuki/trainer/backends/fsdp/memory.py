@@ -1,107 +1,23 @@
-"""One trainer rank's memory: parameters, gradients and optimizer state, each in its tag's arena."""
+"""Memory of one rank's shards by tag. Forward passes may begin while weights are still arriving."""
 
-import gc
-import logging
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tasuki.memory import arena as native
-from tasuki.memory.arena import Arena, Keep, NativeAllocator
-from tasuki.memory.device_usage import device_usage, torch_pool
-from tasuki.planner.node import Node, Part
-from tasuki.planner.plan import TRAINER_TAGS
-from tasuki.planner.trainer_bytes import trainer_tags
-from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.trainer.backends.fsdp.resident_tags import NONE_RESIDENT, RESTORED, TAGS, ExportChoice, Onload, ResidentTags
-from tasuki.trainer.replicas import mesh_device
-from tasuki.v1 import memory_pb2
-from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
-from tasuki.weights.export import ExportMemory, WeightExport
-from tasuki.wire.errors import OutOfGpuMemory, TasukiError
+from tasuki.trainer.memory import TrainerMemory
+from tasuki.trainer.resident_tags import Onload
 from tasuki.wire.stages import MemoryTag
 
-# Nothing is offloaded while gradients are pending, so their content need not be kept.
-_KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
-# Pinned in one step; between steps the process checks whether it is ending.
-_PIN_STEP_BYTES = 256 * 2**20
-_PARTS: dict[MemoryTag, Part] = dict(zip(TAGS, TRAINER_TAGS, strict=True))
-MAX_TRIES, ENOUGH_BYTES = 3, 10**9
-# Of the size of a tensor that a round places elsewhere.
-_STEP_BYTES = 10**8
-_log = logging.getLogger("tasuki.trainer")
 
-
-class TorchCache:
-    """Blocks of one GPU's torch, returned at one place of a changeover."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stuck_bytes = 0
-        """Least that is known to stay after all tries: parts of segments in which a tensor lives."""
-
-    def return_blocks(self) -> int:
-        """Returns blocks to the driver, in at most MAX_TRIES tries, until less than ENOUGH_BYTES is reserved but unallocated. Returns that.
-
-        A further try first frees tensors in reference cycles, and waits for streams that still use a block. Collecting is slow, so there is
-        no such try for what earlier calls could not return either.
-        """
-        cached = 0
-        for number in range(MAX_TRIES):
-            if number:
-                gc.collect()
-                torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
-            reserved, allocated = torch_pool(self._device.index or 0)
-            cached = reserved - allocated
-            if cached < max(ENOUGH_BYTES, self._stuck_bytes + _STEP_BYTES):
-                self._stuck_bytes = min(self._stuck_bytes, cached)
-                return cached
-        self._stuck_bytes = cached
-        _log.warning("event=cache_kept bytes=%d tries=%d", cached, MAX_TRIES)
-        return cached
-
-
-class TrainerMemory:
-    """Pausable memory of one rank. Tensors keep their addresses for the life of the process."""
-
-    def __init__(
-        self,
-        mesh: DeviceMesh,
-        export: ExportChoice,
-        *,
-        resident: ResidentTags = NONE_RESIDENT,
-        heartbeat: Heartbeat | None = None,
-    ) -> None:
-        """heartbeat: shows the progress of background work."""
-        device = mesh_device(mesh)
-        self._mesh, self._device, self._choice, self._resident = mesh, device, export, resident
-        self._allocator = NativeAllocator(tags=TAGS, device=str(device), keep=_KEEP)
-        if export.of_parameters and export.stays:
-            # The same chunks that rollout has mapped.
-            self._allocator.arena(MemoryTag.WEIGHTS).set_policy(Keep.CHUNKS)
-        self._export: WeightExport | None = None
-        self._is_export_there = False
-        self._gradients: list[Tensor] = []
-        self._onload = Onload(self._allocator)
-        self._heartbeat = heartbeat
-        self._cache = TorchCache(device)
-        self._pinning: threading.Thread | None = None
-        self._is_closing = threading.Event()
-
-    def region(self, tag: MemoryTag) -> AbstractContextManager[None]:
-        """Allocates tensors created in the block under `tag`."""
-        return self._allocator.region(tag)
+class FsdpMemory(TrainerMemory):
+    """Pausable memory of one rank's shards. Each FSDP group's forward pass waits, on the GPU, for its own."""
 
     def freeze(self, parameters: Iterable[Parameter]) -> None:
         """Declares parameters constant for the life of the process: each is copied to the host once, not at every pause."""
@@ -110,20 +26,6 @@ class TrainerMemory:
             if local.numel():
                 native.freeze(local.data_ptr(), local.nbytes)
 
-    def pin_in_background(self, node: Node) -> None:
-        """Allocates the pinned host memory for OFFLOAD in the background; `pause` waits for it. Does nothing on a CPU."""
-        leaving = [tag for tag in _KEEP if tag not in self._resident.tags]
-        if self._device.type == "cuda" and leaving:
-            sizes = trainer_tags(node)
-            arenas = {self._allocator.arena(tag): sizes[_PARTS[tag]] for tag in leaving}
-            self._pinning = threading.Thread(target=self._pin, args=(arenas,), name="pinning", daemon=True)
-            self._pinning.start()
-
-    def close(self) -> None:
-        """Stops background work."""
-        self._is_closing.set()
-        self._end_pinning()
-
     def make_gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Allocates zero gradients for all parameters, into which FSDP2 then accumulates in place. Returns this rank's shards."""
         made: list[Tensor] = []
@@ -131,183 +33,44 @@ class TrainerMemory:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
                 made.append(cast(DTensor, parameter.grad).to_local())
-        with torch.no_grad():
-            torch._foreach_zero_(made)  # on a GPU the first call loads its kernel, which the first LOAD_TRAINER would wait for
-        self._gradients += made
+        self.clear_at_resume(made)
         return made
 
-    def make_adamw_state(self, optimizer: torch.optim.AdamW, *, make: Callable[[Tensor], dict[str, Tensor]]) -> None:
-        """Creates the state before the first step. make: a parameter's moments. Step counts, a few bytes, are not part of the tag."""
-        steps = {
-            parameter: torch.zeros((), device=self._device) for group in optimizer.param_groups for parameter in group["params"]
-        }
-        with self.region(MemoryTag.OPTIMIZER):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    optimizer.state[parameter] = {"step": steps[parameter], **make(parameter)}
-
-    def export(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
-        """Creates the export with its memory at the first call, and reallocates the memory after it has left. Collective.
-
-        Raises OutOfGpuMemory on all ranks if one of them has no room.
-        """
-        self._onload.wait([MemoryTag.WEIGHTS])
-        if not (self._is_export_there and self._choice.stays):
-            error: TasukiError | None = None
-            try:
-                if self._export is None:
-                    self._export = self._made(make)
-                self._allocator.resume(self._copies())
-            except TasukiError as raised:
-                error = raised
-            self._raise_if_any(error, self._copies(), of=[MemoryTag.EXPORT])
-            self._is_export_there = True
-        assert self._export is not None
-        return self._export
-
-    def release_export(self) -> None:
-        """Releases the memory of a withdrawn export that does not stay; the next one reallocates it."""
-        if self._export is not None and not self._choice.stays and (copies := self._copies()):
-            with self._export.released():
-                self._allocator.pause(copies)
-
-    def pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
-        released = self.pause_tags(MemoryTag.all_of(request.tags), makes_room=request.makes_room)
-        return memory_pb2.PauseResponse(released_bytes=released)
-
-    def resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
-        return memory_pb2.ResumeResponse(mapped_bytes=self.resume_tags(MemoryTag.all_of(request.tags)))
-
-    def pause_tags(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
-        """Releases the pages of `tags`; parameters and optimizer state move to host memory. Returns the bytes released.
-
-        makes_room: also releases tags that stay during OFFLOAD. Raises OutOfGpuMemory, with every tag still
-        resident, if the host cannot pin the memory for the copies.
-        """
-        self._end_pinning()
-        self.wait_for_content()
-        copies = self._copies() if MemoryTag.WEIGHTS in tags and not self._choice.stays else []
-        tags = [*(tag for tag in tags if makes_room or tag not in self._resident.tags), *copies]
-        is_shared = MemoryTag.EXPORT in tags or (MemoryTag.WEIGHTS in tags and not self._choice.stays)
-        with self._export.released() if self._export is not None and is_shared else nullcontext():
-            released = self._allocator.pause(tags)
-        if self._device.type == "cuda" and (makes_room or not self._resident.cache):
-            self._cache.return_blocks()
-        return released
-
-    def resume_tags(self, tags: Sequence[MemoryTag]) -> int:
-        """Maps pages for `tags` and restores their content. Returns the bytes mapped.
-
-        Content may still be arriving on return. Forward passes through `guard`ed groups may begin; everything else needs
-        `wait_for_content`. Collective. Raises OutOfGpuMemory on all ranks, with every tag still paused, if one of them has no room.
-        """
-        paused = MemoryTag.all_of(usage.tag for usage in self._allocator.usage() if usage.is_paused)
-        slept = [tag for tag in paused if tag in tags]
-        error: TasukiError | None = None
-        mapped = 0
-        try:
-            mapped = self._take_pages(slept)
-        except TasukiError as raised:
-            error = raised
-        self._raise_if_any(error, slept)
-        if MemoryTag.GRADIENTS in slept:
-            # Their content was not kept.
-            with torch.no_grad():
-                torch._foreach_zero_(self._gradients)
-        return mapped
-
     def guard(self, groups: Iterable[FSDPModule]) -> None:
-        """Same as Onload.guard; does nothing on a CPU, where copies are synchronous."""
+        """See `guard`. Does nothing on a CPU, where copies are synchronous."""
         if self._device.type == "cuda":
-            self._onload.guard(groups)
+            guard(groups, self._onload)
 
-    def wait_for_content(self) -> None:
-        """Waits until weights and optimizer state have their content."""
-        self._onload.wait()
 
-    def usage(self) -> list[TagUsage]:
-        staying = {*self._resident.tags, *([MemoryTag.EXPORT] if self._choice.stays else [])}
-        usages = self._allocator.usage()
-        for usage in usages:
-            usage.stays = MemoryTag.of(usage.tag) in staying
-        return usages
+def guard(groups: Iterable[FSDPModule], onload: Onload) -> None:
+    """Lets forward passes through `groups` begin before all weights are back. Other readers of weights need `Onload.wait`."""
+    for group in groups:
+        assert isinstance(group, nn.Module)
+        shards = [(shard.data_ptr(), shard.nbytes) for shard in _shards(group) if shard.numel()]
+        if shards:
+            # FSDP's own hook, which gathers the group, runs afterwards.
+            group.register_forward_pre_hook(partial(_await_shard, onload, max(shards)), prepend=True)
 
-    def device_usage(self, *, skip_torch_cache: bool = False) -> DeviceUsage:
-        return device_usage(str(self._device), self._mesh.get_local_rank(), skip_torch_cache=skip_torch_cache)
 
-    def _pin(self, arenas: Mapping[Arena, int]) -> None:
-        """arenas: with the number of bytes that each will need."""
-        started, num_steps = time.monotonic(), 0
-        try:
-            with nullcontext() if self._heartbeat is None else self._heartbeat.transferring(lambda: num_steps):
-                for arena, total_bytes in arenas.items():
-                    while arena.reserve_host(_PIN_STEP_BYTES, total_bytes=total_bytes) and not self._is_closing.is_set():
-                        num_steps += 1
-        except TasukiError as error:  # raised again by the pause that needs the memory
-            _log.error("event=pinning_failed reason=%s error=%s", error.reason, error.message)
-            return
-        _log.info(
-            "event=pinned bytes=%d seconds=%.1f",
-            sum(arena.usage().host_copy_bytes for arena in arenas),
-            time.monotonic() - started,
-        )
+def _await_shard(onload: Onload, last: tuple[int, int], group: nn.Module, _inputs: object) -> None:
+    """last: address and size of the group's highest shard; lower ones arrive first."""
+    address, num_bytes = last
+    for stream in (torch.cuda.current_stream(), _gathering_stream(group)) if onload.brings_weights else ():
+        if stream is not None:
+            onload.wait_on_stream(stream.cuda_stream, address=address, num_bytes=num_bytes)
 
-    def _end_pinning(self) -> None:
-        pinning, self._pinning = self._pinning, None
-        if pinning is not None:
-            pinning.join()
 
-    def _made(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
-        choice = self._choice
-        parameters = self._allocator.arena(MemoryTag.WEIGHTS) if choice.of_parameters else None
-        memory = ExportMemory(parameters, leaves=not choice.stays, handles=choice.handles)
-        export = make(memory)
-        if export.copies is not None:
-            self._allocator.adopt(MemoryTag.EXPORT, export.copies)
-        return export
+def _shards(group: nn.Module) -> Iterator[Tensor]:
+    """Parameters of the group, without those of nested groups."""
+    for parameter in group.parameters(recurse=False):
+        assert isinstance(parameter, DTensor)
+        yield parameter.to_local()
+    for child in group.children():
+        if not isinstance(child, FSDPModule):
+            yield from _shards(child)
 
-    def _copies(self) -> list[MemoryTag]:
-        return [MemoryTag.EXPORT] if MemoryTag.EXPORT in self._allocator.tags else []
 
-    def _take_pages(self, tags: Sequence[MemoryTag]) -> int:
-        others = [tag for tag in tags if tag not in RESTORED]
-        before = self._mapped_bytes()
-        self._allocator.resume(others)
-        try:
-            self._onload.begin(tags)
-        except TasukiError:
-            self._allocator.pause(others)
-            raise
-        return self._mapped_bytes() - before
-
-    def _raise_if_any(
-        self, error: TasukiError | None, woken: Sequence[MemoryTag], *, of: Sequence[MemoryTag] | None = None
-    ) -> None:
-        """Raises on every rank the error of any rank, and undoes what the others have done.
-
-        of: the arenas to name in the error, if they do not exist yet.
-        """
-        lacking = isinstance(error, OutOfGpuMemory)
-        numbers = [int(error.metadata["needed_bytes"]), int(error.metadata["free_bytes"])] if lacking and error else [0, 0]
-        mine = torch.tensor([error is not None, *numbers], dtype=torch.int64, device=self._device)
-        everyone = [torch.empty_like(mine) for _ in range(self._mesh.size())]
-        dist.all_gather(everyone, mine, group=self._mesh.get_group("dp"))
-        failures = [(rank, *values) for rank, (failed, *values) in enumerate(one.tolist() for one in everyone) if failed]
-        if not failures:
-            return
-        if error is not None and not lacking:
-            raise error
-        if error is None:
-            self.pause_tags(woken, makes_room=True)
-        rank, needed, free = max(failures, key=lambda failure: failure[1] - failure[2])
-        tags = woken if of is None else of
-        raise OutOfGpuMemory(
-            f"trainer rank {rank} needs {needed} bytes for {', '.join(tags)}; {free} are free",
-            tag=",".join(tags),
-            needed_bytes=needed,
-            free_bytes=free,
-            rank=rank,
-        ) from error
-
-    def _mapped_bytes(self) -> int:
-        return sum(usage.mapped_bytes for usage in self._allocator.usage())
+def _gathering_stream(group: nn.Module) -> torch.cuda.Stream | None:
+    """Stream on which FSDP2 reads shards; None before its first pass, whose streams wait for the current one."""
+    assert isinstance(group, FSDPModule)
+    return getattr(group._get_fsdp_state()._comm_ctx, "all_gather_copy_in_stream", None)

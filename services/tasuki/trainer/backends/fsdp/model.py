@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tasuki.algorithms.lm_head import token_log_probs
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.models.config_json import read_json_object
-from tasuki.models.family import TOWER_KEYS, Model
-from tasuki.models.known import FAMILIES, read_model
+from tasuki.models.family import Model
+from tasuki.models.known import read_model
 from tasuki.models.stored_tensors import check_head, read_stored
 from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
@@ -39,12 +37,7 @@ from tasuki.trainer.modules.rotary import fuse_rotation
 from tasuki.trainer.modules.routing import EXPERTS, Routers, replace_routers
 from tasuki.trainer.replicas import mesh_device
 from tasuki.weights.shared_base import SharedBase
-from tasuki.wire.denied_path import named_if_denied
-from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
-from tasuki.wire.regular_file import open_regular
-
-# All have `model`, a stack of `model.layers`, and `lm_head`.
-ARCHITECTURES = tuple(FAMILIES)
+from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 
 
 class LmHead(nn.Module):
@@ -113,39 +106,6 @@ class Critic(_Network):
     def forward(self, batch: TokenBatch) -> Tensor:
         """Values [N] with gradient, float32."""
         return self._attention.gather(self.value_head(self._hidden_states(batch)).squeeze(-1), batch=batch)[0]
-
-
-def read_model_config(path: Path) -> PreTrainedConfig:
-    """config.json of a model folder.
-
-    Raises PathNotFound without the folder or file; UnsupportedModel for an architecture not in ARCHITECTURES, quantized weights, or an
-    unsupported key; InvalidArgument for a file that transformers cannot read.
-    """
-    with named_if_denied(path, key="model.path"):
-        if not (path / "config.json").is_file():
-            raise PathNotFound(f"model.path: {path} is not a Hugging Face model folder: config.json is missing", path=path)
-        open_regular(path / "config.json").close()  # transformers' error for a denied file is that of a missing one
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise _unreadable(path, error) from error
-    architecture = next(iter(config.architectures or []), "none")
-    if architecture not in ARCHITECTURES:
-        text = f"the trainer does not know architecture {architecture}; it knows {', '.join(ARCHITECTURES)}"
-        raise UnsupportedModel(text, architecture=architecture)
-    family = FAMILIES[architecture]
-    if getattr(config, "quantization_config", None) is not None and "quantization_config" not in family.keys:
-        text = f"{path} holds quantized weights; the trainer needs floating-point ones"
-        raise UnsupportedModel(text, architecture=architecture)
-    read_model(read_json_object(path / "config.json", field="model.path"))
-    vars(config).pop("quantization_config", None)  # its weights are dequantized
-    if not family.text_module:
-        return config
-    text = config.get_text_config()
-    text.update({"architectures": [architecture], "tie_word_embeddings": config.tie_word_embeddings})
-    if family.has_tower:
-        text.update({key: config.to_dict()[key] for key in TOWER_KEYS})
-    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,15 +305,6 @@ def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
         if isinstance(value, int | float) and ("dropout" in name or "pdrop" in name):
             setattr(copy, name, 0.0)
     return copy
-
-
-def _unreadable(path: Path, error: Exception) -> InvalidArgument | UnsupportedModel:
-    """Converts transformers' ValueError, raised both for an unknown model type and for a broken file."""
-    first_line = str(error).splitlines()[0]
-    if "model type" in first_line:
-        text = f"{path}: {first_line} The trainer knows {', '.join(ARCHITECTURES)}"
-        return UnsupportedModel(text, architecture="unknown")
-    return InvalidArgument("model.path", f"{path}/config.json cannot be read: {first_line}")
 
 
 def check_module(causal_lm: PreTrainedModel, model: Model) -> None:

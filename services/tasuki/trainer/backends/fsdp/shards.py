@@ -5,7 +5,7 @@ engine's ranks hold by columns, and what every engine rank holds whole contains 
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -28,12 +28,12 @@ from tasuki.trainer.backends.fsdp.lora.adapters import (
     write_adapter,
 )
 from tasuki.trainer.backends.fsdp.lora.merged_weights import merged
-from tasuki.trainer.durable.atomic_folder import delete_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
-from tasuki.trainer.durable.model_folder import SafetensorsWriter, copy_other_files
+from tasuki.trainer.durable.atomic_folder import on_first_rank
+from tasuki.trainer.durable.model_folder import write_model
 from tasuki.weights.export import Shard, checkpoint_shards
 from tasuki.weights.manifest import Entry
 from tasuki.weights.shared_base import SharedBase, await_base
-from tasuki.wire.errors import TasukiError, UnsupportedModel
+from tasuki.wire.errors import UnsupportedModel
 
 _log = logging.getLogger("tasuki.trainer")
 
@@ -89,32 +89,24 @@ def whole_tensors(causal_lm: nn.Module, name: str, param: Tensor) -> list[Shard]
 def export_model(
     path: Path, *, causal_lm: nn.Module, source: Path, digests: Mapping[str, str], dtype: torch.dtype, lora: LoraConfig | None
 ) -> int:
-    """Collective: gathers tensors one by one; rank 0 writes them. Returns the bytes written.
+    """Collective: gathers tensors one by one. See write_model.
 
-    source: the folder of the initial weights. digests: of its texts at the start. dtype: of every tensor and in config.json. In the dtype
-    that rollout serves, the tensors equal its own, bit for bit. Adapters are merged, and also saved in adapter/ for PEFT.
-    Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be written, or a text that has changed.
+    In the dtype that rollout serves, the tensors equal its own, bit for bit. Adapters are merged, and also saved in adapter/ for PEFT.
     """
-    aside = start_aside(path, mode=0o777)  # less the umask: a model may be shared
-    writer = SafetensorsWriter(aside, dtype=dtype)
     adapted = adapted_parameters(causal_lm)
-    try:
+
+    def tensors() -> Iterator[dict[str, Tensor]]:
         for name, param in base_parameters(causal_lm):
             tensor = merged(adapted[name], dtype) if name in adapted else param
-            tensors = {shard.name: shard.local for shard in whole_tensors(causal_lm, name, tensor)}
-            on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
-        constants = constant_shards(causal_lm)
-        on_first_rank(lambda: writer.add_untrained(constants, source=source), path=path)
-        on_first_rank(writer.finish, path=path)
-        on_first_rank(lambda: copy_other_files(source, aside, dtype=dtype, digests=digests), path=path)
+            yield {shard.name: shard.local for shard in whole_tensors(causal_lm, name, tensor)}
+
+    def last(folder: Path) -> None:
         if lora is not None:
             adapter = adapter_tensors(causal_lm)
-            on_first_rank(lambda: write_adapter(aside / "adapter", adapter, config=lora, source=source), path=path)
-    except TasukiError:
-        delete_aside(aside, path=path)
-        raise
-    rename_into_place(aside, path)
-    return folder_bytes(path)
+            on_first_rank(lambda: write_adapter(folder / "adapter", adapter, config=lora, source=source), path=path)
+
+    constants = constant_shards(causal_lm)
+    return write_model(path, tensors(), constants=constants, source=source, digests=digests, dtype=dtype, last=last)
 
 
 def map_base(node: NodeConfig, *, rank: int, device: torch.device) -> SharedBase:

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tasuki.config.trainer_schema import OptimizerConfig
+from tasuki.trainer.adamw import ShardedAdamW
 from tasuki.trainer.backends.fsdp.host_buffers import Copy, copy_stream, release_buffers, start_copy, take_buffers
-from tasuki.trainer.backends.fsdp.memory import TrainerMemory
-from tasuki.trainer.backends.fsdp.optimizer.adamw import ShardedAdamW, local_part
+from tasuki.trainer.backends.fsdp.optimizer.adamw import local_part
+from tasuki.trainer.memory import TrainerMemory
 from tasuki.trainer.replicas import mesh_device
 
 BLOCK_BYTES = 256 << 20
@@ -69,14 +70,20 @@ class StreamedAdamW(ShardedAdamW):
     """ShardedAdamW with bit-identical results. All host memory is allocated at start."""
 
     def __init__(
-        self, parameters: Sequence[Parameter], *, config: OptimizerConfig, memory: TrainerMemory, mesh: DeviceMesh
+        self,
+        parameters: Sequence[Parameter],
+        *,
+        gradients: Sequence[Tensor],
+        config: OptimizerConfig,
+        memory: TrainerMemory,
+        mesh: DeviceMesh,
     ) -> None:
         """Collective. Raises as take_buffers."""
         self._device, self._homes = mesh_device(mesh), list(_homes(parameters))
         self._host = take_buffers(mesh, [home.num_bytes for home in self._homes], setting=_SETTING, advice=_ADVICE)
         self._blocks = [block for home, host in zip(self._homes, self._host, strict=True) for block in _blocks(home, host)]
         self._to_host, self._to_device = copy_stream(self._device), copy_stream(self._device)
-        super().__init__(parameters, config=config, memory=memory, mesh=mesh)
+        super().__init__(parameters, gradients=gradients, config=config, memory=memory, mesh=mesh)
 
     @torch.no_grad()
     def step(self, *, learning_rate: float) -> None:

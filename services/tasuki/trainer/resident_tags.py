@@ -1,20 +1,16 @@
 """Parts of a trainer rank's memory that stay during OFFLOAD, how its weights are published, and how content returns.
 
-It returns after LOAD_TRAINER: each FSDP group's forward pass waits, on the GPU, for its own shards.
+It returns after LOAD_TRAINER, beside the first passes.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from tasuki.config.choices import Choices
 from tasuki.config.schema import NodeConfig
@@ -102,37 +98,10 @@ class Onload:
             if (transfer := self._transfers.pop(tag, None)) is not None:
                 transfer.wait()
 
-    def guard(self, groups: Iterable[FSDPModule]) -> None:
-        """Lets forward passes through `groups` begin before all weights are back. Other readers of weights need `wait`."""
-        for group in groups:
-            assert isinstance(group, nn.Module)
-            shards = [(shard.data_ptr(), shard.nbytes) for shard in _shards(group) if shard.numel()]
-            if shards:
-                # FSDP's own hook, which gathers the group, runs afterwards.
-                group.register_forward_pre_hook(partial(self._await_shard, max(shards)), prepend=True)
+    @property
+    def brings_weights(self) -> bool:
+        return MemoryTag.WEIGHTS in self._transfers
 
-    def _await_shard(self, last: tuple[int, int], group: nn.Module, _inputs: object) -> None:
-        """last: address and size of the group's highest shard; lower ones arrive first."""
-        transfer = self._transfers.get(MemoryTag.WEIGHTS)
-        if transfer is None:
-            return
-        address, num_bytes = last
-        for stream in (torch.cuda.current_stream(), _gathering_stream(group)):
-            if stream is not None:
-                transfer.wait_on_stream(stream.cuda_stream, address=address, num_bytes=num_bytes)
-
-
-def _shards(group: nn.Module) -> Iterator[Tensor]:
-    """Parameters of the group, without those of nested groups."""
-    for parameter in group.parameters(recurse=False):
-        assert isinstance(parameter, DTensor)
-        yield parameter.to_local()
-    for child in group.children():
-        if not isinstance(child, FSDPModule):
-            yield from _shards(child)
-
-
-def _gathering_stream(group: nn.Module) -> torch.cuda.Stream | None:
-    """Stream on which FSDP2 reads shards; None before its first pass, whose streams wait for the current one."""
-    assert isinstance(group, FSDPModule)
-    return getattr(group._get_fsdp_state()._comm_ctx, "all_gather_copy_in_stream", None)
+    def wait_on_stream(self, stream: int, *, address: int, num_bytes: int) -> None:
+        """Lets a CUDA stream wait for these weights and all below them, which arrive first."""
+        self._transfers[MemoryTag.WEIGHTS].wait_on_stream(stream, address=address, num_bytes=num_bytes)
