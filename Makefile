@@ -33,7 +33,7 @@ WITH_BIN := PATH="$(CURDIR)/.venv/bin:$$PATH"
 PROTOS := $(wildcard protos/tasuki/v1/*.proto)
 SOURCES := protos services client tests tools
 # All but the larger trackers, whose tests are skipped without them.
-EXTRAS := --extra certs --extra otel --extra rollout --extra tensorboard --extra trainer
+EXTRAS := --extra certs --extra megatron --extra otel --extra rollout --extra tensorboard --extra trainer
 # Measures its own process, so no other test may run there.
 MEASURED := tests/integration/test_many_changeovers.py
 README_NODE := tests/e2e/test_documents.py::test_commands_of_the_readme_work_as_written

@@ -15,13 +15,15 @@ _ENDS_AT = float("inf") if _MINUTES is None else time.monotonic() + 60 * float(_
 
 _LONG = {
     "contract": ("generated_code wheel"),
-    "e2e": ("arithmetic engine_metrics flat image_agents images mixtures ppo residency resume secrets starting_points"),
+    "e2e": (
+        "arithmetic engine_metrics flat image_agents images megatron mixtures ppo residency resume secrets starting_points"
+    ),
     "integration": (
         "adapter_steps certified_names checkpointing compiled_blocks critic_exactness dashboard_live dashboard_page exiting_processes "
         "expert_load expert_parallel fleet fleet_doctor fleet_rollout_front fleet_trainer fleet_trainer_front "
-        "gloo_peers grpcurl hub journal_kills launch loss_curves loss_cuts many_changeovers model_copy node_replicas node_restarts "
-        "port_attacks port_reload port_roles port_server prefix_sharing prometheus quantized_adamw rank_store recorded_ahead "
-        "reference_on_host replayed_steps replicas reward_processes "
+        "gloo_peers grpcurl hub journal_kills launch loss_curves loss_cuts many_changeovers megatron model_copy node_replicas "
+        "node_restarts port_attacks port_reload port_roles port_server prefix_sharing prometheus quantized_adamw rank_store "
+        "recorded_ahead reference_on_host replayed_steps replicas reward_processes "
         "gathered_layers rollout_adapter router_replay rollout_great_calls rollout_images rollout_process "
         "rpc_faults streamed_adamw tracing trainer_critic trainer_lifetime trainer_lora trainings watchdog"
     ),

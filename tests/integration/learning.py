@@ -52,7 +52,12 @@ def start_learner(
     }
     node = NodeConfig.model_validate({"state_dir": state_dir or model, "model": {"path": model}, **tables})
     is_skipping = node.trainer.on_non_finite == "skip"
-    backend = FsdpBackend(node, choices_for(node, export_stays=export_stays, **choices), mesh=mesh)
+    chosen = choices_for(node, export_stays=export_stays, **choices)
+    if node.trainer.backend == "megatron":
+        from tasuki.trainer.backends.megatron.backend import MegatronBackend
+
+        return Learner(MegatronBackend(node, chosen, mesh=mesh), optimizers=trained_roles(node.trainer))
+    backend = FsdpBackend(node, chosen, mesh=mesh)
     return Learner(backend, optimizers=trained_roles(node.trainer), skips_non_finite=is_skipping)
 
 
@@ -68,14 +73,20 @@ def trained(learner: Learner, role: Role) -> Trained:
 
 def micro_batches(learner: Learner, samples: Samples, *, config: LossConfig, max_tokens: int) -> list[MicroBatch]:
     """Returns this rank's micro-batches. config: including its denominator."""
-    part = learner.backend.sequence_part
-    num_groups = learner.backend.num_ranks // part.num_parts
-    sharing = Sharing.ALWAYS if fsdp(learner)._node.trainer.prefix_sharing is True else Sharing.NEVER
+    trainer = cast(Any, learner.backend)._node.trainer
+    num_groups = learner.backend.num_ranks // trainer.ranks_per_micro_batch
+    sharing = Sharing.ALWAYS if trainer.prefix_sharing is True else Sharing.NEVER
     samples, plan = plan_shared(samples, num_ranks=num_groups, max_tokens=max_tokens, cost=COST, sharing=sharing)
     version, device = learner.policy_version, learner.backend.device
     return [
-        micro_batch(samples.select(indices), config=config, policy_version=version, device=device, part=part)
-        for indices in plan[dist.get_rank() // part.num_parts]
+        micro_batch(
+            samples.select(indices),
+            config=config,
+            policy_version=version,
+            device=device,
+            part=learner.backend.sequence_part,
+        )
+        for indices in plan[dist.get_rank() // trainer.ranks_per_micro_batch]
     ]
 
 
@@ -89,7 +100,8 @@ def learn(learner: Learner, role: Role, samples: Samples, *, config: LossConfig,
     config = config if config.denominator is not None else with_denominator(config, samples)
     batches = micro_batches(learner, samples, config=config, max_tokens=max_tokens)
     report = learner.forward_backward(role, batches, config=config)
-    return whole_report(report, num_sharing=learner.backend.sequence_part.num_parts)
+    num_sharing = cast(Any, learner.backend)._node.trainer.ranks_per_micro_batch
+    return whole_report(report, num_sharing=num_sharing)
 
 
 def whole_report(mine: RankLossReport, *, num_sharing: int = 1) -> RankLossReport:

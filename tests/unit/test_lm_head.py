@@ -1,5 +1,7 @@
 """Log-probs, entropies and gradients of the vocabulary projection against torch's log_softmax over all logits, in float64."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -183,3 +185,34 @@ def test_more_places_never_have_fewer_logits(more: int, num_places: int, hidden_
         for count in (num_places, num_places + more)
     )
     assert few <= many
+
+
+@pytest.mark.usefixtures("tile_values")
+def test_shards_of_the_vocabulary_give_the_whole_results() -> None:
+    """Two ranks in two threads, which exchange four numbers a position."""
+    whole = make_case(50, 1002)
+    expected = whole.results()
+    references = torch.autograd.grad(expected[0].sum() + 0.3 * expected[1].sum(), (whole.hidden_NH, whole.weight_VH))
+    meeting, values = Barrier(2), dict[int, torch.Tensor]()
+
+    def of_rank(rank: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        def gather(mine: torch.Tensor) -> torch.Tensor:
+            values[rank] = mine
+            meeting.wait(60)
+            return torch.stack([values[0], values[1]])
+
+        weight_VH = whole.weight_VH.detach().chunk(2)[rank].clone().requires_grad_()
+        hidden_NH = whole.hidden_NH.detach().clone().requires_grad_()
+        shard = lm_head.VocabularyShard(rank, gather)
+        results = lm_head.token_log_probs(
+            hidden_NH, weight_VH, whole.token_ids_N, temperature_N=whole.temperature_N, shard=shard
+        )
+        return results, torch.autograd.grad(results[0].sum() + 0.3 * results[1].sum(), (hidden_NH, weight_VH))
+
+    with ThreadPoolExecutor(2) as ranks:
+        (results, (hidden, first)), (others, (more, second)) = ranks.map(of_rank, range(2))
+    for result, other, reference in zip(results, others, expected, strict=True):
+        assert torch.equal(result, other)
+        torch.testing.assert_close(result, reference)
+    assert relative_error(hidden + more, references[0]) < 3e-6
+    assert relative_error(torch.cat((first, second)), references[1]) < 3e-6

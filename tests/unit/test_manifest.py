@@ -50,7 +50,7 @@ def with_entry(index: int, **changes: object) -> Manifest:
     [
         (0, {"name": ""}, "name of 0 characters"),
         (0, {"name": "x" * 600}, "name of 600 characters"),
-        (0, {"name": "b"}, "b: named twice"),
+        (0, {"name": "b", "global_shape": (300,), "offsets": (0,), "sizes": (300,)}, "b: a slice is named twice"),
         (0, {"dtype": "complex64"}, "a: dtype 'complex64'"),
         (0, {"global_shape": ()}, "a: shape"),
         (0, {"sizes": (0, 5)}, r"a: slice \[0:0, 0:5\] is empty or not inside shape \(6, 5\)"),

@@ -5,6 +5,8 @@ accumulated in float32 and rounded once. Only the small gradient of the hidden s
 Shape suffixes: N positions, H hidden size, V vocabulary, C the vocabulary of a tile.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +18,23 @@ from tasuki.algorithms.lm_head_tiles import Places, RunningSoftmax, SoftmaxGradi
 from tasuki.algorithms.vocabulary_tiles import tile_width
 
 
+@dataclass(frozen=True, slots=True)
+class VocabularyShard:
+    """One of equal shards of the vocabulary, each on its rank."""
+
+    index: int
+    gather: Callable[[Tensor], Tensor]
+    """[...] of this rank -> [R, ...] of every rank, in the order of the shards. Collective."""
+
+
 def token_log_probs(
-    hidden_NH: Tensor, weight_VH: Tensor, token_ids_N: Tensor, *, temperature_N: Tensor, softcap: float | None = None
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    token_ids_N: Tensor,
+    *,
+    temperature_N: Tensor,
+    softcap: float | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Natural log-probability of each token under softmax(logits / temperature), and the entropy of that distribution in nats.
 
@@ -25,26 +42,35 @@ def token_log_probs(
     [0, V); temperature_N: float32, greater than 0. softcap: logits are softcap * tanh(logits / softcap), as in Gemma 2.
     Returns two float32 tensors [N]. Both have gradients with respect to hidden states and weight, in their dtype; an unused entropy costs
     nothing. Backward recomputes the logits except those of the last tile.
+
+    shard: if `weight_VH` has only these rows. Every rank returns the same; its gradient of the hidden states is its part of a sum.
     """
     assert hidden_NH.dtype == weight_VH.dtype, f"hidden states in {hidden_NH.dtype}, weight in {weight_VH.dtype}"
     assert temperature_N.dtype == torch.float32, f"temperatures in {temperature_N.dtype}"
-    return _TokenLogProbs.apply(hidden_NH, weight_VH, Places(token_ids_N.contiguous(), temperature_N.contiguous(), softcap))
+    return _TokenLogProbs.apply(
+        hidden_NH, weight_VH, Places(token_ids_N.contiguous(), temperature_N.contiguous(), softcap), shard
+    )
 
 
 class _TokenLogProbs(torch.autograd.Function):
     """Saves two numbers per position for backward, and the buffer with the last tile's logits."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, places: Places, shard: VocabularyShard | None
+    ) -> tuple[Tensor, Tensor]:
         kernels, tiles, hidden = _kernels(hidden_NH), _tiles(hidden_NH, weight_VH), _operand(hidden_NH)
         softmax, buffer = RunningSoftmax.empty(places), _buffer(hidden_NH, tiles)
+        first = 0 if shard is None else shard.index * len(weight_VH)
         for tile in tiles:
             weight = _operand(weight_VH[tile])
             logits_NC = _product(hidden, weight.T, out=_part(buffer, len(hidden), len(weight)))
-            kernels.fold(logits_NC, softmax, places, first_id=tile.start)
+            kernels.fold(logits_NC, softmax, places, first_id=first + tile.start)
+        if shard is not None and tiles:
+            softmax = RunningSoftmax.joined(shard.gather(softmax.values_4N), places.token_ids_N // len(weight_VH))
         entropy_N = softmax.entropy()
         ctx.save_for_backward(hidden_NH, weight_VH, softmax.log_sum(), entropy_N)
-        ctx.places, ctx.buffer = places, buffer
+        ctx.places, ctx.buffer, ctx.first = places, buffer, first
         ctx.set_materialize_grads(False)
         return softmax.log_probs(), entropy_N
 
@@ -52,10 +78,10 @@ class _TokenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  the decorator hides the name of its first parameter
         ctx: Any, *grads: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden_NH, weight_VH, log_sum_N, entropy_N = ctx.saved_tensors
         if grads[0] is None and grads[1] is None:
-            return None, None, None
+            return None, None, None, None
         softmax = SoftmaxGradient.of(log_sum_N, entropy_N, *grads, places=ctx.places)
         kernels, tiles, hidden = _kernels(hidden_NH), _tiles(hidden_NH, weight_VH), _operand(hidden_NH)
         grad_hidden, grad_weight_VH = _empty_gradients(hidden_NH, weight_VH, tiles, needs=ctx.needs_input_grad)
@@ -67,13 +93,13 @@ class _TokenLogProbs(torch.autograd.Function):
             logits_NC = _part(buffer, len(hidden), len(weight))
             if kept is None or tile is not tiles[-1]:
                 _product(hidden, weight.T, out=logits_NC)
-            grad_NC = kernels.gradient(logits_NC, softmax, ctx.places, first_id=tile.start, dtype=hidden.dtype)
+            grad_NC = kernels.gradient(logits_NC, softmax, ctx.places, first_id=ctx.first + tile.start, dtype=hidden.dtype)
             if grad_hidden is not None:
                 _add_product(grad_NC, weight, to=grad_hidden)
             if grad_weight_VH is not None:
                 _product(grad_NC.T, hidden, out=grad_weight_VH[tile])
             del grad_NC  # its memory is reused by the next tile
-        return None if grad_hidden is None else grad_hidden.to(hidden_NH.dtype), grad_weight_VH, None
+        return None if grad_hidden is None else grad_hidden.to(hidden_NH.dtype), grad_weight_VH, None, None
 
 
 def _kernels(hidden_NH: Tensor) -> TileKernels:

@@ -46,6 +46,17 @@ class RunningSoftmax:
         values_4N[0] = LOWEST
         return cls(values_4N)
 
+    @classmethod
+    def joined(cls, shards_R4N: Tensor, owner_N: Tensor) -> Self:
+        """Over R shards of the vocabulary. owner_N: int64, the shard of each target token."""
+        max_RN, sum_RN, product_RN, token_RN = shards_R4N.unbind(1)
+        max_N = max_RN.amax(0)
+        shift_RN = (max_RN - max_N).clamp_(min=FLOOR)
+        factor_RN = shift_RN.exp()
+        product_N = ((product_RN + sum_RN * shift_RN) * factor_RN).sum(0)
+        token_N = token_RN.gather(0, owner_N.unsqueeze(0)).squeeze(0)
+        return cls(torch.stack((max_N, (sum_RN * factor_RN).sum(0), product_N, token_N)))
+
     def log_sum(self) -> Tensor:
         """[N]: log of the sum of exp(z)."""
         return self.values_4N[0] + self.values_4N[1].log()

@@ -82,7 +82,43 @@ def _conflicts(config: "NodeConfig") -> Iterator[_Problem]:
             "starts the policy, but the KL reference would be the model without it; merge it into the model with PEFT, or "
         )
         yield "trainer.lora.path", f"{problem}set kl_coef = 0"
+    yield from _conflicts_of_megatron(config)
     yield from _conflicts_of_runs(config)
+
+
+def _conflicts_of_megatron(config: "NodeConfig") -> Iterator[_Problem]:
+    """What only the FSDP backend has, with the way round."""
+    trainer = config.trainer
+    if trainer.backend == "fsdp":
+        if trainer.megatron is not None:
+            yield "trainer.megatron", 'is set, but trainer.backend is "fsdp"; set that to "megatron", or remove the table'
+        return
+    if trainer.num_ranks % trainer.tensor_parallel:
+        problem = f"= {trainer.tensor_parallel} does not divide trainer.num_ranks = {trainer.num_ranks}"
+        yield "trainer.megatron.tensor_parallel", problem
+    instead = {
+        "sequence_parallel": (1, "set trainer.megatron.tensor_parallel, which splits samples too"),
+        "expert_parallel": (False, "remove it"),
+        "critic": (None, "use an estimator without one"),
+        "lora": (None, "train all parameters"),
+        "mlp_tile_tokens": (None, "raise trainer.megatron.tensor_parallel"),
+        "compile": ("none", "remove it"),
+        "train_tower": (False, "remove it"),
+        "router_aux_loss_coef": (0.0, "remove it"),
+        "router_bias_update_rate": (0.0, "remove it"),
+        "reference_on_host": (None, "raise trainer.num_ranks or trainer.megatron.tensor_parallel"),
+        "moments": ("gpu", "raise trainer.num_ranks"),
+    }
+    kept = {key: value for key, (value, _) in instead.items()}
+    for key, value in kept.items():
+        if getattr(trainer, key) != value:
+            yield f"trainer.{key}", f'is not for trainer.backend = "megatron": {instead[key][1]}, or use "fsdp"'
+    if trainer.prefix_sharing is True:
+        yield "trainer.prefix_sharing", '= true is not for trainer.backend = "megatron": remove it, or use "fsdp"'
+    if trainer.checkpointing == "offloaded":
+        yield "trainer.checkpointing", '= "offloaded" is not for trainer.backend = "megatron": set "full", or use "fsdp"'
+    if config.fleet is not None and config.fleet.num_nodes > 1:
+        yield "trainer.backend", '= "megatron" is for a single node: use "fsdp" in a fleet'
 
 
 def _conflicts_of_runs(config: "NodeConfig") -> Iterator[_Problem]:
@@ -213,6 +249,8 @@ def _problems_of_models(config: "NodeConfig", models: "Sequence[ModelShape]") ->
         yield "rollout.tp_size", f"{model.num_heads} attention heads cannot be split over {tp_size} ranks"
     for each in models:
         yield from _problems_of_delta_nets(config, each)
+    if trainer.backend == "megatron":
+        yield from _problems_of_megatron(model, tensor_parallel=trainer.tensor_parallel)
     if trainer.tower_learns and model.tower is None:
         field = "trainer.train_tower" if trainer.train_tower else "trainer.lora.tower"
         yield field, f"needs a vision tower, which {name} lacks; leave it out"
@@ -238,6 +276,27 @@ def _problems_of_models(config: "NodeConfig", models: "Sequence[ModelShape]") ->
         if one.num_experts % trainer.num_ranks:
             problem = f"{trainer.num_ranks} ranks cannot share {one.num_experts} experts of {one.architecture} evenly"
             yield "trainer.expert_parallel", f"{problem}; give a number of ranks that divides them, or remove it"
+
+
+MEGATRON_FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def _problems_of_megatron(model: "ModelShape", *, tensor_parallel: int) -> Iterator[_Problem]:
+    """What megatron-core's layers cannot have, or are not tested with."""
+    name = model.architecture
+    if name not in MEGATRON_FAMILIES or model.has_output_bias:
+        what = f"{name} with biases of all projections" if model.has_output_bias else name
+        yield "trainer.backend", f'= "megatron" does not train {what}: use "fsdp"; it has {", ".join(MEGATRON_FAMILIES)}'
+    sizes = {
+        "attention heads": model.num_heads,
+        "key heads": model.num_kv_heads,
+        "numbers inside an MLP": model.intermediate_size,
+        "tokens of the vocabulary": model.vocab_size,
+    }
+    for what, size in sizes.items():
+        if size % tensor_parallel:
+            problem = f"{tensor_parallel} ranks cannot share {size} {what} of {name} evenly; give a divisor of all of these"
+            yield "trainer.megatron.tensor_parallel", problem
 
 
 def _problems_of_vision(config: "NodeConfig", model: "ModelShape") -> Iterator[_Problem]:

@@ -297,7 +297,10 @@ class NodeConfig(Schema):
     @property
     def exports_parameters(self) -> bool:
         """Whether rollout reads the trainer's parameters directly, without a copy."""
-        return self.trainer.param_dtype == self.rollout.dtype and self.trainer.lora is None
+        held = {self.trainer.param_dtype}
+        if self.trainer.backend == "megatron":
+            held.add(self.trainer.compute_dtype)  # a copy of its own
+        return self.rollout.dtype in held and self.trainer.lora is None
 
     @property
     def export_dtype(self) -> Literal["bfloat16", "float32"]:

@@ -150,13 +150,25 @@ class CriticConfig(Schema):
     all parameters are trained."""
 
 
+class MegatronConfig(Schema):
+    """Layout of the ranks with `trainer.backend = "megatron"`; data parallel is the rest."""
+
+    tensor_parallel: PositiveInt = 1
+    """Ranks that split every layer and share a micro-batch (Megatron-LM, with sequence parallelism). Must divide `trainer.num_ranks`, and
+    the model's attention heads, key heads, inner size and vocabulary."""
+
+
 DEFAULT_MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 16_384}
 """Default by device. On a GPU the planner may choose fewer."""
 
 
 class TrainerConfig(OptimizerConfig):
+    backend: Literal["fsdp", "megatron"] = "fsdp"
+    """What holds the networks: FSDP2, or megatron-core, which splits layers over ranks. It needs the extra `megatron`, and has fewer models
+    and settings ([trainer.md](trainer.md#megatron))."""
+    megatron: MegatronConfig | None = None
     num_ranks: PositiveInt = 1
-    """Number of FSDP2 ranks: one per GPU, or one process each on a CPU."""
+    """Number of ranks: one per GPU, or one process each on a CPU."""
     devices: Devices | None = None
     """GPU of each rank: all by number, as in `[0, 1]`, or all by UUID from nvidia-smi -L, as in `["GPU-6f1d...", "GPU-93ab..."]`. Numbers
     are relative to CUDA_VISIBLE_DEVICES if it is set. Must be set together with `rollout.devices`, which may name other GPUs, fewer or
@@ -227,6 +239,15 @@ class TrainerConfig(OptimizerConfig):
     8 bits in blocks of up to 256 (arXiv:2110.02861); takes a quarter of their memory and changes results."""
 
     @property
+    def tensor_parallel(self) -> int:
+        return 1 if self.megatron is None else self.megatron.tensor_parallel
+
+    @property
+    def ranks_per_micro_batch(self) -> int:
+        """Ranks that share each micro-batch."""
+        return self.sequence_parallel * self.tensor_parallel
+
+    @property
     def optimizer_on_host(self) -> bool:
         return self.moments == "host"
 
@@ -272,7 +293,7 @@ class TrainerConfig(OptimizerConfig):
 
 
 PERFORMANCE_TRAINER_KEYS = {
-    "num_ranks", "devices",
+    "backend", "megatron", "num_ranks", "devices",
     "expert_parallel", "reference_on_host", "export_dtype",
 }  # fmt: skip
 """Settings that affect speed, memory and exported files but not results."""

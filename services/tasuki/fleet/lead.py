@@ -107,7 +107,7 @@ def sample_dealer(config: NodeConfig) -> Deal:
     assert config.fleet is not None
     trainer, num_nodes = config.trainer, config.fleet.num_nodes
     cost = sample_cost(read_model_file(config.model.path), is_frozen=trainer.lora is not None)
-    num_ranks = trainer.num_ranks // trainer.sequence_parallel
+    num_ranks = trainer.num_ranks // trainer.ranks_per_micro_batch
 
     def deal(lengths: Sequence[int], completions: Sequence[int]) -> list[list[int]]:
         # Samples that are too long are refused by their node.

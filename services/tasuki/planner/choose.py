@@ -64,7 +64,7 @@ def may_fit(node: Node, *, at_any_ratio: bool) -> bool:
         node = replace(node, micro_batch_tokens=_token_ladder(node)[-1])
     if at_any_ratio:
         node = replace(node, kv_tokens=min(node.longest_sequence, node.kv_tokens or node.longest_sequence))
-    rungs = Checkpointing if node.trainer.checkpointing == "auto" else (node.checkpointing,)
+    rungs = _rungs(node) if node.trainer.checkpointing == "auto" else (node.checkpointing,)
     bases = (True, False) if may_share_base(node.config, node.model) else (False,)
     return any(
         plan(replace(node, checkpointing=rung, shares_base=is_shared)).fits_gpu
@@ -143,7 +143,7 @@ def with_fastest_checkpointing(node: Node) -> Node:
 
     A twentieth of the GPU stays free of kept layers, in line with the accuracy of predictions (docs/benchmarks.md).
     """
-    node = min((replace(node, checkpointing=rung) for rung in Checkpointing), key=_lacking_bytes)
+    node = min((replace(node, checkpointing=rung) for rung in _rungs(node)), key=_lacking_bytes)
     if node.checkpointing is Checkpointing.NONE or node.device == "cpu":
         return node
     wary = replace(node, gpu_bytes=max(1, int(_SURE * node.gpu_bytes)))
@@ -151,6 +151,11 @@ def with_fastest_checkpointing(node: Node) -> Node:
     numbers = range(1, node.model.num_layers + 1)
     kept = bisect_left(numbers, True, key=lambda kept: _lacking_bytes(replace(wary, kept_layers=kept)) > least)
     return replace(node, kept_layers=kept)
+
+
+def _rungs(node: Node) -> list[Checkpointing]:
+    """What the node's backend has."""
+    return [rung for rung in Checkpointing if node.trainer.backend == "fsdp" or rung is not Checkpointing.OFFLOADED]
 
 
 def _lacking_bytes(node: Node) -> int:
@@ -227,6 +232,6 @@ def starts_together(node: Node) -> bool:
 def parts_at_start(node: Node, gpu: int) -> Mapping[Part, int]:
     """Bytes on one GPU when both services are at the largest of their first start. A trainer that starts again replays steps."""
     # No step has run: the trainer computes at most the passes that it compiles.
-    trial = replace(node, micro_batch_tokens=(1 + TRIAL_TOKENS) * node.trainer.sequence_parallel)
+    trial = replace(node, micro_batch_tokens=(1 + TRIAL_TOKENS) * node.trainer.ranks_per_micro_batch)
     sizes = replace(sizes_of(node), work=training_peak(trial))
     return parts_on_gpu(replace(node, strategy=Strategy.RESIDENT), sizes, Phase.TRAIN, gpu)

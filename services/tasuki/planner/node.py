@@ -151,7 +151,7 @@ class Node:
     @property
     def rank_tokens(self) -> int:
         """Maximum tokens of a micro-batch on one rank."""
-        return -(-self.micro_batch_tokens // self.trainer.sequence_parallel)
+        return -(-self.micro_batch_tokens // self.trainer.ranks_per_micro_batch)
 
     @property
     def mlp_tokens(self) -> int:

@@ -14,7 +14,7 @@ from tasuki.planner.kept_bytes import (
     kept_with_attention,
 )
 from tasuki.planner.node import Checkpointing, Node, Part
-from tasuki.planner.trainer_bytes import Bytes
+from tasuki.planner.trainer_bytes import Bytes, layer_parts
 
 # For what is computed in float32 whatever the parameters' dtype.
 _FLOAT32 = 4
@@ -208,6 +208,8 @@ def _whole_gradients(node: Node, numel: int) -> int:
 
     Each micro-batch's are reduced before the next group's.
     """
+    if node.trainer.backend == "megatron":
+        return max(map(math.prod, layer_parts(node.model, node.trainer.tensor_parallel))) * node.compute_bytes
     sent = _FLOAT32 * (2 if node.num_ranks == 1 else 1)
     return 0 if node.lora is not None else numel * (node.compute_bytes + sent)
 
@@ -218,7 +220,9 @@ def _largest_table(model: ModelShape) -> int:
 
 
 def _gathered(node: Node, *, layers: int) -> int:
-    """Parameters of the root and of this many layers, whole, in compute dtype; at most all layers."""
+    """Parameters of the root and of this many layers, whole, in compute dtype; at most all layers. megatron-core gathers none."""
+    if node.trainer.backend == "megatron":
+        return 0
     model = node.model
     numel = (_largest_table(model) if model.is_tied else model.hidden_size) + sum(sorted(_gathered_numels(node))[::-1][:layers])
     if layers and node.shares_base and node.num_ranks > 1:

@@ -56,7 +56,8 @@ def gradient_bytes(node: Node) -> int:
 
 def checkpoint_bytes(node: Node) -> int:
     """A checkpoint: trained weights and optimizer state of all networks and ranks."""
-    return node.num_ranks * (gradient_bytes(node) + sum(_moments(node)))
+    trained = (size for network in node.networks() for size in _sizes(trained_shards(network), node.param_bytes))
+    return node.num_ranks * (sum(trained) + sum(_moments(node)))
 
 
 def run_disk(node: Node) -> tuple[int, int]:
@@ -112,6 +113,8 @@ def _moment_sizes(shapes: _Shapes, element_bytes: int, is_8bit: bool) -> tuple[i
 
 def _kept_tensors(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes of a network's shards, and of those that are trained."""
+    if node.trainer.backend == "megatron":
+        return _kept_parts(node)
     trained = _sizes(trained_shards(node), node.param_bytes)
     if node.lora is not None:
         return (() if node.shares_base else _frozen_shards(node)) + trained, trained
@@ -121,6 +124,8 @@ def _kept_tensors(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _frozen_shards(node: Node) -> tuple[int, ...]:
+    if node.trainer.backend == "megatron":
+        return _sizes(layer_parts(node.model, node.trainer.tensor_parallel), node.compute_bytes)
     return _sizes(shards(node), node.compute_bytes)
 
 
@@ -143,7 +148,31 @@ def export_arena(node: Node) -> int:
 
 def shards(node: Node) -> _Shapes:
     """Rank 0's part of every parameter, in order of creation. FSDP2 splits dim 0 and pads all ranks alike."""
+    if node.trainer.backend == "megatron":
+        return _rows_of(layer_parts(node.model, node.trainer.tensor_parallel), node.num_ranks // node.trainer.tensor_parallel)
     return _shards(node.model, node.num_ranks) + _tower_shards(node.model, node.num_ranks)
+
+
+@lru_cache
+def layer_parts(model: ModelShape, tensor_parallel: int) -> _Shapes:
+    """A tensor-parallel rank's part of every parameter: all of the norms. Which dimension is split does not matter here."""
+    shapes = model.parameters().items()
+    return tuple(
+        shape if len(shape) == 1 and name.endswith(".weight") else (-(-shape[0] // tensor_parallel), *shape[1:])
+        for name, shape in shapes
+    )
+
+
+@lru_cache
+def _rows_of(shapes: _Shapes, num_parts: int) -> _Shapes:
+    return tuple((-(-shape[0] // num_parts), *shape[1:]) for shape in shapes)
+
+
+def _kept_parts(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As _kept_tensors, of the megatron-core backend: whole parts in compute dtype and their gradients, and the rows that a rank steps."""
+    parts = layer_parts(node.model, node.trainer.tensor_parallel)
+    stepped = () if node.param_bytes == node.compute_bytes else _sizes(shards(node), node.param_bytes)
+    return _sizes(parts, node.compute_bytes) + stepped, _sizes(parts, node.param_bytes)
 
 
 @lru_cache
@@ -162,7 +191,11 @@ def _shards(model: ModelShape, num_ranks: int) -> _Shapes:
 def trained_shards(node: Node) -> _Shapes:
     """Shards with gradients: all but a frozen vision tower's, or those of adapters."""
     if node.lora is None:
-        return shards(node) if node.trainer.train_tower else _shards(node.model, node.num_ranks)
+        return (
+            shards(node)
+            if node.trainer.train_tower or node.trainer.backend == "megatron"
+            else _shards(node.model, node.num_ranks)
+        )
     linear = _adapter_shards(node.model, node.num_ranks, node.lora)
     return linear + (_expert_adapter_shards(node.model, node.num_ranks, node.lora.rank) if node.lora.experts else ())
 

@@ -115,7 +115,11 @@ class ShardedAdamW:
         )
 
     def _norm(self) -> float:
-        norms = torch.stack(torch._foreach_norm(self._gradients, dtype=torch.float32)).to(torch.float64)
+        norms = torch.stack(torch._foreach_norm(self._counted(), dtype=torch.float32)).to(torch.float64)
         square: Tensor = norms.square().sum()
         dist.all_reduce(square, group=self._mesh.get_group("dp"))
         return math.sqrt(float(square))
+
+    def _counted(self) -> list[Tensor]:
+        """Gradients that no other rank has."""
+        return self._gradients

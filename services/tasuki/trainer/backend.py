@@ -1,4 +1,4 @@
-"""The interface of a trainer backend: sharded networks, their memory, optimizers and files. We ship FSDP2.
+"""The interface of a trainer backend: sharded networks, their memory, optimizers and files. FSDP2, and megatron-core.
 
 All ranks make the same calls in the same order. A backend handles models, meshes and shards; roles, losses and versions are the learner's.
 """

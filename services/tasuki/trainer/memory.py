@@ -98,7 +98,7 @@ class TrainerMemory:
         """Allocates tensors created in the block under `tag`."""
         return self._allocator.region(tag)
 
-    def clear_at_resume(self, gradients: Sequence[Tensor]) -> None:
+    def clear_at_resume(self, gradients: list[Tensor]) -> None:
         """Declares tensors of tag GRADIENTS, whose content no pause keeps. They are zeros from now on."""
         with torch.no_grad():
             torch._foreach_zero_(

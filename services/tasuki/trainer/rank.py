@@ -21,6 +21,7 @@ from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.memory import usage_response
 from tasuki.rpc.process_start import StartSeconds, freeze_started
 from tasuki.rpc.ranks import CommandRunner, Handlers, RankServer, rank_error
+from tasuki.trainer.backends import megatron
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.data.micro_batch import micro_batch, token_batch
 from tasuki.trainer.launch import Launch
@@ -44,9 +45,14 @@ def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool
         nodes_rate = None if replicas is None else replicas.measure_rate()
         nodes_transport = "" if replicas is None else replicas.transport()
         start.end("meeting")
-        backend = FsdpBackend(
-            config, read_choices(config.state_dir), mesh=mesh, replicas=replicas, heartbeat=heartbeat, ended=start.end
-        )
+        choices, more = read_choices(config.state_dir), {"mesh": mesh, "heartbeat": heartbeat, "ended": start.end}
+        if trainer.backend == "megatron":
+            megatron.check_installed()
+            from tasuki.trainer.backends.megatron.backend import MegatronBackend
+
+            backend = MegatronBackend(config, choices, **more)
+        else:
+            backend = FsdpBackend(config, choices, replicas=replicas, **more)
         cleanup.callback(backend.close)
         backend.warm_up()
         start.end("kernels")

@@ -132,7 +132,7 @@ async def _training(ranks: TrainerRanks, *, ready: RankReady, config: NodeConfig
         state=state,
         limits=limits,
         costs=sample_costs(config),
-        sequence_parallel=config.trainer.sequence_parallel,
+        ranks_per_micro_batch=config.trainer.ranks_per_micro_batch,
         sharing=Sharing.of(config, is_possible=ready.shares_prompts),
     )
 

@@ -106,7 +106,7 @@ class Replaced(Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of these shards; the same in every publication."""
+        """Names of these shards, one a tensor; the same in every publication."""
         ...
 
     def fill(self, places: Mapping[str, Place]) -> Mapping[str, int]:
@@ -271,8 +271,10 @@ class _Prepared:
         self, arena: WeightArena, sources: Sequence[torch.Tensor], *, names: frozenset[str], device: torch.device
     ) -> None:
         self.names = names
-        places = map(Place, arena.tensors, map(indices_of, arena.manifest.entries))
-        self._places = {entry.name: place for entry, place in zip(arena.manifest.entries, places, strict=True)}
+        entries = arena.manifest.entries
+        places = [*map(Place, arena.tensors, map(indices_of, entries))]
+        self._replaced = {entry.name: place for entry, place in zip(entries, places, strict=True) if entry.name in names}
+        self._slots = {entry.name: slot for slot, entry in enumerate(entries) if entry.name in names}
         copies = [
             # Tensors in place are only summed.
             ViewCopy(
@@ -282,16 +284,16 @@ class _Prepared:
                 counted=held.dtype,
                 slot=slot,
             )
-            for slot, ((name, (held, where)), source) in enumerate(zip(self._places.items(), sources, strict=True))
-            if name not in names
+            for slot, (entry, (held, where), source) in enumerate(zip(entries, places, sources, strict=True))
+            if entry.name not in names
         ]
         self._copies = prepare_copies(copies, num_sums=len(sources), device=device)
 
     def fill(self, replaced: Replaced | None) -> Sequence[int]:
         """Copies everything that `replaced` does not write. Returns the sums."""
         self._copies.start()
-        written = (
-            {} if replaced is None else replaced.fill({name: self._places[name] for name in self._places if name in self.names})
-        )
+        written = {} if replaced is None else replaced.fill(self._replaced)
         sums: list[int] = self._copies.sums().tolist()
-        return [written.get(name, each) for name, each in zip(self._places, sums, strict=True)]
+        for name, value in written.items():
+            sums[self._slots[name]] = value
+        return sums

@@ -184,18 +184,18 @@ def place(entries: Iterable[Entry]) -> tuple[list[Entry], int]:
 
 
 def check(manifest: Manifest, *, alignment: int = ALIGNMENT) -> None:
-    """Raises BadHandle unless everything lies inside the arena, aligned, apart, of known dtype and named once.
+    """Raises BadHandle unless everything lies inside the arena, aligned, apart, of known dtype, and every slice named once.
 
     alignment: of an entry's start, or the size of its elements where that is greater.
     """
     if not 0 <= manifest.rank < manifest.num_ranks:
         raise BadHandle(f"manifest of rank {manifest.rank} of {manifest.num_ranks}", rank=manifest.rank)
-    seen: set[str] = set()
+    seen: set[tuple[str, tuple[int, ...]]] = set()
     for entry in manifest.entries:
         _check_content(entry)
-        if entry.name in seen:
-            raise BadHandle(f"{entry.name}: named twice in the manifest of rank {manifest.rank}", tensor=entry.name)
-        seen.add(entry.name)
+        if (slice_ := (entry.name, entry.offsets)) in seen:
+            raise BadHandle(f"{entry.name}: a slice is named twice in the manifest of rank {manifest.rank}", tensor=entry.name)
+        seen.add(slice_)
     _check_places(manifest, alignment)
     _check_memory(manifest)
 

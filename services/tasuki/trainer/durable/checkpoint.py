@@ -4,8 +4,8 @@ A checkpoint is a folder of torch's files with model, optimizer and random state
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +15,8 @@ import torch.distributed.checkpoint as dcp
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from transformers import PreTrainedConfig
 
 from tasuki.config.trainer_schema import TrainerConfig
@@ -38,6 +40,7 @@ from tasuki.trainer.durable.checkpoint_files import (
 )
 from tasuki.trainer.durable.saves import FACTS_FILE, MAX_FACTS_BYTES, written_path
 from tasuki.trainer.wire import Role
+from tasuki.weights.export import Shard
 from tasuki.wire.denied_path import denied, named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import read_regular
@@ -83,6 +86,51 @@ class CheckpointFacts:
     @property
     def progress(self) -> dict[Role, Progress]:
         return {role: Progress(each.version, each.schedule_start) for role, each in self.roles.items()}
+
+
+class Slices(Tensor):
+    """This rank's slices of a tensor, of which others hold the rest. It has a shape and no elements.
+
+    Implements torch.distributed._checkpointable._Checkpointable, which torch asks of tensors alone.
+    """
+
+    _shards: list[Shard]
+
+    @staticmethod
+    def of(shape: Sequence[int], shards: Sequence[Shard]) -> "Slices":
+        slices: Any = Tensor._make_wrapper_subclass(Slices, torch.Size(shape))
+        slices._shards = list(shards)
+        return slices
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} of slices")
+
+    def empty(self) -> "Slices":
+        """Slices of the same places."""
+        return Slices.of(self.shape, [replace(shard, local=torch.empty_like(shard.local)) for shard in self._shards])
+
+    def copy_from(self, other: "Slices") -> None:
+        """Copies the other's content, of the same places."""
+        for shard, source in zip(self._shards, other._shards, strict=True):
+            shard.local.copy_(source.local)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(shard.offsets), shard.local.shape) for shard in self._shards]
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        chunks = zip(self.__create_chunk_list__(), self._shards, strict=True)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(shard.local), self.shape),
+            )
+            for chunk, shard in chunks
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(shard.local for shard in self._shards if torch.Size(shard.offsets) == index.offset)
 
 
 _Fields = TypeAdapter(dict[str, Any])
@@ -171,21 +219,26 @@ def load_checkpoint(
     _check_fits(path, facts, have=have)
     reader = TensorReader(path, index_crc32=index_crc32, progressed=progressed)
     _check_tensors(path, reader.sizes(), tensors=tensors)
-    loaded: dict[str, Tensor] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    loaded: dict[str, Any] = {
+        name: tensor.empty() if isinstance(tensor, Slices) else torch.empty_like(tensor) for name, tensor in tensors.items()
+    }
     if facts.num_ranks == have.num_ranks:
         loaded[_random_key()] = torch.get_rng_state()
     read_tensors(path, loaded, reader=reader)
     for name, tensor in tensors.items():
-        tensor.copy_(loaded[name])
+        if isinstance(tensor, Slices):
+            tensor.copy_from(loaded[name])
+        else:
+            tensor.copy_(loaded[name])
     if facts.num_ranks == have.num_ranks:
         torch.set_rng_state(loaded[_random_key()])
     return facts
 
 
-def read_tensors(path: Path, tensors: dict[str, Tensor], *, reader: TensorReader) -> None:
+def read_tensors(path: Path, tensors: Mapping[str, Tensor], *, reader: TensorReader) -> None:
     """Fills the tensors from the checkpoint. Raises PathPermissionDenied, InvalidArgument for a damaged file."""
     try:
-        dcp.load(tensors, storage_reader=reader)
+        dcp.load(dict(tensors), storage_reader=reader)
     except CheckpointException as error:
         failure = _failure(error)
         if isinstance(failure, PermissionError):

@@ -47,14 +47,14 @@ class Training:
         state: TrainerState,
         limits: checks.BatchLimits,
         costs: Mapping[Role, SampleCost],
-        sequence_parallel: int = 1,
+        ranks_per_micro_batch: int = 1,
         sharing: Sharing = Sharing.NEVER,
     ) -> None:
-        """costs: of a sample under every role that is trained or scored. sequence_parallel: ranks that share each micro-batch. sharing: of
-        prompts between samples.
+        """costs: of a sample under every role that is trained or scored. ranks_per_micro_batch: that share each. sharing: of prompts
+        between samples.
         """
         self.ranks, self.state = ranks, state
-        self._limits, self._costs, self._num_sharing, self._sharing = limits, costs, sequence_parallel, sharing
+        self._limits, self._costs, self._num_sharing, self._sharing = limits, costs, ranks_per_micro_batch, sharing
         self._divided_alone: set[Role] = set()
         """Roles whose pending gradients were divided by the count of their own call."""
         self._losses: dict[Role, dict[LossConfig, int | None]] = {}

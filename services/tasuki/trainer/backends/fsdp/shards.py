@@ -102,8 +102,8 @@ def export_model(
 
     def last(folder: Path) -> None:
         if lora is not None:
-            adapter = adapter_tensors(causal_lm)
-            on_first_rank(lambda: write_adapter(folder / "adapter", adapter, config=lora, source=source), path=path)
+            adapter, config = adapter_tensors(causal_lm), lora
+            on_first_rank(lambda: write_adapter(folder / "adapter", adapter, config=config, source=source), path=path)
 
     constants = constant_shards(causal_lm)
     return write_model(path, tensors(), constants=constants, source=source, digests=digests, dtype=dtype, last=last)

@@ -1,0 +1,279 @@
+"""The megatron-core backend of the learner: tensor and data parallelism of one rank's networks, their memory, optimizer and files."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tasuki.algorithms.batch import Metric
+from tasuki.config.checks import check_model
+from tasuki.config.choices import Choices
+from tasuki.config.paths import model_source, socket_dir
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.arena import set_host_budget
+from tasuki.models.folder_files import text_digests
+from tasuki.models.known import read_model
+from tasuki.models.stored_tensors import check_head, check_stored, read_stored
+from tasuki.planner.choose import chosen
+from tasuki.planner.node import Checkpointing, node_of
+from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.trainer.adamw import MOMENTS
+from tasuki.trainer.attention.trial import choose_kernel
+from tasuki.trainer.backend import Progress
+from tasuki.trainer.backends.megatron.groups import Groups
+from tasuki.trainer.backends.megatron.model import Policy, set_checkpointing
+from tasuki.trainer.backends.megatron.optimizer import PartsAdamW
+from tasuki.trainer.backends.megatron.weights import Part, gather_weights, make_parts
+from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
+from tasuki.trainer.durable.checkpoint import (
+    CheckpointFacts,
+    Slices,
+    check_checkpoint,
+    checkpoint_facts,
+    load_checkpoint,
+    save_checkpoint,
+)
+from tasuki.trainer.durable.model_folder import load_shards, write_model
+from tasuki.trainer.memory import TrainerMemory
+from tasuki.trainer.model_config import read_model_config
+from tasuki.trainer.publication import Publication
+from tasuki.trainer.replicas import mesh_device
+from tasuki.trainer.resident_tags import ExportChoice, ResidentTags, choose_handles
+from tasuki.trainer.wire import Role
+from tasuki.v1.ranks_pb2 import RankPublished
+from tasuki.weights.export import ExportMemory, Shard, WeightExport
+from tasuki.wire.stages import MemoryTag
+
+_log = logging.getLogger("tasuki.trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class _Network:
+    policy: Policy
+    parts: list[Part]
+
+
+class MegatronBackend:
+    """Implements tasuki.trainer.backend.Backend, which documents the methods, for the policy and its reference."""
+
+    def __init__(
+        self,
+        node: NodeConfig,
+        choices: Choices,
+        *,
+        mesh: DeviceMesh,
+        heartbeat: Heartbeat | None = None,
+        ended: Callable[[str], None] = lambda part: None,
+    ) -> None:
+        """Loads the initial weights. mesh: of this node. ended: told of each part. heartbeat: shows the progress of background work.
+
+        Raises the errors of read_model_config, check_model, node_of, check_stored and load_shards.
+        """
+        config, rank = node.trainer, mesh.get_local_rank()
+        self.device, self.num_ranks = mesh_device(mesh), mesh.size()
+        if node.memory.host_budget_bytes is not None:
+            set_host_budget(node.memory.host_budget_bytes // mesh.size())
+        self._node, self._mesh = node, mesh
+        self._model_path = model_source(node)
+        self._model_config = read_model_config(self._model_path)
+        self._model = read_model(self._model_config.to_dict())
+        check_model(node, self._model.shape)
+        check_stored(self._model_path, self._model.shape)
+        self._digests = text_digests(node.model.path)
+        torch.manual_seed(node.seed)
+        self._choices = choices
+        self._groups = Groups.join(
+            tensor_parallel=config.tensor_parallel,
+            device=self.device,
+            timeout_s=node.coordinator.stage_timeout_s,
+            seed=node.seed,
+        )
+        self.memory = TrainerMemory(
+            mesh,
+            ExportChoice.of(node, choices, rank=rank, handles=choose_handles(mesh)),
+            resident=ResidentTags.of(choices, rank=rank),
+            heartbeat=heartbeat,
+        )
+        self.memory.pin_in_background(chosen(node_of(node, gpu_bytes=1, host_bytes=1), choices))
+        self.publication = Publication(self.memory, self._make_export)
+        ended("planning")
+        self._compute_dtype: torch.dtype = getattr(torch, config.compute_dtype)
+        self._policy = self._load(dtype=getattr(torch, config.param_dtype))
+        self._reference: _Network | None = None
+        set_checkpointing(self._policy.policy, Checkpointing(choices.checkpointing), kept_layers=choices.kept_layers)
+        ended("model")
+        self._optimizer = PartsAdamW(self._policy.parts, groups=self._groups, config=config, memory=self.memory, mesh=mesh)
+        ended("memory")
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model_config.vocab_size
+
+    @property
+    def context_length(self) -> int:
+        return self._model_config.max_position_embeddings
+
+    @property
+    def sequence_part(self) -> SequencePart:
+        return WHOLE
+
+    @property
+    def shares_prompts(self) -> bool:
+        return False
+
+    def num_parameters(self, role: Role) -> int:
+        return self._model.shape.num_parameters
+
+    def score_tokens(self, role: Role, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        self.memory.wait_for_content()
+        with self._groups.computing():
+            return self._network(role).policy(batch)
+
+    def score_values(self, batch: TokenBatch) -> Tensor:
+        raise AssertionError("check_config refuses a critic")
+
+    def backward(self, role: Role, loss: Tensor, *, share: float) -> None:
+        with self._groups.computing():
+            loss.backward()
+
+    def routing_metrics(self, role: Role) -> Mapping[str, Metric]:
+        return {}
+
+    def release_gathered(self, role: Role) -> None:
+        """Nothing is gathered between passes."""
+
+    def check_alike(self, numbers: Mapping[str, float]) -> None:
+        """There is one node."""
+
+    def clip_gradients(self, role: Role) -> float:
+        return self._optimizer.clip()
+
+    def step_optimizer(self, role: Role, *, learning_rate: float) -> None:
+        self._optimizer.step(learning_rate=learning_rate)
+
+    def clear_gradients(self, role: Role) -> None:
+        self._optimizer.clear_gradients()
+
+    def reset_optimizer(self, role: Role) -> None:
+        self._optimizer.reset()
+
+    def publish(self, *, policy_version: int) -> RankPublished:
+        return self.publication.publish(policy_version)
+
+    def warm_up(self) -> None:
+        """Rehearses the first publication on a GPU."""
+        if self.device.type == "cuda":
+            self.publication.try_rehearsal()
+
+    def withdraw(self) -> None:
+        self.publication.withdraw()
+
+    def damage_published(self) -> None:
+        self.publication.damage()
+
+    def save_checkpoint(self, path: Path, *, progress: Mapping[Role, Progress], save_id: str | None = None) -> int:
+        self.memory.wait_for_content()
+        return save_checkpoint(path, tensors=self._saved(), facts=self._facts(progress), save_id=save_id)
+
+    def check_checkpoint(self, path: Path) -> Mapping[Role, Progress]:
+        return check_checkpoint(path, tensors=self._saved(), have=self._facts()).progress
+
+    def load_checkpoint(self, path: Path, *, progressed: Callable[[], None]) -> Mapping[Role, Progress]:
+        self.memory.wait_for_content()
+        facts = load_checkpoint(path, tensors=self._saved(), have=self._facts(), progressed=progressed)
+        gather_weights(self._policy.parts)
+        return facts.progress
+
+    def export_model(self, path: Path) -> int:
+        self.memory.wait_for_content()
+        dtype = getattr(torch, self._node.export_dtype)
+        return write_model(path, self._whole_tensors(dtype), source=self._node.model.path, digests=self._digests, dtype=dtype)
+
+    def close(self) -> None:
+        """Closes the export, so that no one else receives the weights, and leaves the groups."""
+        self.memory.close()
+        self.publication.close()
+        self._groups.leave()
+
+    def _network(self, role: Role) -> _Network:
+        """The reference is loaded at its first use."""
+        if role is Role.POLICY:
+            return self._policy
+        if self._reference is None:
+            self._reference = self._load(dtype=self._compute_dtype)
+            self._reference.policy.requires_grad_(False)
+        return self._reference
+
+    def _load(self, *, dtype: torch.dtype) -> _Network:
+        """dtype: of the weights that are stepped. Every rank reads its rows alone."""
+        model, shape = self._model, self._model.shape
+        size = self._groups.tensor.size()
+        part = replace(shape, num_heads=shape.num_heads // size, num_kv_heads=shape.num_kv_heads // size)
+        settings = {"shape": part, "attention": model.attention, "dtype": self._compute_dtype, "device": self.device}
+        kernel = choose_kernel(self._node.trainer.attention_backend, **settings)
+        policy = Policy(self._model_config, model, self._groups, dtype=self._compute_dtype, kernel=kernel)
+        region = self.memory.region(MemoryTag.WEIGHTS)
+        parts = make_parts(policy, shape, self._groups, dtype=dtype, region=region)
+        load_shards(self._model_path, [shard for each in parts for shard in each.shards(each.weights)])
+        gather_weights(parts)
+        if shape.is_tied:
+            check_head(read_stored(self._model_path), shape, first=self._mesh.get_local_rank(), step=self._mesh.size())
+        return _Network(policy, parts)
+
+    def _published(self, dtype: torch.dtype) -> list[Shard]:
+        """This rank's slices, of which all ranks' cover every tensor once; in `dtype` if it holds them in it."""
+        return [
+            shard
+            for part in self._policy.parts
+            if not (part.is_shared and self._groups.tensor.rank())
+            for shard in part.shards(part.own(part.buffer)[: len(part.weights)] if part.buffer.dtype is dtype else part.weights)
+        ]
+
+    def _make_export(self, memory: ExportMemory) -> WeightExport:
+        rank, dtype = self._mesh.get_local_rank(), getattr(torch, self._node.rollout.dtype)
+        return WeightExport(
+            self._published(dtype),
+            rank=rank,
+            num_ranks=self._mesh.size(),
+            dtype=dtype,
+            socket_path=socket_dir(self._node.state_dir) / f"weights-{rank}.sock",
+            memory=memory,
+        )
+
+    def _whole_tensors(self, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+        """Every checkpoint tensor, one at a time, whole on rank 0. Collective."""
+        shards = self._published(dtype)
+        for name, shape in self._model.shape.parameters().items():
+            whole = torch.zeros(shape, dtype=dtype, device=self.device)
+            for shard in shards:
+                if shard.name == name:
+                    whole[tuple(map(slice, shard.offsets, shard.box.ends))] = shard.local
+            # As bytes: every other rank has zeros there, and a sum of numbers would lose the sign of a zero.
+            dist.reduce(whole.view(torch.uint8), dst=0, group=self._mesh.get_group("dp"))
+            yield {name: whole}
+
+    def _saved(self) -> dict[str, Tensor]:
+        """Trained tensors and their AdamW state, by their names in checkpoints, which are those of every backend."""
+        shards: dict[str, list[Shard]] = {}
+        steps: dict[str, Tensor] = {}
+        for part, stepped in self._optimizer.stepped.items():
+            state = self._optimizer.optimizer.state[stepped]
+            held = {"model": part.weights} | {f"optimizer.{moment}": state[moment] for moment in MOMENTS}
+            for kind, rows in held.items():
+                for band in part.bands:
+                    shards.setdefault(f"{kind}.causal_lm.{band.name}", [])
+                for shard in part.shards(rows):
+                    shards[f"{kind}.causal_lm.{shard.name}"].append(shard)
+            steps |= {f"optimizer.step.causal_lm.{band.name}": state["step"] for band in part.bands}
+        shapes = self._model.shape.parameters()
+        slices = {name: Slices.of(shapes[name.partition(".causal_lm.")[2]], each) for name, each in shards.items()}
+        return {f"{Role.POLICY}.{name}": tensor for name, tensor in (slices | steps).items()}
+
+    def _facts(self, progress: Mapping[Role, Progress] | None = None) -> CheckpointFacts:
+        models = {Role.POLICY: self._model_config}
+        return checkpoint_facts(models, progress=progress, config=self._node.trainer, num_ranks=self._mesh.size())
