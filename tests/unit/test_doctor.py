@@ -91,6 +91,14 @@ def test_a_disk_without_room_is_found(tmp_path: Path):
     assert is_bad(found, Verdict.WARN, found="5 checkpoints take 1000000000.0 GB", advice="free space")
 
 
+def test_a_backend_that_is_not_installed_is_found(
+    node_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tasuki.trainer.backends.megatron.VERSION", "0.0")
+    code, findings = examined(capsys, node_file, ['trainer.backend="megatron"'])
+    assert (code, findings["backend"]["verdict"]) == (1, "fail") and "megatron-core 0.0" in findings["backend"]["found"]
+
+
 def test_a_port_that_is_taken_is_found(node_file: Path, capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -26,6 +26,7 @@ from tasuki.runs.earlier_run import reward_folders
 from tasuki.runs.rl_training import RlTraining, open_rewards, read_rl, reward_functions
 from tasuki.runs.sft_training import SftTraining, read_sft
 from tasuki.trackers.adapters import check_installed
+from tasuki.trainer.backends import megatron
 from tasuki.wire.address import split_host_port
 from tasuki.wire.denied_path import denied
 from tasuki.wire.errors import TasukiError
@@ -64,6 +65,9 @@ def node_findings(
     if config.fleet is not None and not runs:
         yield checked("place in the fleet", config.fleet.leader, lambda: check_place(config), key="fleet")
     yield checked("tracing", "as the environment says", check_telemetry, key="the environment")
+
+    if config.trainer.backend == "megatron":
+        yield checked("backend", f"megatron-core {megatron.VERSION}", megatron.check_installed, key="trainer.backend")
 
     def check_trackers() -> None:
         for name in config.track.to:
