@@ -105,6 +105,14 @@ def test_patches_are_those_of_the_folders_processor(
     assert upright.tolist() == [[1, *lying[0, :0:-1]]] != lying.tolist()
 
 
+def test_picture_whose_exif_cannot_be_written_again_is_turned(tmp_path: Path) -> None:
+    entries = (0x0100, 2, 2, b"x\0\0\0"), (0x0112, 3, 1, b"\0\6\0\0")  # a width that is text, and a quarter turn
+    exif = b"Exif\0\0MM\0*" + struct.pack(">IH", 8, 2) + b"".join(struct.pack(">HHI4s", *each) for each in entries) + bytes(4)
+    processor = ImageProcessor(_folder(tmp_path, settings={"size": {"shortest_edge": 1024, "longest_edge": 16384}}), _TOWER)
+    upright, lying = (processor.patches(_file(_picture(60, 90), "JPEG", exif=each), field="")[1] for each in (exif, b""))
+    assert upright.tolist() == [[1, *lying[0, :0:-1]]] != lying.tolist()
+
+
 def test_threads_decode_only_so_many_pixels_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = ImageProcessor(_folder(tmp_path, settings={}), _TOWER)
     decoding, most, upright = 0, 0, images._upright
@@ -135,12 +143,17 @@ def test_digest_is_of_the_images_alone(tmp_path: Path) -> None:
     assert ImageProcessor(tmp_path, _TOWER).expand([START, IMAGE, END], [one]).digest != digest
 
 
-def _png(width: int, height: int, *, depth: int, content: bytes) -> bytes:
+def _png(width: int, height: int, *, depth: int, content: bytes, kind: int = 2, text: bytes = b"") -> bytes:
     def chunk(kind: bytes, inner: bytes) -> bytes:
         return struct.pack(">I", len(inner)) + kind + inner + struct.pack(">I", zlib.crc32(kind + inner))
 
-    header = struct.pack(">IIBBBBB", width, height, depth, 2, 0, 0, 0)
-    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(content)), (b"IEND", b"")]
+    header = struct.pack(">IIBBBBB", width, height, depth, kind, 0, 0, 0)
+    parts = [
+        *((b"tEXt", each) for each in (text,) if each),
+        (b"IHDR", header),
+        (b"IDAT", zlib.compress(content)),
+        (b"IEND", b""),
+    ]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
@@ -155,6 +168,8 @@ _REFUSED = {
     "cmyk": _file(_SMALL.convert("CMYK"), "JPEG"),
     "grey of 16 bits": _file(Image.fromarray(np.full((9, 9), 300, np.uint16))),
     "colour of 16 bits": _png(4, 4, depth=16, content=(b"\0" + b"\1" * 24) * 4),
+    "colour of 16 bits after a text": _png(4, 4, depth=16, content=(b"\0" + b"\1" * 24) * 4, text=b"title\0of a picture"),
+    "palette without colours": _png(4, 4, depth=8, content=b"\0" * 20, kind=3),
     "no pixels": _png(0, 4, depth=8, content=b"\0" * 4),
     "animated png": _file(_SMALL, save_all=True, append_images=[_SMALL.rotate(90)]),
     "animated webp": _file(_SMALL, "WEBP", save_all=True, append_images=[_SMALL.rotate(90)]),

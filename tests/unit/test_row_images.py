@@ -50,6 +50,7 @@ def test_images_are_read_from_paths_of_the_datasets_folder_bytes_and_urls(
         {"type": "image", "path": 3},
         {"type": "image", "url": "https://example.com/a.png"},
         {"type": "image", "url": "file://host/a.png"},
+        {"type": "image", "url": "file://[a].png"},
         {"type": "image", "path": "a.png", "detail": "high"},
         {"type": "image_url", "image_url": "file:///a.png"},
     ],

@@ -24,11 +24,17 @@ def image_problem(part: Mapping[str, object]) -> str:
         return f"has an image with `{unknown[0]}`, which nothing reads; remove it"
     if len(given) != 1 or not isinstance(part[given[0]], str):
         return 'has an image without exactly one of `path`, `bytes` (in base64) and `url` ("file:///...") as text'
-    if given == ["url"] and (
-        urlsplit(str(part["url"])).scheme != "file" or urlsplit(str(part["url"])).netloc not in ("", "localhost")
-    ):
+    if given == ["url"] and not _is_file(str(part["url"])):
         return f"has an image at {part['url']!r:.80}; only file:/// is read: download it, and give its `path`"
     return ""
+
+
+def _is_file(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # brackets that are no address
+        return False
+    return parts.scheme == "file" and parts.netloc in ("", "localhost")
 
 
 def with_whole_paths(prompt: object, *, folder: Path) -> object:

@@ -5,6 +5,7 @@ The processor of the model's folder makes the patches: transformers' own, in one
 
 import hashlib
 import math
+import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,8 +43,8 @@ MAX_PATCH_BYTES = 3 << 29
 """Patches of a call's images, which ranks get as one message; and of recent ones that are kept: of a prompt's turns, and a step's calls."""
 _MAX_KNOWN = 65_536
 """Images whose number of tokens is remembered."""
-_PNG_DEPTH = 24
-"""Offset of the bits of a sample."""
+_BROKEN = (OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, AssertionError, EOFError, struct.error)
+"""What Pillow raises for broken files."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,7 +292,7 @@ def _opened(image: bytes, *, field: str) -> "Image":
         opened = Image.open(BytesIO(image), formats=_FORMATS)
     except UnidentifiedImageError as error:
         raise InvalidArgument(field, "is no PNG, JPEG or WebP image; convert it to one") from error
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+    except (*_BROKEN, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InvalidArgument(field, f"cannot be opened: {error}; replace it") from error
     width, height = opened.size
     problem = ""
@@ -305,8 +306,10 @@ def _opened(image: bytes, *, field: str) -> "Image":
         problem = f"is animated, with {num_frames} frames; give one of them"
     elif opened.mode not in _MODES:
         problem = f"has colours of mode {opened.mode}; convert it to RGB of 8 bits"
-    elif opened.format == "PNG" and image[_PNG_DEPTH] == 16:
+    elif opened.format == "PNG" and any(str(tile.args).endswith(";16B") for tile in opened.tile):
         problem = "has 16 bits a sample; convert it to RGB of 8 bits"
+    elif opened.mode == "P" and opened.palette is None:
+        problem = "has no palette for its colours; replace it"
     if problem:
         raise InvalidArgument(field, problem)
     return opened
@@ -318,10 +321,13 @@ def _upright(opened: "Image", *, field: str) -> "Image":
     with opened:  # closes the file, which a decoder may hold as pixels, too
         try:
             opened.load()
+            opened.getexif()  # is kept: without these it is not written again, which a camera's may not allow
+            for name in ("exif", "Raw profile type exif"):
+                opened.info.pop(name, None)
             exif_transpose(opened, in_place=True)
             return opened if opened.mode == "RGB" else opened.convert("RGB")
-        except (OSError, ValueError, SyntaxError) as error:
-            raise InvalidArgument(field, f"cannot be decoded: {error}; replace it") from error
+        except _BROKEN as error:
+            raise InvalidArgument(field, f"cannot be decoded: {str(error) or type(error).__name__}; replace it") from error
 
 
 def image_positions(num_tokens: int, *, starts: Sequence[int], grids: NDArray[np.int64], merge_size: int) -> NDArray[np.int64]:
