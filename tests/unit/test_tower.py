@@ -228,10 +228,17 @@ def test_the_hosts_copies_of_a_steps_images_are_planned_up_to_a_calls_limit(text
     }
     train |= {"prompts_per_step": 10, "max_prompt_tokens": 60, "max_new_tokens": 40}
     assert Part.IMAGES not in plan(node_with(replace(shape, tower=None))).stages[0].host
-    few, many = (
-        plan(node_with(shape, num_ranks=2, train=train | {"prompts_per_step": num})).stages[0].host[Part.IMAGES]
-        for num in (10, 20)
+    for more, kept in (({}, 2), ({"num_steps": 3}, 2 * 3), ({"eval_dataset": "e"}, 0)):
+        few, many = (
+            plan(node_with(shape, num_ranks=2, train=train | more | {"prompts_per_step": num})).stages[0].host[Part.IMAGES]
+            for num in (10, 20)
+        )
+        assert many - few == 15 * 100 * (4 * 3 * 4 * 4) * (
+            3 + 4 * 2 + kept
+        )  # prompts, tokens, bytes of a token's pixels, copies
+    sft = {"dataset": "d", "output_dir": "o", "samples_per_step": 10, "max_tokens": 50}
+    assert plan(node_with(shape, sft=sft)).stages[0].host[Part.IMAGES] == (
+        500 * (4 * 3 * 4 * 4) * (3 + 4) + (3 << 30) + 22 * (1 << 26)
     )
-    assert many - few == 15 * 100 * (4 * 3 * 4 * 4) * (5 + 4 * 2)  # prompts, tokens, bytes of a token's pixels, copies
     for settings in ({"train": train | {"prompts_per_step": 10**8}}, {}):
         assert plan(node_with(shape, **settings)).stages[0].host[Part.IMAGES] == (3 << 29) * (5 + 4) + 22 * (1 << 26)

@@ -88,16 +88,21 @@ def host_images(node: Node) -> int:
     if node.model.tower is None:
         return 0
     channels, _, rows, columns = node.model.tower.patch_shape
-    train, sft, num_prompts = node.config.train, node.config.sft, math.inf
+    train, sft, num_prompts, num_tokens = node.config.train, node.config.sft, math.inf, longest_sample(node.config)
     if train is not None:
         num_prompts = math.ceil(train.prompts_per_step * train.oversample)
     elif sft is not None:
         num_prompts = sft.samples_per_step
-    num_patches = num_prompts * (longest_sample(node.config) or node.longest_sequence) * node.model.tower.merge_size**2
+        num_tokens = min(sft.max_tokens or node.micro_batch_tokens, node.longest_sequence)
+    num_patches = num_prompts * (num_tokens or node.longest_sequence) * node.model.tower.merge_size**2
     size = int(min(MAX_PATCH_BYTES, num_patches * channels * rows * columns))
-    # Both fronts keep them. In training the front has 3 more and 2 for each rank, which has 2; in rollout a message has 2, as each rank.
-    copies = 5 + max(4 * node.num_ranks, 2 * node.config.num_engine_ranks)
-    return size * copies + MAX_FILE_PIXELS * _DECODED_BYTES
+    run = train or sft
+    num_steps = None if run is None or run.eval_dataset is not None else run.num_steps
+    kept = MAX_PATCH_BYTES if num_steps is None else min(MAX_PATCH_BYTES, size * num_steps)
+    # Both fronts keep those of earlier steps, too. In training the front has 3 copies and 2 for each rank, which has 2; in rollout a
+    # message has 2, as each rank.
+    copies = 3 + max(4 * node.num_ranks, 2 * node.config.num_engine_ranks)
+    return 2 * kept + size * copies + MAX_FILE_PIXELS * _DECODED_BYTES
 
 
 def _moments(node: Node) -> list[int]:
