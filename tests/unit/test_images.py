@@ -19,11 +19,14 @@ from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.models import images
 from tasuki.models.images import ImageProcessor
 from tasuki.models.tower import Tower
+from tasuki.rollout.generate import prepared_images
+from tasuki.rollout.model import ModelFacts
 from tasuki.trainer.data.checks import check_columns
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.service.training import _rows_of
 from tasuki.trainer.wire import Role, decode_parts, encode_parts
+from tasuki.v1.rollout_pb2 import GenerateRequest, Prompt
 from tasuki.v1.types_pb2 import TrainingSample, VersionSpan
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.images import send_once
@@ -189,6 +192,22 @@ def test_file_that_is_no_plain_image_is_refused(tmp_path: Path, kind: str) -> No
         with pytest.raises(InvalidArgument) as refused:
             use()
         assert refused.value.metadata["field"] == "prompts[2].images[0]"
+
+
+async def test_prompt_that_is_too_long_with_its_images_is_refused_before_one_is_decoded(tmp_path: Path) -> None:
+    processor = ImageProcessor(_folder(tmp_path, settings={}), _TOWER)
+    model = ModelFacts(
+        path="", architecture="", vocab_size=300, context_length=99, stop_token_ids=(1,), is_seeded=False, images=processor
+    )
+    good, cut = _file(_SMALL), _png(600, 600, depth=8, content=b"")
+    assert processor.header_tokens(good, field="") == processor.num_tokens(good, field="")
+    for prompts, field in ([[good, cut]], "prompts[0].token_ids"), ([[good], [_REFUSED["gif"]]], "prompts[1].images[0]"):
+        request = GenerateRequest(
+            prompts=[Prompt(token_ids=[START, IMAGE, END] * len(own), images=own) for own in prompts], num_samples=1
+        )
+        with pytest.raises(InvalidArgument) as refused:
+            await prepared_images(request, model)
+        assert refused.value.metadata["field"] == field
 
 
 @pytest.mark.parametrize(

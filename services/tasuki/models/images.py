@@ -134,6 +134,11 @@ class ImageProcessor:
             self._num_tokens[key] = known
         return known
 
+    def header_tokens(self, image: bytes, *, field: str) -> int:
+        """As num_tokens, by the file's header alone: also of one that is broken further on."""
+        width, height = _opened(image, field=field).size
+        return math.prod(self._resized(height, width)) // self._step**2
+
     @property
     def merge_size(self) -> int:
         """Rows and columns of patches that one token stands for."""

@@ -85,28 +85,28 @@ def check_request(request: GenerateRequest, model: ModelFacts) -> None:
     sampling = given_sampling(request)
     _check_sampling(sampling, model)
     for index, prompt in enumerate(request.prompts):
-        _check_prompt(f"prompts[{index}]", prompt.token_ids, sampling, model)
+        _check_token_ids(f"prompts[{index}].token_ids", prompt.token_ids, model)
+        _check_length(f"prompts[{index}]", len(prompt.token_ids), sampling, model)
         if model.images is not None:
             model.images.places(prompt.token_ids, len(prompt.images), field=f"prompts[{index}].token_ids")
         elif prompt.images:
             raise InvalidArgument(f"prompts[{index}].images", "the model reads text alone; send no images")
 
 
-def _check_prompt(field: str, token_ids: Sequence[int], sampling: Mapping[str, object], model: ModelFacts) -> None:
-    if not token_ids:
+def _check_length(field: str, num_tokens: int, sampling: Mapping[str, object], model: ModelFacts) -> None:
+    if not num_tokens:
         raise InvalidArgument(f"{field}.token_ids", "give at least one token")
-    _check_token_ids(f"{field}.token_ids", token_ids, model)
-    room = model.context_length - len(token_ids)
+    room = model.context_length - num_tokens
     if room < 1:
         raise InvalidArgument(
             f"{field}.token_ids",
-            f"{len(token_ids)} tokens leave no room for a completion in a context of {model.context_length}",
+            f"{num_tokens} tokens leave no room for a completion in a context of {model.context_length}",
         )
     max_new_tokens = sampling.get("max_new_tokens")
     if isinstance(max_new_tokens, int) and max_new_tokens > room:
         raise InvalidArgument(
             "sampling_params.max_new_tokens",
-            f"{field} has {len(token_ids)} tokens, so {max_new_tokens} more do not fit in a context of {model.context_length}",
+            f"{field} has {num_tokens} tokens, so {max_new_tokens} more do not fit in a context of {model.context_length}",
             prompt=field,
         )
 
@@ -268,14 +268,21 @@ async def prepared_images(request: GenerateRequest, model: ModelFacts) -> dict[i
     """The prompts with images, by position. Raises InvalidArgument as `expand`, and for one that is too long with its images."""
     processor, sampling = cast(ImageProcessor, model.images), given_sampling(request)
     asked = {index: prompt for index, prompt in enumerate(request.prompts) if prompt.images}
+    if not asked:
+        return {}
+
+    def check_lengths() -> None:  # before anything is decoded: small files may be large images
+        for index, prompt in asked.items():
+            field = f"prompts[{index}].images"
+            lengths = (processor.header_tokens(image, field=f"{field}[{place}]") for place, image in enumerate(prompt.images))
+            _check_length(f"prompts[{index}]", len(prompt.token_ids) + sum(lengths) - len(prompt.images), sampling, model)
+
+    await asyncio.to_thread(check_lengths)
     threads = (
         asyncio.to_thread(processor.expand, list(prompt.token_ids), prompt.images, field=f"prompts[{index}]")
         for index, prompt in asked.items()
     )
-    found = dict(zip(asked, await asyncio.gather(*threads), strict=True))
-    for index, prepared in found.items():
-        _check_prompt(f"prompts[{index}]", prepared.token_ids, sampling, model)
-    return found
+    return dict(zip(asked, await asyncio.gather(*threads), strict=True))
 
 
 def _engine_requests(
