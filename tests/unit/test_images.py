@@ -23,6 +23,7 @@ from tasuki.rollout.generate import prepared_images
 from tasuki.rollout.model import ModelFacts
 from tasuki.trainer.data.checks import check_columns
 from tasuki.trainer.data.micro_batch import token_batch
+from tasuki.trainer.service import requests
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.service.training import _rows_of
 from tasuki.trainer.wire import Role, decode_parts, encode_parts
@@ -314,6 +315,22 @@ def test_trainer_decodes_each_distinct_image_once_and_a_rank_gets_it_once(tmp_pa
         if batch.images is not None:
             np.testing.assert_array_equal(batch.images.levels_PD, np.concatenate(levels))
     assert decode_samples(samples[2:3], names=(), images=processor).images is None
+
+
+def test_call_with_too_many_patches_is_refused_before_an_image_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = ImageProcessor(_folder(tmp_path, settings={}), _TOWER)
+    files, samples = _samples(processor)
+    num_bytes = sum(processor.patches(file, field="")[0].nbytes for file in files)
+    monkeypatch.setattr(requests, "MAX_PATCH_BYTES", num_bytes)
+    assert decode_samples(samples, names=(), images=processor).images is not None
+    cut = TrainingSample(
+        prompt_token_ids=[START, IMAGE, END], completion_token_ids=[9], images=[_png(99, 99, depth=8, content=b"")]
+    )
+    with pytest.raises(InvalidArgument) as refused:
+        decode_samples([*samples, cut], names=(), images=processor)
+    assert refused.value.metadata["field"] == "samples[].images"
 
 
 def test_image_in_a_completion_has_a_number_for_each_of_its_tokens_but_none_of_them_is_trained(tmp_path: Path) -> None:

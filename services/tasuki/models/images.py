@@ -140,6 +140,11 @@ class ImageProcessor:
         return math.prod(self._resized(height, width)) // self._step**2
 
     @property
+    def token_bytes(self) -> int:
+        """Of the patches that one token stands for."""
+        return self._step**2 * self._tower.patch_shape[0]
+
+    @property
     def merge_size(self) -> int:
         """Rows and columns of patches that one token stands for."""
         return self._tower.merge_size

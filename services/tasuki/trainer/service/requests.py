@@ -106,6 +106,10 @@ def _with_images(samples: Samples, messages: Sequence[TrainingSample], processor
     for index, own in enumerate(images):
         for place, file in enumerate(own):
             fields.setdefault(file, f"samples[{index}].images[{place}]")
+    num_tokens = sum(processor.header_tokens(file, field=field) for file, field in fields.items())
+    if (num_bytes := num_tokens * processor.token_bytes) > MAX_PATCH_BYTES:
+        problem = f"have {num_bytes} bytes of patches in one call; at most {MAX_PATCH_BYTES} fit: make several, or raise num_mini_batches"
+        raise InvalidArgument("samples[].images", problem)
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda file: processor.patches(file, field=fields[file]), fields))
     counts, indices, starts_I = list[int](), list[int](), list[int]()
@@ -139,9 +143,6 @@ def _with_images(samples: Samples, messages: Sequence[TrainingSample], processor
         starts_I += prepared.starts
     if not levels:
         return samples
-    if (num_bytes := sum(each.nbytes for each in levels)) > MAX_PATCH_BYTES:
-        problem = f"have {num_bytes} bytes of patches in one call; at most {MAX_PATCH_BYTES} fit: make several, or raise num_mini_batches"
-        raise InvalidArgument("samples[].images", problem)
     distinct = SampleImages(
         num_images_S=_integers(counts),
         image_I=_integers(indices),
