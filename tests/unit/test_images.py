@@ -249,6 +249,8 @@ def test_folder_without_a_processor_is_refused_with_its_first_image(tmp_path: Pa
     (_folder(tmp_path, settings={}) / "preprocessor_config.json").unlink()
     processor = ImageProcessor(tmp_path, _TOWER)
     assert processor.places([1, 2], 0, field="prompt") == []
+    beyond = ImageProcessor(tmp_path, _TOWER, vocab_size=VIDEO)
+    assert (processor.placeholder_ids, beyond.placeholder_ids) == ([IMAGE, VIDEO], [IMAGE])
     with pytest.raises(InvalidArgument):
         processor.num_tokens(_file(_SMALL), field="image")
 

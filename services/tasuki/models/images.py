@@ -80,22 +80,22 @@ class Prepared:
 
 def read_image_processor(folder: Path) -> "ImageProcessor | None":
     """The processor of a model folder; None if the model reads text alone. Raises as read_model_file and ImageProcessor."""
-    tower = read_model_shape(folder).tower
-    return None if tower is None else ImageProcessor(folder, tower)
+    shape = read_model_shape(folder)
+    return None if shape.tower is None else ImageProcessor(folder, shape.tower, vocab_size=shape.vocab_size)
 
 
 class ImageProcessor:
     """Turns the files of a prompt's images into patches. Safe in several threads."""
 
-    def __init__(self, folder: Path, tower: Tower) -> None:
+    def __init__(self, folder: Path, tower: Tower, *, vocab_size: float = math.inf) -> None:
         """Raises InvalidArgument naming a missing key of config.json. The processor's own file is read with the first image."""
         config = read_json_object(folder / "config.json", field=_KEY)
         self._folder, self._tower = folder, tower
         self._start_id, self._end_id = (size(config, f"vision_{edge}_token_id") for edge in ("start", "end"))
         # An answer that draws one ends with it: in the middle of a prompt it could be taken for that of a picture.
-        self.placeholder_ids = [tower.image_token_id]
-        if isinstance(video_id := config.get("video_token_id"), int):
-            self.placeholder_ids.append(video_id)
+        # A small model's config may name one beyond its vocabulary, with which the engine and its grammars would fail.
+        known = tower.image_token_id, config.get("video_token_id")
+        self.placeholder_ids = [token for token in known if isinstance(token, int) and token < vocab_size]
         self._num_tokens = dict[bytes, int]()
         self._kept = OrderedDict[bytes, tuple[NDArray[np.uint8], NDArray[np.int64]]]()
         self._lock, self._has_room, self._num_pixels = Lock(), Condition(), 0

@@ -58,7 +58,7 @@ def read_model(config: NodeConfig) -> ModelFacts:
         stop_token_ids=read_stop_token_ids(path, vocab_size=shape.vocab_size),
         is_seeded=config.device == "cpu",
         is_speculative="speculative_algorithm" in config.rollout.engine,
-        images=None if shape.tower is None else ImageProcessor(path, shape.tower),
+        images=None if shape.tower is None else ImageProcessor(path, shape.tower, vocab_size=shape.vocab_size),
         routes=RouteShape.of(shape) if replays_routes(config, shape) else None,
         full_attention_interval=_full_attention_interval(model),
         rope_theta=next(rope.bases(table), 10000.0) if architecture == NEXT else None,
