@@ -237,6 +237,8 @@ def test_placeholders_that_are_not_one_marked_for_each_image_are_refused(tmp_pat
         {"image_mean": "none"},
         {"resample": 99},
         {"do_center_crop": True},
+        {"rescale_factor": 0},
+        {"crop_size": []},
     ],
 )
 def test_processor_that_does_not_fit_the_model_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ MAX_PATCH_BYTES = 3 << 29
 _MAX_KNOWN = 65_536
 """Images whose number of tokens is remembered."""
 _BROKEN = (OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, AssertionError, EOFError, struct.error)
-"""What Pillow raises for broken files."""
+"""What Pillow raises for broken files, and the processor for settings."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,7 +120,9 @@ class ImageProcessor:
         low, high = edges["shortest_edge"], edges["longest_edge"]
         if not (isinstance(low, int) and isinstance(high, int) and 0 < low <= high):
             raise InvalidArgument(_KEY, f"{place}: its images have at least {low!r} and at most {high!r} pixels; correct them")
-        return {**settings, "size": {"shortest_edge": low, "longest_edge": high}}
+        # Of calls: where they compute, and what they are given.
+        own = {key: value for key, value in settings.items() if key not in ("device", "input_data_format")}
+        return {**own, "size": {"shortest_edge": low, "longest_edge": high}}
 
     def num_tokens(self, image: bytes, *, field: str) -> int:
         """Placeholders of an image. Raises InvalidArgument naming `field` for a file that cannot be used."""
@@ -244,7 +246,7 @@ class ImageProcessor:
         """Raises InvalidArgument for settings that the processor cannot compute with."""
         try:
             return self._processor(images=[image], return_tensors="np", **more)
-        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        except (*_BROKEN, RuntimeError) as error:
             problem = f"{self._folder}: its image processor fails: {type(error).__name__}: {error}"
             raise InvalidArgument(_KEY, problem) from error
 
