@@ -146,6 +146,39 @@ def test_a_call_in_tags_is_read_in_linear_time(by_form: dict[str, ModelTokenizer
 
 
 @pytest.mark.parametrize("form", TAGS)
+def test_calls_whose_argument_never_ends_are_read_in_linear_time(by_form: dict[str, ModelTokenizer], form: str):
+    begun = tagged(form, {"a": 1}).partition("1")[0]
+    (call,) = by_form[form].tool_call_form(TAGGED_ROW).read(begun * 20_000, {})[1]  # in quadratic time, minutes
+    assert "error" in call
+
+
+def test_functions_that_share_a_tag_are_calls_each(by_form: dict[str, ModelTokenizer]):
+    text = tagged("coder", {"a": 1}).replace("</tool_call>", "<function=f>\n</function>\n</tool_call>")
+    found: Any = by_form["coder"].read_answer(by_form["coder"].encode_text(text), TAGGED_ROW)["tool_calls"]
+    assert [call["function"]["name"] for call in found] == ["add", "f"]
+
+
+@pytest.mark.parametrize("schema", [{"enum": ["1", "2"]}, {"const": "1"}, {"allOf": [{"type": "string"}]}])
+def test_an_argument_in_tags_is_a_text_if_its_schema_names_texts(by_form: dict[str, ModelTokenizer], schema: object):
+    _, (call,) = (
+        by_form["coder"].tool_call_form(TAGGED_ROW).read(tagged("coder", {"a": 1}), {"add": {"properties": {"a": schema}}})
+    )
+    assert call["function"]["arguments"] == {"a": "1"}
+
+
+@pytest.mark.parametrize("form", [*TAGS, *WRITTEN])
+def test_the_end_of_a_thought_in_an_argument_hides_no_call_and_a_thought_has_none(
+    by_form: dict[str, ModelTokenizer], form: str
+):
+    value = "a</think>b"
+    text = tagged(form, {"text": value}) if form in TAGS else WRITTEN[form].replace('{"a": 1}', json.dumps({"text": value}))
+    for thought in ("", "so</think>", f"{text.replace('</think>', '')}</think>", f"{text.partition('</think>')[0]}</think>"):
+        found: Any = by_form[form].read_answer(by_form[form].encode_text(f"{thought}{text}"), TAGGED_ROW)["tool_calls"]
+        assert [call["function"]["arguments"] for call in found][:1] == [{"text": value}]
+        assert len(found) == (1 if form in TAGS or form == "llama" else 2)
+
+
+@pytest.mark.parametrize("form", TAGS)
 async def test_a_chat_goes_on_after_calls_in_tags(by_form: dict[str, ModelTokenizer], form: str):
     policy = Drawn(by_form[form], [tagged(form, {"a": 1}), tagged(form, {"a": "x"}), "done"])
     chat = Chat(policy, [], tools={"add": add})

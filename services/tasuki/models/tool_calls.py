@@ -60,7 +60,7 @@ class TaggedCalls:
     head: re.Pattern[str]
     """Up to the first argument; its group is the name."""
     argument: re.Pattern[str]
-    """Its groups are name and value."""
+    """Its groups are name and value. One that never ends takes all that follows, without a value."""
     end: str
     example: str
 
@@ -70,7 +70,7 @@ class TaggedCalls:
         while (head := self.head.match(text, end)) or not calls:
             arguments, end = dict[str, object](), head.end() if head else end
             while head and (found := self.argument.match(text, end)):
-                arguments[found[1]] = _argument(found[2], _within(_within(tools.get(head[1]), "properties"), found[1]))
+                arguments[found[1]] = _argument(found[2] or "", _within(_within(tools.get(head[1]), "properties"), found[1]))
                 end = found.end()
             if head is None or not text.startswith(self.end, end):
                 return [*calls, {"error": f"error: a tool call is {self.example}"}], text[end:]
@@ -91,8 +91,9 @@ class ToolCallForm:
 
         Without a prefix, JSON that names none of the tools is an answer.
         """
-        begin = text.find(_END_OF_THOUGHT) + len(_END_OF_THOUGHT) if _END_OF_THOUGHT in text else 0
-        start = text.find(self.prefix, begin) if self.prefix else len(text) - len(text[begin:].lstrip())
+        start, (thought, end, _) = self._start(text, 0), text.partition(_END_OF_THOUGHT)
+        if end and not (0 <= start < len(thought) and self._takes_end(text[start + len(self.prefix) :], tools)):
+            start = self._start(text, len(thought) + len(end))
         named = None if self.prefix else _NAMED.match(text, start)
         if start < 0 or (not self.prefix and (named is None or named[1] not in tools)):
             return text, []
@@ -102,6 +103,15 @@ class ToolCallForm:
             calls += more
             start = text.find(self.prefix) if self.prefix else -1
         return before, calls
+
+    def _start(self, text: str, begin: int) -> int:
+        return text.find(self.prefix, begin) if self.prefix else len(text) - len(text[begin:].lstrip())
+
+    def _takes_end(self, text: str, tools: Tools) -> bool:
+        """Whether the end of a thought is in the call at the start of a text, as in an argument; not after it, nor before another call."""
+        calls, rest = self.calls.read(text.lstrip(), tools)
+        _, end, after = text[: len(text) - len(rest)].partition(_END_OF_THOUGHT)
+        return bool(end) and not (self.prefix and self.prefix in after) and all("function" in call for call in calls)
 
 
 def _check_json(value: object) -> None:
@@ -114,8 +124,11 @@ def _within(value: object, key: str) -> object:
 
 
 def _kinds(schema: object) -> list[object]:
-    """JSON types that a schema names, also as alternatives."""
-    given = [_within(schema, key) for key in ("type", "anyOf", "oneOf")]
+    """JSON types that a schema names, also as alternatives; that of texts, if it names a text."""
+    values = _within(schema, "enum")
+    if any(isinstance(value, str) for value in (_within(schema, "const"), *(values if isinstance(values, list) else ()))):
+        return ["string"]
+    given = [_within(schema, key) for key in ("type", "anyOf", "oneOf", "allOf")]
     inner = [one for each in given for one in (each if isinstance(each, list) else [each])]
     return [kind for one in inner if one is not None for kind in ([one] if isinstance(one, str) else _kinds(one))]
 
@@ -172,9 +185,11 @@ def _forms(answer: str) -> Iterator[ToolCallForm]:
         outer, opens, named, key, value, before, after, close, end = (part or "" for part in tags.groups())
         first, last = rf"{_loose(key)}\s*", _loose(end)
         named = _loose(named) and rf"{_loose(named)}\s*"  # two `\s*` beside each other take quadratic time
-        head = rf"{_loose(opens) if outer else ''}\s*([^\s<>\"]+)\s*{named}(?={first}|{last})"
-        text = rf"{_loose(value)}(?:{re.escape(before)})?(.*?)(?:{re.escape(after)})?{_loose(close)}"
-        argument = re.compile(rf"{first}([^\s<>\"]+)\s*{text}\s*(?={first}|{last})", re.DOTALL)
+        head = rf"\s*{_loose(opens)}" if outer and opens else ""
+        head += rf"\s*([^\s<>\"]+)\s*{named}(?={first}|{last})"
+        text = rf"(.*?)(?:{re.escape(after)})?{_loose(close)}\s*(?={first}|{last})"
+        # Without an end, all is taken: each further call would search the rest again.
+        argument = re.compile(rf"{first}([^\s<>\"]+)\s*{_loose(value)}(?:{re.escape(before)})?(?:{text}|.*)", re.DOTALL)
         example = tags[0].replace(_NAME, "NAME").replace(_KEY, "PARAMETER").replace(_VALUE, "VALUE")
         yield ToolCallForm(outer or opens, TaggedCalls(re.compile(head), argument, end, example))
 
