@@ -164,6 +164,10 @@ def test_an_argument_in_tags_is_a_text_if_its_schema_names_texts(by_form: dict[s
         by_form["coder"].tool_call_form(TAGGED_ROW).read(tagged("coder", {"a": 1}), {"add": {"properties": {"a": schema}}})
     )
     assert call["function"]["arguments"] == {"a": "1"}
+    tools = {"add": {"properties": {"a": {"enum": ["1", None]}}}}
+    assert by_form["coder"].tool_call_form(TAGGED_ROW).read(tagged("coder", {"a": None}), tools)[1][0]["function"][
+        "arguments"
+    ] == {"a": None}
 
 
 @pytest.mark.parametrize("form", [*TAGS, *WRITTEN])

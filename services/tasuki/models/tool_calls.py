@@ -125,10 +125,9 @@ def _within(value: object, key: str) -> object:
 
 def _kinds(schema: object) -> list[object]:
     """JSON types that a schema names, also as alternatives; that of texts, if it names a text."""
-    values = _within(schema, "enum")
-    if any(isinstance(value, str) for value in (_within(schema, "const"), *(values if isinstance(values, list) else ()))):
-        return ["string"]
-    given = [_within(schema, key) for key in ("type", "anyOf", "oneOf", "allOf")]
+    values = given if isinstance(given := _within(schema, "enum"), list) else [_within(schema, "const")]
+    named = [kind for kind, one in (("string", str), ("null", type(None))) if any(isinstance(value, one) for value in values)]
+    given = [named if "string" in named else None, *(_within(schema, key) for key in ("type", "anyOf", "oneOf", "allOf"))]
     inner = [one for each in given for one in (each if isinstance(each, list) else [each])]
     return [kind for one in inner if one is not None for kind in ([one] if isinstance(one, str) else _kinds(one))]
 
