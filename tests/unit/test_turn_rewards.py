@@ -67,6 +67,22 @@ def test_rewards_of_turns_are_what_rewards_may_be() -> None:
             policy.reward(value)
 
 
+def test_an_answer_without_room_is_rewarded_with_the_turn_before_it_or_the_first() -> None:
+    turns: list[dict[str, Any]] = [{}, {"turn": 0}, {"turn": 1}, {}]  # an episode's first prompt may already be too long
+
+    async def ask(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {**turns.pop(0), **dict.fromkeys(Reply.__slots__)}
+
+    policy = Policy(ask)
+    for value in (1.0, 2.0, 4.0, 8.0):
+        asyncio.run(policy.generate([1]))
+        policy.reward(value)
+    assert policy.turn_rewards == {0: 3.0, 1: 12.0}
+    without = [episode(0, 1.0, {"0": 1.0}), episode(1, 2.0)]
+    credit_turns(without, discount=1.0, failed=0.0)
+    assert [one.turn_returns.tolist() for one in without] == [[], [2.0]]
+
+
 def test_a_group_without_rewards_of_turns_is_estimated_by_trajectory() -> None:
     group = [episode(2, 3.0), episode(1, 1.0)]
     credit_turns(group, discount=0.5, failed=0.0)

@@ -54,13 +54,13 @@ class Policy:
     def reward(self, value: float) -> None:
         """Adds to the reward of the turn whose answer came last. What the function returns is added to the last turn's.
 
-        Raises ValueError before the first turn, and for a value that no reward may have.
+        That of an answer without room is of the turn before it, or of the first one.
+        Raises ValueError before the first answer, and for a value that no reward may have.
         """
         number, problem = checked_reward(value)
         if problem or self._latest_turn is None:
-            raise ValueError(
-                f"policy.reward({value!r}): give a number of at most {LARGEST_REWARD:g} after a turn of the policy"
-            )
+            cure = f"give a number of at most {LARGEST_REWARD:g}" if problem else "call it after a turn of the policy"
+            raise ValueError(f"policy.reward({value!r}): {cure}")
         self.turn_rewards[self._latest_turn] = self.turn_rewards.get(self._latest_turn, 0.0) + number
 
     async def _turn(self, kind: str, fields: Mapping[str, Any]) -> Reply:
@@ -70,7 +70,7 @@ class Policy:
     async def ask(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Asks for a turn, or an encoding, in the form of `episode.Asked`."""
         answer = await self._ask(kind, fields)
-        self._latest_turn = answer.get("turn", self._latest_turn)  # none of a turn that was refused
+        self._latest_turn = answer.get("turn", self._latest_turn or 0)  # one that was refused, for want of room, has none
         return answer
 
     async def encode(self, text: str) -> list[int]:
