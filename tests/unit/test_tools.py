@@ -1,6 +1,8 @@
 """Tools of an episode: their schemas, calls as templates write them, and prompts that extend an answer exactly."""
 
+import asyncio
 import json
+import os
 import re
 import tracemalloc
 from collections.abc import Mapping, Sequence
@@ -283,6 +285,33 @@ async def test_a_tool_that_returns_bytes_answers_with_an_image(tmp_path: Path):
     with pytest.raises(InvalidArgument, match="image"):  # the model reads text alone
         await chat.say("question")
     assert chat.messages[-1]["content"] == [{"type": "image", "bytes": "AAEC"}]
+
+
+class Untold(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
+async def test_what_a_tool_returns_or_raises_is_told_though_it_is_no_text(by_form: dict[str, ModelTokenizer]):
+    def names() -> str:
+        """Lists files."""
+        return os.fsdecode(b"caf\xe9")
+
+    def fails() -> str:
+        """Fails."""
+        raise Untold
+
+    async def fails_later() -> str:
+        """Fails."""
+        raise Untold
+
+    tools = {"names": names, "fails": fails, "fails_later": fails_later}
+    text = "".join(f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in tools)
+    chat = Chat(Drawn(by_form["hermes"], [text, "done"]), [], tools)
+    async with asyncio.timeout(10):
+        assert (await chat.say("question")).text == "done"
+    failed = "error: Untold: its text raised ValueError"
+    assert [message["content"] for message in chat.messages if message["role"] == "tool"] == ["caf\\udce9", failed, failed]
 
 
 def draw() -> bytes:

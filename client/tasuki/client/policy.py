@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tasuki.client.reward_worker import LARGEST_REWARD, checked_reward
+from tasuki.client.reward_worker import LARGEST_REWARD, checked_reward, told
 
 Message = dict[str, Any]
 Tool = Callable[..., object]
@@ -126,8 +126,8 @@ class Chat:
                     self.messages.append({"role": "tool", "tool_call_id": call["id"], "content": call["error"]})
                 else:
                     result = await self._run(**call["function"])
-                    told = {"name": call["function"]["name"], "tool_call_id": call["id"]}
-                    self.messages.append({"role": "tool", **told, "content": result})
+                    known = {"name": call["function"]["name"], "tool_call_id": call["id"]}
+                    self.messages.append({"role": "tool", **known, "content": result})
 
     async def _run(self, name: str, arguments: dict[str, Any]) -> str | list[dict[str, str]]:
         """The tool's result as text, or as an image if it is bytes. What it raises is told to the policy, whose call may be at fault."""
@@ -144,8 +144,15 @@ class Chat:
                 return [_image_part(result)]
             text = f"error: {problem}" if problem else result if isinstance(result, str) else json.dumps(result)
         except Exception as error:  # noqa: BLE001  the user's tool may raise anything
-            text = f"error: {type(error).__name__}: {error}"
-        return text[:_MAX_RESULT_CHARACTERS]
+            text = f"error: {_told(error)}"
+        return text[:_MAX_RESULT_CHARACTERS].encode(errors="backslashreplace").decode()  # names of files have lone surrogates
+
+
+def _told(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001  so may its own text
+        return told(error)
 
 
 def _image_part(file: bytes) -> dict[str, str]:
@@ -165,7 +172,7 @@ async def _in_thread(tool: Tool, arguments: Mapping[str, Any]) -> tuple[object, 
         try:
             result, problem = tool(**arguments), ""
         except BaseException as error:  # noqa: BLE001  the user's tool may raise anything
-            result, problem = None, f"{type(error).__name__}: {error}"
+            result, problem = None, _told(error)
         loop.call_soon_threadsafe(end, result, problem)
 
     threading.Thread(target=work, daemon=True).start()
