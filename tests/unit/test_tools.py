@@ -160,11 +160,13 @@ def test_functions_that_share_a_tag_are_calls_each(by_form: dict[str, ModelToken
     assert [call["function"]["name"] for call in found] == ["add", "f"]
 
 
-@pytest.mark.parametrize("schema", [{"enum": ["1", "2"]}, {"const": "1"}, {"allOf": [{"type": "string"}]}])
+@pytest.mark.parametrize(
+    "schema", [{"enum": ["1", "2"]}, {"const": "1"}, {"allOf": [{"type": "string"}]}, {"anyOf": [{"$ref": "#/$defs/again"}]}]
+)
 def test_an_argument_in_tags_is_a_text_if_its_schema_names_texts(by_form: dict[str, ModelTokenizer], schema: object):
-    _, (call,) = (
-        by_form["coder"].tool_call_form(TAGGED_ROW).read(tagged("coder", {"a": 1}), {"add": {"properties": {"a": schema}}})
-    )
+    again = {"anyOf": [{"$ref": "#/$defs/again"}, {"$ref": "#/$defs/missing"}, {"type": "string"}]}
+    parameters = {"properties": {"a": schema}, "$defs": {"again": again}}
+    _, (call,) = by_form["coder"].tool_call_form(TAGGED_ROW).read(tagged("coder", {"a": 1}), {"add": parameters})
     assert call["function"]["arguments"] == {"a": "1"}
     tools = {"add": {"properties": {"a": {"enum": ["1", None]}}}}
     assert by_form["coder"].tool_call_form(TAGGED_ROW).read(tagged("coder", {"a": None}), tools)[1][0]["function"][
@@ -399,6 +401,13 @@ def test_a_drawn_stop_of_gpt_oss_is_the_end_that_its_template_writes_after_earli
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     (last_token_id,) = own.encode_text(last)
     assert own.encode_next(chat, 1, {}, last_token_id=last_token_id) == own.encode_text(f"{next_prompt}c<|end|>")
+
+
+def test_noncharacters_in_a_chat_are_text(by_form: dict[str, ModelTokenizer]):
+    chat = [{"role": "user", "content": "a\ufdd2"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "1"}]
+    plain = [{"role": "user", "content": "a"}, *chat[1:]]
+    own = by_form["hermes"]
+    assert own.encode_next(chat, 1, {}, last_token_id=EOS) == own.encode_next(plain, 1, {}, last_token_id=EOS)
 
 
 def test_a_turn_of_a_long_chat_keeps_no_copy_of_it(by_form: dict[str, ModelTokenizer]):

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from tasuki.models.chat_template import Message
@@ -70,7 +71,7 @@ class TaggedCalls:
         while (head := self.head.match(text, end)) or not calls:
             arguments, end = dict[str, object](), head.end() if head else end
             while head and (found := self.argument.match(text, end)):
-                arguments[found[1]] = _argument(found[2] or "", _within(_within(tools.get(head[1]), "properties"), found[1]))
+                arguments[found[1]] = _argument(found[2] or "", found[1], tools.get(head[1]))
                 end = found.end()
             if head is None or not text.startswith(self.end, end):
                 return [*calls, {"error": f"error: a tool call is {self.example}"}], text[end:]
@@ -123,17 +124,25 @@ def _within(value: object, key: str) -> object:
     return value.get(key) if isinstance(value, Mapping) else None
 
 
-def _kinds(schema: object) -> list[object]:
-    """JSON types that a schema names, also as alternatives; that of texts, if it names a text."""
+def _kinds(schema: object, whole: object, seen: set[str]) -> list[object]:
+    """JSON types that a schema names, also as alternatives; that of texts, if it names a text.
+
+    whole: the schema that references lead into. seen: those followed so far.
+    """
+    if isinstance(reference := _within(schema, "$ref"), str):
+        if reference in seen:
+            return []
+        seen.add(reference)
+        return _kinds(reduce(_within, reference.split("/")[1:], whole), whole, seen)
     values = given if isinstance(given := _within(schema, "enum"), list) else [_within(schema, "const")]
     named = [kind for kind, one in (("string", str), ("null", type(None))) if any(isinstance(value, one) for value in values)]
     given = [named if "string" in named else None, *(_within(schema, key) for key in ("type", "anyOf", "oneOf", "allOf"))]
     inner = [one for each in given for one in (each if isinstance(each, list) else [each])]
-    return [kind for one in inner if one is not None for kind in ([one] if isinstance(one, str) else _kinds(one))]
+    return [kind for one in inner if one is not None for kind in ([one] if isinstance(one, str) else _kinds(one, whole, seen))]
 
 
-def _argument(text: str, schema: object) -> object:
-    kinds = _kinds(schema)
+def _argument(text: str, name: str, parameters: object) -> object:
+    kinds = _kinds(_within(_within(parameters, "properties"), name), parameters, set())
     if "string" in kinds and not (text == "null" and "null" in kinds):
         return text
     try:

@@ -21,8 +21,8 @@ from tasuki.models.tool_calls import Call, ToolCallForm, form_of
 from tasuki.runs.recipe import field_as_key
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
-_ANSWER = "\ufdd2"
-"""Stands for an answer in a rendered chat: a noncharacter of Unicode, which no text contains."""
+_ANSWERS = ("\ufdd2", "\ufdd3", "\ufddc")
+"""Each stands for an answer in a rendered chat: noncharacters of Unicode, of which a chat has at most two."""
 _QUESTION = "\ufdd4"
 """The same for a question."""
 _HARMONY_ENDS = ("<|return|>", "<|call|>")
@@ -157,15 +157,18 @@ class ModelTokenizer:
         _, num_images = self._without_files(messages[place + 1 :], "messages")
         messages, _ = self._without_files(messages, "messages")
         template, variables = self._template("messages", fields)
-        answer = {"role": ASSISTANT, "content": _ANSWER}
         variables["add_generation_prompt"] = True
-        known = template.settle([*messages[:place], answer, *messages[place + 1 :]], variables)
-        text = template.render(known, variables)
-        if text.count(_ANSWER) != 1:
+        for mark in _ANSWERS:
+            answer = {"role": ASSISTANT, "content": mark}
+            known = template.settle([*messages[:place], answer, *messages[place + 1 :]], variables)
+            text = template.render(known, variables)
+            if text.count(mark) == 1:
+                break
+        else:
             problem = "the model's chat template does not write an answer as it is, so the next turn cannot extend it; use policy.generate"
             raise InvalidArgument("messages", problem)
         template.check(known, variables, field="messages", drawn=messages[: place + 1])
-        token_ids = self._with_placeholders(self._tokenizer.encode(text.partition(_ANSWER)[2]).ids, num_images, "messages")
+        token_ids = self._with_placeholders(self._tokenizer.encode(text.partition(mark)[2]).ids, num_images, "messages")
         if last_token_id is None or last_token_id not in self.stop_token_ids:
             return token_ids
         if self._text(last_token_id) in _HARMONY_ENDS and self._text(*token_ids[:1]) == "<|end|>":
@@ -173,7 +176,7 @@ class ModelTokenizer:
         end = ""
         with suppress(InvalidArgument):  # of a template that refuses the shortest chat
             chat = [{"role": "user", "content": _QUESTION}, answer]  # the whole one would be rendered twice
-            end = template.render(chat, {**variables, "add_generation_prompt": False}).partition(_ANSWER)[2]
+            end = template.render(chat, {**variables, "add_generation_prompt": False}).partition(mark)[2]
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, self._tokenizer.encode(end).ids, strict=False))
         stops = [number for number, (token_id, _) in enumerate(shared) if token_id in self.stop_token_ids]
         # Without one, a stop begins the next message, as GLM's.
@@ -224,9 +227,9 @@ class ModelTokenizer:
         if is_chat:
             with suppress(InvalidArgument):  # told with the row that has it
                 template, variables = self._template("messages", None)
-                chat = [("user", "1"), (ASSISTANT, _ANSWER), ("user", _QUESTION)]
+                chat = [("user", "1"), (ASSISTANT, _ANSWERS[0]), ("user", _QUESTION)]
                 text = template.render([{"role": role, "content": content} for role, content in chat], variables)
-                end = text.partition(_ANSWER)[2].partition(_QUESTION)[0]
+                end = text.partition(_ANSWERS[0])[2].partition(_QUESTION)[0]
         is_ended = stops.intersection(self.encode_text(end)) if end else stops
         if is_ended or any(one in end or not end for one in stop):
             return []
