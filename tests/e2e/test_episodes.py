@@ -307,11 +307,14 @@ def test_episodes_of_a_worker_that_is_stopped_while_it_waits_for_the_policy_begi
 
 
 def test_a_run_of_episodes_can_be_interrupted(client: Client, folder: Path):
+    # A shell that starts the tests in the background ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     killer = threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGINT))
     killer.start()
     with pytest.raises(KeyboardInterrupt):
         run(client, folder, "fails", [{"prompt": "sleeps"}] * 4)
     killer.join()
+    signal.signal(signal.SIGINT, before)
 
 
 def test_functions_that_are_no_episodes_are_refused(client: Client, folder: Path):

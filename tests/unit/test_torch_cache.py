@@ -7,7 +7,7 @@ import torch
 
 from tasuki.planner.node import GB, Part
 from tasuki.planner.plan import plan
-from tasuki.trainer.backends.fsdp import memory as torch_cache
+from tasuki.trainer import memory as torch_cache
 from tasuki.wire.stages import Stage
 from tests.planned import node_with
 
