@@ -20,6 +20,7 @@ from typing import NoReturn
 from tasuki.coordinator.journal import Journal, Outcome
 from tasuki.coordinator.node import resolve_intents
 from tasuki.coordinator.phases import path
+from tasuki.v1.weights_pb2 import PublishedWeights
 from tasuki.wire.stages import HOLDS, Phase, Stage
 
 MOST_LINES, LONGEST_PAUSE_S = 30, 0.0005
@@ -39,7 +40,7 @@ def write_for_ever(journal_path: Path, acknowledge: int) -> NoReturn:
         for stage in path(at, target):
             intent = journal.intend(stage, changeover_id, is_undo=False, trainer_boot_id="t", rollout_boot_id="r")
             say(acknowledge, f"intent {intent.id}")
-            answer = b"published" if stage is Stage.LOAD_WEIGHTS else b""
+            answer = PublishedWeights(boot_id="t").SerializeToString() if stage is Stage.LOAD_WEIGHTS else b""
             version = {Stage.LOAD_WEIGHTS: 0, Stage.SYNC: (journal.last(Stage.LOAD_WEIGHTS) or Outcome()).policy_version}.get(
                 stage
             )

@@ -60,7 +60,8 @@ def test_tail_gives_each_whole_line_once_and_starts_again_with_a_new_file(tmp_pa
     (first,) = tail.read()
     assert first.step == 0 and first.values == {
         "policy_version": 0, "num_policy_steps": 0, "num_critic_steps": 0, "num_failed_rewards": 0, "num_equal_groups": 0,
-        "num_skipped_updates": 0, "mean_reward": 0.0, "log_prob_gap": 0.5, "reward/exact": 0.0, "seconds/generate": 1.5,
+        "num_failed_groups": 0, "num_skipped_updates": 0, "mean_reward": 0.0, "log_prob_gap": 0.5, "reward/exact": 0.0,
+        "seconds/generate": 1.5,
     }  # fmt: skip
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1')
