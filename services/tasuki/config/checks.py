@@ -109,10 +109,9 @@ def _conflicts_of_megatron(config: "NodeConfig") -> Iterator[_Problem]:
         "reference_on_host": (None, "raise trainer.num_ranks or trainer.megatron.tensor_parallel"),
         "moments": ("gpu", "raise trainer.num_ranks"),
     }
-    kept = {key: value for key, (value, _) in instead.items()}
-    for key, value in kept.items():
-        if getattr(trainer, key) != value:
-            yield f"trainer.{key}", f'is not for trainer.backend = "megatron": {instead[key][1]}, or use "fsdp"'
+    for key, (lacking, advice) in instead.items():
+        if getattr(trainer, key) != lacking:
+            yield f"trainer.{key}", f'is not for trainer.backend = "megatron": {advice}, or use "fsdp"'
     if trainer.prefix_sharing is True:
         yield "trainer.prefix_sharing", '= true is not for trainer.backend = "megatron": remove it, or use "fsdp"'
     if trainer.checkpointing == "offloaded":

@@ -1,10 +1,14 @@
 """The megatron-core backend. Nothing here is imported unless a configuration asks for it."""
 
+import warnings
 from importlib import metadata
 
 from tasuki.wire.errors import InvalidArgument
 
 VERSION = "0.16.1"
+
+# That Apex and TransformerEngine, which are not used, are not installed.
+warnings.filterwarnings("ignore", message=".*Apex", module=r"megatron\.")
 
 
 def check_installed() -> None:

@@ -4,12 +4,15 @@ Shape suffixes: T tokens of the micro-batch, H query heads, K key heads, D head 
 are of this rank's part of the tokens (sequence parallelism, arXiv:2205.05198).
 """
 
-import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import VocabParallelEmbedding, gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 from transformers import PreTrainedConfig
@@ -25,13 +28,6 @@ from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.modules.pointwise import RmsNorm
 from tasuki.trainer.modules.recompute import recomputing
 from tasuki.trainer.modules.rotary import rotated
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # that Apex, which is not used, is not installed
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import VocabParallelEmbedding, gather_from_sequence_parallel_region
-from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(slots=True)
