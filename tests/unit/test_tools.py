@@ -1,4 +1,4 @@
-"""Tools of an episode: their schemas, calls as templates write them, and prompts that extend an answer exactly."""
+"""Tools of an episode: calls as templates write them, and prompts that extend an answer exactly."""
 
 import asyncio
 import json
@@ -6,16 +6,15 @@ import os
 import re
 import tracemalloc
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tasuki.client.episode import Asked
-from tasuki.client.policy import Chat, Message, Policy, Reply, tool_schema
+from tasuki.client.policy import Chat, Message, Policy, Reply
 from tasuki.client.turns import Turns
 from tasuki.client.types import FinishReason, Sample
 from tasuki.runs.tokenizer import ModelTokenizer
@@ -431,60 +430,3 @@ def test_a_template_that_rewrites_earlier_answers_is_bridged_and_one_that_hides_
     hides = "{% for m in messages if m.role == 'user' %}{{ m.content }}<eos>{% endfor %}"
     with pytest.raises(InvalidArgument, match="does not write an answer as it is"):
         folder_with(tmp_path / "hides", hides).encode_next(chat, 1, {}, last_token_id=EOS)
-
-
-def test_schemas_come_from_signature_and_docstring():
-    def find(text: str, most: int = 3, kind: Literal["a", "b"] = "a", only: list[int] | None = None) -> str:
-        """Finds a text.
-
-        text: what to find
-        most (int): how many
-        """
-        return text
-
-    assert json.loads(json.dumps(tool_schema(find))) == {
-        "type": "function",
-        "function": {
-            "name": "find",
-            "description": "Finds a text.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "text": {"type": "string", "description": "what to find"},
-                    "most": {"type": "integer", "description": "how many"},
-                    "kind": {"type": "string", "enum": ["a", "b"]},
-                    "only": {"type": "array", "items": {"type": "integer"}},
-                },
-                "required": ["text"],
-            },
-        },
-    }
-
-    def bare(x: int) -> int:
-        return x
-
-    def untyped(x) -> int:
-        """Takes anything."""
-        return 1
-
-    for tool, problem in ((bare, "no docstring"), (untyped, "`x` needs a type")):
-        with pytest.raises(TypeError, match=problem):
-            tool_schema(tool)
-
-
-def test_tools_without_a_schema_or_a_name_of_their_own_are_refused():
-    def takes_any(*numbers: int, **named: int) -> str:
-        """Adds."""
-        return ""
-
-    def add(a: int) -> str:
-        """Adds."""
-        return ""
-
-    for tools, problem in (
-        ([takes_any], r"takes_any: parameter `\*numbers: int`"),
-        ([add, add], "differ"),
-        ([partial(add, 1)], "differ"),
-    ):
-        with pytest.raises(TypeError, match=problem):
-            Policy(lambda *_: None).chat(tools=tools)
