@@ -124,7 +124,7 @@ async def asks_wrongly(policy, prompt):
     return 1.0
 
 async def answers_twice(policy, prompt):
-    tokens = 50 if prompt == "long" else 2
+    tokens = 100 if prompt == "long" else 2
     first = await policy.generate([20, 21], max_new_tokens=tokens)
     await policy.generate([*first.context, 7, 8], max_new_tokens=tokens)
     return float(len(first.token_ids))
@@ -357,10 +357,10 @@ def test_wrong_arguments_and_endless_loops_fail_their_episode_alone(client: Clie
 
 
 def test_episodes_outlive_a_changeover_and_go_on_from_their_tokens(client: Client, folder: Path):
-    prompts, sampling = ["long", "short", "long"], SamplingParams(max_new_tokens=50, ignore_eos=True)
+    prompts, sampling = ["long", "short", "long"], SamplingParams(max_new_tokens=100, ignore_eos=True)
     carry = Carry([CarriedGroup.begin_episodes(number, {"prompt": one}, group_size=2) for number, one in enumerate(prompts)])
     tokenizer = ModelTokenizer(folder / "tokenizer")
-    with EpisodePool("agents:answers_twice", tokenizer=tokenizer, max_tokens=120, folders=[folder]) as pool:
+    with EpisodePool("agents:answers_twice", tokenizer=tokenizer, max_tokens=220, folders=[folder]) as pool:
 
         def take(num_groups: int) -> list[CarriedGroup]:
             return carry.take_episodes(client, pool, sampling, num_groups=num_groups, on_progress=lambda *_: None)
@@ -383,7 +383,7 @@ def test_episodes_outlive_a_changeover_and_go_on_from_their_tokens(client: Clien
         assert CarriedGroup.of(group.as_json()).as_json() == group.as_json()
         for episode in group.episodes:
             (sample,) = episode.training_samples()
-            assert (episode.reward, np.sum(sample.loss_mask), len(sample.completion_token_ids)) == (50.0, 100, 102)
+            assert (episode.reward, np.sum(sample.loss_mask), len(sample.completion_token_ids)) == (100.0, 200, 202)
             assert sample.policy_version == version
     for episode, drawn in zip(waiting.episodes, before, strict=True):
         (sample,) = episode.training_samples()
@@ -395,7 +395,7 @@ def test_episodes_outlive_a_changeover_and_go_on_from_their_tokens(client: Clien
         assert length and tokens[:length] == [token for one in drawn for token in one.token_ids]
         assert log_probs[:length] == [value for one in drawn for value in one.rollout_log_probs]
         (old, first), (new, second) = [(span.num_tokens, span.policy_version) for span in sample.version_spans]
-        assert (first, second, old + new, is_drawn[:old].sum()) == (version - 1, version, 102, length)
+        assert (first, second, old + new, is_drawn[:old].sum()) == (version - 1, version, 202, length)
     assert all(not sample.version_spans for episode in again.episodes for sample in episode.training_samples())
     client.forward_backward([replace(one, advantages=1.0) for each in waiting.episodes for one in each.training_samples()])
     client.discard_gradients()
