@@ -228,7 +228,9 @@ async def test_drain_cuts_and_returns_what_there_is(rollout: RolloutClient, trai
         assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=0.15)
 
 
-async def test_drain_cuts_a_call_that_asks_for_it_and_lets_others_finish(rollout: RolloutClient, trainer: TestTrainer) -> None:
+async def test_drain_cuts_a_call_that_asks_for_it_and_lets_others_finish(
+    rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
+) -> None:
     await rollout.wake(trainer.publish(6))
     request = generate_request([[5, 6]], num_samples=2, max_new_tokens=250, ignore_eos=True)
     request.cut_on_drain = True
@@ -237,11 +239,15 @@ async def test_drain_cuts_a_call_that_asks_for_it_and_lets_others_finish(rollout
     async def read(asked: rollout_pb2.GenerateRequest) -> list[types_pb2.Sample]:
         return [sample async for answer in rollout.rollout.Generate(asked, timeout=60) for sample in answer.samples]
 
-    reading = [asyncio.ensure_future(read(one)) for one in (request, other)]
-    while (await rollout.state()).num_running < 3:
-        await asyncio.sleep(0.01)
-    drained = await rollout.drain(grace_ms=50_000)
+    with stopped_engine(rollout_process):
+        reading = [asyncio.ensure_future(read(one)) for one in (request, other)]
+        while (await rollout.state()).num_running < 3:
+            await asyncio.sleep(0.01)
+        draining = asyncio.ensure_future(rollout.drain(grace_ms=50_000))
+        while await rollout_process.generate_health() != health_pb2.HealthCheckResponse.NOT_SERVING:
+            await asyncio.sleep(0.01)
     cut, whole = await asyncio.gather(*reading)
+    drained = await draining
     assert (drained.num_finished, drained.num_cut) == (1, 2)
     assert {sample.finish_reason for sample in cut} == {types_pb2.FINISH_REASON_CUT}
     assert [len(sample.token_ids) for sample in whole] == [240]
