@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tasuki.weights.imported_weights import ImportedWeights
+from tasuki.weights.imported_weights import Comparison, ImportedWeights
 from tasuki.weights.plan import Slice
-from tasuki.weights.verify import Comparison
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ def share_base(
     from sglang.srt.model_executor.model_runner_components import load_model_utils
 
     from tasuki.config.paths import base_socket_path
-    from tasuki.rollout.sglang.shared_base import EngineBase
+    from tasuki.rollout.sglang.memory import EngineBase
     from tasuki.weights.shared_base import find_base
     from tests.base_copies import chunk_at, chunks_of
 

@@ -19,7 +19,7 @@ from tasuki.models.adapter_folder import check_adapter
 from tasuki.models.known import read_model_shape
 from tasuki.models.shape import ROUTER_BIAS
 from tasuki.models.stored_tensors import check_stored
-from tasuki.trainer.backends.fsdp.checkpoint_export import _export
+from tasuki.trainer.backends.fsdp.checkpoint import _export
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role

@@ -23,7 +23,7 @@ FETCH = """
 import json, sys
 from pathlib import Path
 from tasuki.config.load import config_of
-from tasuki.node.hub import weights_to_fetch, with_local_files
+from tasuki.node.model_folder import weights_to_fetch, with_local_files
 from tasuki.wire.errors import TasukiError
 base = {"state_dir": "/tmp/state", "train": {"output_dir": "/tmp/out", "reward": {"function": "a:b"}}}
 for model, dataset, whole in json.load(sys.stdin):

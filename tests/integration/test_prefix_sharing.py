@@ -14,7 +14,7 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.planner.kept_bytes import kept_with_attention
 from tasuki.planner.step_bytes import _attention_per_token
-from tasuki.trainer.backends.fsdp.host_buffers import HostActivations
+from tasuki.trainer.backends.fsdp.memory import HostActivations
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.plan import Sharing, plan_shared
 from tasuki.trainer.data.samples import Samples

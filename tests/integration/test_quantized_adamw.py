@@ -13,8 +13,8 @@ from torchao.optim.subclass_8bit import OptimState8bit
 
 from tasuki.planner.node import Part
 from tasuki.planner.trainer_bytes import moment_block, trainer_tags
-from tasuki.trainer.backends.fsdp.optimizer import adamw
-from tasuki.trainer.backends.fsdp.optimizer.adamw import QuantizedMoment
+from tasuki.trainer.backends.fsdp import optimizer as quantized
+from tasuki.trainer.backends.fsdp.optimizer import QuantizedMoment
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.resident_tags import TAGS
 from tasuki.trainer.service.requests import decode_samples
@@ -46,7 +46,7 @@ SETTINGS = {"learning_rate": RATE, "weight_decay": DECAY, "critic": {"learning_r
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cuts a matrix into several chunks, the last of which is shorter."""
-    monkeypatch.setattr(adamw, "CHUNK_ELEMENTS", 1700)
+    monkeypatch.setattr(quantized, "CHUNK_ELEMENTS", 1700)
 
 
 def start(model: Path, mesh: DeviceMesh, *, is_8bit: bool = True, **settings: Any) -> Learner:

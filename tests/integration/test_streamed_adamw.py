@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.memory.host import host_memory
-from tasuki.trainer.backends.fsdp import host_buffers
-from tasuki.trainer.backends.fsdp.optimizer import streamed_adamw
-from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
+from tasuki.trainer.backends.fsdp import memory
+from tasuki.trainer.backends.fsdp import optimizer as streamed
+from tasuki.trainer.backends.fsdp.optimizer import StreamedAdamW
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.resident_tags import TAGS
 from tasuki.trainer.wire import Role
@@ -28,7 +28,7 @@ SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1, "critic": {"learning_rat
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes more blocks than fit the device at a time, with some parameters in several."""
-    monkeypatch.setattr(streamed_adamw, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(streamed, "BLOCK_BYTES", 1 << 14)
 
 
 def start(model: Path, mesh: DeviceMesh, *, on_host: bool, **settings: Any) -> Learner:
@@ -55,8 +55,8 @@ def test_there_are_several_blocks_and_the_tag_is_empty(model: Path, mesh: Device
     learner = start(model, mesh, on_host=True)
     optimizer = trained(learner, Role.POLICY).optimizer
     assert isinstance(optimizer, StreamedAdamW)
-    assert len(optimizer._blocks) > 2 * streamed_adamw.NUM_BLOCKS
-    assert max(block.num_bytes for block in optimizer._blocks) <= streamed_adamw.BLOCK_BYTES
+    assert len(optimizer._blocks) > 2 * streamed.NUM_BLOCKS
+    assert max(block.num_bytes for block in optimizer._blocks) <= streamed.BLOCK_BYTES
     assert {len(block.pieces) > 1 for block in optimizer._blocks if block.pieces[0].start == 0} == {True, False}
     assert any(block.pieces[0].start for block in optimizer._blocks), "a parameter larger than a block"
     usage = {MemoryTag.of(each.tag): each.total_bytes for each in fsdp(learner).memory.usage()}
@@ -87,7 +87,7 @@ def test_a_host_without_room_for_the_moments_is_told_at_the_start(
     free = host_memory()
     network = trained(start(model, mesh, on_host=True), Role.POLICY).network
     needed = 8 * sum(parameter.numel() for parameter in network.parameters())
-    monkeypatch.setattr(host_buffers, "host_memory", lambda: replace(free, available_bytes=needed // 2))
+    monkeypatch.setattr(memory, "host_memory", lambda: replace(free, available_bytes=needed // 2))
     with pytest.raises(InvalidArgument, match=r'^trainer.moments: "host" needs \d+ bytes .*, but \d+ are available; remove it'):
         start(model, mesh, on_host=True)
     start(model, mesh, on_host=False)

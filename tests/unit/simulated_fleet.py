@@ -9,9 +9,8 @@ from pathlib import Path
 
 from tasuki.config.schema import FleetConfig
 from tasuki.coordinator.operations import FleetHold, Operation
-from tasuki.fleet.audit import FleetAudit, audit_fleet_journal
 from tasuki.fleet.fleet import Fleet
-from tasuki.fleet.journal import FleetJournal
+from tasuki.fleet.journal import FleetAudit, FleetJournal, audit_fleet_journal
 from tasuki.fleet.nodes import NodePeer
 from tasuki.v1.coordinator_pb2 import NodeState, RunStageResponse, StageEvent
 from tasuki.v1.fleet_pb2 import FleetCommand

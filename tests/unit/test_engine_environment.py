@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.rollout.environment import cache_variables, foreign_variables
+from tasuki.rollout.__main__ import cache_variables, foreign_variables
 from tasuki.trainer.launch import foreign_variables as foreign_to_ranks
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from tasuki.cli.__main__ import main
 from tasuki.cli.audit import BROKEN, CLEAN
-from tasuki.fleet.audit import FleetAudit, FleetInvariant, audit_fleet_journal
+from tasuki.fleet.journal import FleetAudit, FleetInvariant, audit_fleet_journal
 from tasuki.fleet.rules import Decision, Step, agreed, next_step
 from tasuki.v1.coordinator_pb2 import NodeState
 from tasuki.v1.weights_pb2 import WeightSums

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tasuki.trainer.backends.fsdp.host_buffers import HostActivations, pin
+from tasuki.trainer.backends.fsdp.memory import HostActivations, pin
 
 
 class Runtime:

@@ -21,7 +21,7 @@ from tasuki.planner.step_bytes import step_moments
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
 from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts
-from tasuki.trainer.backends.fsdp.host_buffers import HostActivations
+from tasuki.trainer.backends.fsdp.memory import HostActivations
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
 from tasuki.trainer.data.micro_batch import ImageBatch, TokenBatch
 from tasuki.trainer.data.samples import SampleImages

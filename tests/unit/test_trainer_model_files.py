@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 from tasuki.models.known import read_model_shape
 from tasuki.models.stored_tensors import check_stored
 from tasuki.models.tokenizer import read_stop_token_ids
-from tasuki.trainer.durable.model_folder import load_shards
-from tasuki.trainer.model_config import ARCHITECTURES, read_model_config
+from tasuki.trainer.durable.model_folder import ARCHITECTURES, load_shards, read_model_config
 from tasuki.weights.export import Shard
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 from tests.models import EOS, char_tokenizer, make_model, quantize_experts, quantize_matrices, save_checkpoint

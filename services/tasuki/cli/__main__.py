@@ -103,7 +103,7 @@ def _up(arguments: argparse.Namespace) -> int:
     from tasuki.cli.train import check_data
     from tasuki.doctor.finding import warn_of_certificate
     from tasuki.node.exit_report import why_it_ended
-    from tasuki.node.hub import with_local_files
+    from tasuki.node.model_folder import with_local_files
     from tasuki.node.start import check_node_installed, start_node
 
     check_node_installed()
@@ -158,7 +158,7 @@ def _gateway(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     from tasuki.cli.train import resume, run, told_how_to_continue
-    from tasuki.node.hub import with_local_files
+    from tasuki.node.model_folder import with_local_files
     from tasuki.runs.earlier_run import find_run
 
     train = resume if arguments.resume else run
@@ -186,7 +186,7 @@ def _certs(arguments: argparse.Namespace) -> int:
 def _fleet_up(arguments: argparse.Namespace) -> int:
     from tasuki.cli.fleet import fleet_config, up
     from tasuki.cli.train import check_data
-    from tasuki.node.hub import with_local_files
+    from tasuki.node.model_folder import with_local_files
 
     if not 0 <= arguments.grace_s < math.inf:
         raise InvalidArgument("--grace-s", f"must be a number of seconds, 0 or more, got {arguments.grace_s:g}")

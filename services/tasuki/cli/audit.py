@@ -13,7 +13,7 @@ from tasuki.config.paths import fleet_journal_path, journal_path, log_path, trai
 from tasuki.coordinator.command_log import LoggedLife, audit_commands, read_command_log
 from tasuki.coordinator.history import Invariant, Violation, read_history
 from tasuki.coordinator.replay import audit
-from tasuki.fleet.audit import audit_fleet_journal
+from tasuki.fleet.journal import audit_fleet_journal
 from tasuki.runs.folder import archive_folder
 from tasuki.trainer.durable.training_log import first_repetition, read_training_log
 from tasuki.v1.ranks_pb2 import TrainingRecord

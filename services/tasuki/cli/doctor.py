@@ -18,7 +18,7 @@ from tasuki.doctor.finding import Finding, Verdict, fail, is_running, ok
 from tasuki.doctor.fleet import fleet_findings, running_config
 from tasuki.doctor.host import check_shared_memory, gpu_findings, host_findings, read_gpu_facts, torch_cuda_version
 from tasuki.doctor.node import check_passing, node_findings
-from tasuki.node.hub import weights_to_fetch, with_local_files
+from tasuki.node.model_folder import weights_to_fetch, with_local_files
 from tasuki.wire.denied_path import what_to_change
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied, TasukiError
 

@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if find_spec("torch") is None:
         raise NotInstalled(f"an export needs torch: {install_extras('trainer')}", packages="torch", extras="trainer")
-    from tasuki.trainer.backends.fsdp.checkpoint_export import export_checkpoint
+    from tasuki.trainer.backends.fsdp.checkpoint import export_checkpoint
 
     given: Path = arguments.checkpoint
     is_saved = is_checkpoint(given)

@@ -18,8 +18,7 @@ from tasuki.config.gpus import smallest_gpu_bytes
 from tasuki.config.load import config_of, is_hub_dataset, leaves, load_config, put, value_at
 from tasuki.memory.host import host_memory
 from tasuki.models.tokenizer import read_tokenizer
-from tasuki.node.hub import with_local_files
-from tasuki.node.model_folder import check_model_folder
+from tasuki.node.model_folder import check_model_folder, with_local_files
 from tasuki.planner.advice import advise
 from tasuki.planner.choose import choose
 from tasuki.planner.node import GB, Node, node_of

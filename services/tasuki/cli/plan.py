@@ -25,8 +25,7 @@ from tasuki.coordinator.planning import plan_table
 from tasuki.memory.host import host_memory
 from tasuki.models.known import read_model_shape
 from tasuki.models.shape import ModelShape
-from tasuki.node.hub import with_local_files
-from tasuki.node.model_folder import check_model_folder, check_model_folders, has_weights
+from tasuki.node.model_folder import check_model_folder, check_model_folders, has_weights, with_local_files
 from tasuki.planner.advice import Advice, advise
 from tasuki.planner.choose import choose
 from tasuki.planner.node import GB, MARGIN, Checkpointing, Node, Part, Strategy, gb, node_of

@@ -47,7 +47,7 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
         # Token ids in, token ids out.
         "skip_tokenizer_init": True,
         "json_model_override_args": json.dumps(_model_overrides(model)),
-        # Replaced by ours, see memory_saver.py.
+        # Replaced by ours, see memory.py.
         "enable_memory_saver": True,
         # SGLang refuses to capture prefill together with a memory saver.
         "disable_prefill_cuda_graph": True,

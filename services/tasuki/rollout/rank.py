@@ -26,8 +26,8 @@ from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
 from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult
 from tasuki.v1.types_pb2 import TagUsage
 from tasuki.weights.chunk_memory import storage_at
+from tasuki.weights.imported_weights import HeldSlice
 from tasuki.weights.shared_base import SharedBase
-from tasuki.weights.verify import HeldSlice
 from tasuki.wire.errors import Busy
 from tasuki.wire.stages import MemoryTag
 

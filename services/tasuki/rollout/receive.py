@@ -16,10 +16,9 @@ from tasuki.rpc.failpoints import NO_FAILPOINTS, RECEIVED, Failpoints
 from tasuki.v1 import weights_pb2
 from tasuki.weights.checksum import checksum
 from tasuki.weights.copies import ViewCopy, compile_copies, prepare_copies
-from tasuki.weights.imported_weights import ImportedWeights, import_weights
+from tasuki.weights.imported_weights import HeldSlice, ImportedWeights, import_weights
 from tasuki.weights.plan import Constant, CopyPlan, Slice, whole
 from tasuki.weights.split import split_by_entries
-from tasuki.weights.verify import HeldSlice
 from tasuki.wire.errors import InternalError, UnsupportedModel, WeightsCorrupt
 
 

@@ -13,9 +13,8 @@ import numpy as np
 
 from tasuki.v1 import ranks_pb2, types_pb2, weights_pb2
 from tasuki.v1.rollout_pb2 import ReceiveWeightsResponse
-from tasuki.weights.imported_weights import ImportedWeights, import_weights
+from tasuki.weights.imported_weights import Comparison, HeldSlice, ImportedWeights, import_weights
 from tasuki.weights.plan import Slice
-from tasuki.weights.verify import Comparison, HeldSlice
 from tasuki.wire.errors import BadHandle
 
 if TYPE_CHECKING:

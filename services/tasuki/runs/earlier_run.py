@@ -20,7 +20,7 @@ from tasuki.config.load import load_config
 from tasuki.config.paths import RUN_CONFIG, training_output_path
 from tasuki.config.schema import NodeConfig
 from tasuki.models.folder_files import file_digest
-from tasuki.node.hub import with_local_files
+from tasuki.node.model_folder import with_local_files
 from tasuki.runs.folder import CHECKPOINTS, RUN_FILES, read_steps
 from tasuki.runs.recipe import RunSettings, check_recipe, model_digests
 from tasuki.trainer.durable.saves import FACTS_FILE

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from tasuki.config.schema import NodeConfig
 from tasuki.models.known import read_model
 from tasuki.planner.rollout_bytes import kv_bytes_per_token
-from tasuki.rollout.environment import engine_environment
+from tasuki.rollout.__main__ import engine_environment
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.sglang.models import install_live_routers, view_projections
 from tests.models import CONFIGS

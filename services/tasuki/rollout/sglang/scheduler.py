@@ -34,10 +34,9 @@ from tasuki.rollout.record import EngineModel, published_layout
 from tasuki.rollout.sglang.adapter import AdapterBuffers, ScaledLora, UnpinnedLora, install_dense_lora, serve_adapter
 from tasuki.rollout.sglang.cpu.attention import BatchedAttention, multinomial_with_seed
 from tasuki.rollout.sglang.json_grammar import EngineTokenizer, JsonGrammars
-from tasuki.rollout.sglang.memory_saver import install_saver
+from tasuki.rollout.sglang.memory import EngineBase, install_saver
 from tasuki.rollout.sglang.models import install_float32_logits, install_model, install_routes, install_windows
 from tasuki.rollout.sglang.receivers import FirstSamples, LendingReceiver
-from tasuki.rollout.sglang.shared_base import EngineBase
 from tasuki.rpc.memory import staying_of_engine_rank
 from tasuki.rpc.process_start import freeze_started
 from tasuki.v1 import ranks_pb2

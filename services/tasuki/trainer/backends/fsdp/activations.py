@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tasuki.planner.node import Checkpointing
 from tasuki.trainer.attention.packed import attention_operators
-from tasuki.trainer.backends.fsdp.host_buffers import HostActivations
+from tasuki.trainer.backends.fsdp.memory import HostActivations
 from tasuki.trainer.modules.pointwise import GatedMlp
 from tasuki.trainer.modules.recompute import Layer, recomputing
 from tasuki.trainer.modules.routing import Router

@@ -29,10 +29,9 @@ from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.backend import Progress
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing, tile_mlps
 from tasuki.trainer.backends.fsdp.checkpoint import Trained, training_state
-from tasuki.trainer.backends.fsdp.host_buffers import HostActivations, HostShards
 from tasuki.trainer.backends.fsdp.lora.adapters import adapters_off, set_dropout, trained_parameters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
-from tasuki.trainer.backends.fsdp.memory import FsdpMemory
+from tasuki.trainer.backends.fsdp.memory import FsdpMemory, HostActivations, HostShards
 from tasuki.trainer.backends.fsdp.model import (
     Critic,
     NetworkSource,
@@ -42,8 +41,7 @@ from tasuki.trainer.backends.fsdp.model import (
     load_policy,
     reshard,
 )
-from tasuki.trainer.backends.fsdp.optimizer.adamw import QuantizedAdamW
-from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
+from tasuki.trainer.backends.fsdp.optimizer import QuantizedAdamW, StreamedAdamW
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, constant_shards, export_model, local_shards, map_base
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
 from tasuki.trainer.durable.checkpoint import (
@@ -53,10 +51,10 @@ from tasuki.trainer.durable.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from tasuki.trainer.model_config import read_model_config
+from tasuki.trainer.durable.model_folder import read_model_config
+from tasuki.trainer.memory import Publication
 from tasuki.trainer.modules.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
 from tasuki.trainer.modules.routing import ExpertLoad
-from tasuki.trainer.publication import Publication
 from tasuki.trainer.replicas import NodeReplicas, mesh_device
 from tasuki.trainer.resident_tags import ExportChoice, ResidentTags, choose_handles
 from tasuki.trainer.wire import Role

@@ -1,18 +1,27 @@
-"""Memory of one rank's shards by tag. Forward passes may begin while weights are still arriving."""
+"""Memory of one rank's shards by tag, and host memory for copies to and from a GPU that overlap its computation."""
 
-from collections.abc import Iterable, Iterator
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tasuki.memory import arena as native
+from tasuki.memory.granularity import ALIGNMENT, rounded_up
+from tasuki.memory.host import host_memory
 from tasuki.trainer.memory import TrainerMemory
+from tasuki.trainer.replicas import mesh_device
 from tasuki.trainer.resident_tags import Onload
+from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import MemoryTag
 
 
@@ -74,3 +83,243 @@ def _gathering_stream(group: nn.Module) -> torch.cuda.Stream | None:
     """Stream on which FSDP2 reads shards; None before its first pass, whose streams wait for the current one."""
     assert isinstance(group, FSDPModule)
     return getattr(group._get_fsdp_state()._comm_ctx, "all_gather_copy_in_stream", None)
+
+
+_OFFLOADED = 'trainer.checkpointing = "offloaded"'
+_ADVICE = 'lower trainer.micro_batch_tokens, or choose "full"'
+
+
+class Copy(NamedTuple):
+    """A copy that was started."""
+
+    tensor: Tensor
+    """The tensor on the device."""
+    is_done: torch.cuda.Event | None
+    """None if the copy is already complete, on a CPU."""
+
+    def wait(self) -> None:
+        """Makes subsequent computation wait, not the host."""
+        if self.is_done is not None:
+            torch.cuda.current_stream().wait_event(self.is_done)
+
+
+def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Stream for copies in one direction; None on a CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def start_copy(target: Tensor, source: Tensor, *, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """Starts a copy after the computation queued so far, overlapping what follows."""
+    if stream is None:
+        target.copy_(source)
+        return None
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+    is_done = torch.cuda.Event()
+    is_done.record(stream)
+    return is_done
+
+
+def take_buffers(mesh: DeviceMesh, sizes: Sequence[int], *, setting: str, advice: str) -> list[Tensor]:
+    """Allocates uint8 buffers of these sizes, pinned on a GPU, until `release_buffers`. Collective, with similar sizes.
+
+    setting: what needs them, as "trainer.key = value". Raises InvalidArgument on every rank, ending with `advice`, if the host has less
+    memory than all ranks need, or if CUDA cannot pin it.
+    """
+    needed = -_least(-sum(sizes), mesh) * mesh.size()
+    # No rank allocates before all have checked.
+    available = _least(host_memory().available_bytes, mesh)
+    problem = f"needs {needed} bytes of host memory for {mesh.size()} ranks"
+    key, _, value = setting.partition(" = ")
+    if needed > available:
+        raise InvalidArgument(key, f"{value} {problem}, but {available} are available; {advice}", needed_bytes=needed)
+    if mesh.device_type == "cpu":
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    # Torch's own pinned allocations are rounded up to a power of two.
+    buffers = [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) for size in sizes]
+    is_pinned = pin(buffers)
+    if not _least(int(is_pinned), mesh):
+        if is_pinned:
+            release_buffers(buffers, device=mesh_device(mesh))
+        raise InvalidArgument(key, f"{value} {problem}, which CUDA cannot pin; {advice}", needed_bytes=needed)
+    return buffers
+
+
+def pin(buffers: Sequence[Tensor]) -> bool:
+    """Pins all buffers for CUDA, or none. Returns whether it could."""
+    cuda = cast(Any, torch.cuda.cudart())
+    for number, buffer in enumerate(buffers):
+        if int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)):
+            for pinned in buffers[:number]:
+                cuda.cudaHostUnregister(pinned.data_ptr())
+            return False
+    return True
+
+
+def release_buffers(buffers: Sequence[Tensor], *, device: torch.device) -> None:
+    """Waits for all copies. The memory is freed once the buffers are no longer referenced."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        cuda = cast(Any, torch.cuda.cudart())
+        for buffer in buffers:
+            cuda.cudaHostUnregister(buffer.data_ptr())
+
+
+def _least(number: int, mesh: DeviceMesh) -> int:
+    """Minimum over all ranks."""
+    least = torch.tensor(number, dtype=torch.int64, device=mesh_device(mesh))
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group("dp"))
+    return int(least)
+
+
+class HostShards:
+    """Host memory for one network's shards, taken once."""
+
+    def __init__(self, mesh: DeviceMesh, *, setting: str, advice: str) -> None:
+        """setting, advice: as for take_buffers."""
+        self._mesh, self._setting, self._advice = mesh, setting, advice
+        self._buffers: list[Tensor] = []
+
+    @property
+    def policy(self) -> CPUOffloadPolicy:
+        return CPUOffloadPolicy(pin_memory=self._mesh.device_type == "cuda")
+
+    def make(self, network: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Function that replaces a parameter by its shard in this memory. network: sharded, on meta. Collective. Raises as take_buffers.
+
+        FSDP2 copies a shard that it has to pad, so those stay outside.
+        """
+        sizes = {id(param): _local(param).nbytes for param in network.parameters() if _is_even(param)}
+        starts, total = dict[int, int](), 0
+        for key, size in sizes.items():
+            starts[key], total = total, total + rounded_up(size, ALIGNMENT)
+        self._buffers = take_buffers(self._mesh, [total], setting=self._setting, advice=self._advice)
+
+        def place(param: Tensor) -> Tensor:
+            made = torch.empty_like(param, device="cpu")
+            if id(param) in starts:
+                local, start = _local(made), starts[id(param)]
+                view = self._buffers[0][start : start + local.nbytes].view(local.dtype).view(local.shape)
+                cast(Any, local).set_(view)  # torch declares it for storages alone
+            return made
+
+        return place
+
+    def close(self) -> None:
+        """Waits for copies and frees the memory."""
+        release_buffers(self._buffers, device=mesh_device(self._mesh))
+        self._buffers = []
+
+
+@torch.no_grad()
+def _local(param: Tensor) -> Tensor:
+    """The shard itself, not a view of it."""
+    return cast(DTensor, param).to_local()
+
+
+def _is_even(param: Tensor) -> bool:
+    assert isinstance(param, DTensor)
+    return param.shape[0] % param.device_mesh.size() == 0
+
+
+@dataclass(slots=True)
+class _Stored:
+    """A layer's tensors in its buffer."""
+
+    first: int
+    """Index of the first tensor. No later pass has an index of this one."""
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    """Views of the buffer, by index."""
+    count: int = 0
+    """Number of tensors, including those that stayed on the device."""
+    num_bytes: int = 0
+    """Used of the buffer."""
+
+
+class HostActivations:
+    """Handles one pass at a time: `begin` and `store` in the order of layers, then `load` in reverse.
+
+    Uses device memory for two layers' tensors. All host memory is allocated at start, one buffer per layer. The last layer needs none: its
+    backward comes first. What does not fit in a buffer stays on the device.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, num_layers: int, num_bytes: int) -> None:
+        """num_layers: that store something. num_bytes: per layer. Collective. Raises as take_buffers."""
+        self._device, self._last = mesh_device(mesh), num_layers - 1
+        self._buffers = take_buffers(mesh, [num_bytes] * self._last, setting=_OFFLOADED, advice=_ADVICE)
+        self._to_host, self._to_device = copy_stream(self._device), copy_stream(self._device)
+        self._stored: dict[int, _Stored] = {}
+        self._num_stored = 0
+        self._leaving: deque[list[Copy]] = deque()
+        self._on_device: dict[int, dict[int, Copy]] = {}
+        """Tensors that arrive or have stayed, by layer and index, until they are loaded."""
+
+    def begin(self, layer: int) -> None:
+        """Says that a layer's forward pass begins."""
+        self._stored[layer] = _Stored(self._num_stored)
+        self._on_device[layer] = {}
+
+    def store(self, layer: int, tensors: Sequence[Tensor]) -> int:
+        """Returns the index of the first one, which the others' follow."""
+        self._release(all_but=1)
+        stored, leaving = self._stored[layer], list[Copy]()
+        first = stored.first + stored.count
+        for index, tensor in enumerate(tensors, first):
+            source = tensor.detach()
+            held = self._room(layer, source)
+            if held is None:
+                self._on_device[layer][index] = Copy(source, None)
+            else:
+                stored.tensors[index] = held
+                leaving.append(Copy(source, start_copy(held, source, stream=self._to_host)))
+        stored.count += len(tensors)
+        self._num_stored += len(tensors)
+        if leaving:
+            self._leaving.append(leaving)
+        return first
+
+    def load(self, layer: int, index: int) -> Tensor:
+        """Returns a stored tensor, once. With its first one, starts to load those of the layer before.
+
+        Raises RuntimeError if a later pass has taken its place.
+        """
+        self._release(all_but=0)
+        first = self._stored[layer].first
+        if index < first:
+            raise RuntimeError(f"a later forward pass has replaced what layer {layer} had stored; run backward before it")
+        if index not in self._on_device[layer]:
+            self._fetch(layer)
+        copy = self._on_device[layer].pop(index)
+        copy.wait()
+        if index == first and layer > 0:
+            self._fetch(layer - 1)
+        return copy.tensor
+
+    def close(self) -> None:
+        """Frees the host memory."""
+        release_buffers(self._buffers, device=self._device)
+        self._stored.clear()
+        self._on_device.clear()
+        self._buffers = []
+
+    def _release(self, *, all_but: int) -> None:
+        """Lets the computation from here on reuse the memory of what has left, except what was stored last."""
+        while len(self._leaving) > all_but:
+            for copy in self._leaving.popleft():
+                copy.wait()
+
+    def _room(self, layer: int, source: Tensor) -> Tensor | None:
+        """A tensor like `source` in the layer's buffer; None if it has no room."""
+        stored = self._stored[layer]
+        end = stored.num_bytes + source.nbytes
+        if layer == self._last or end > self._buffers[layer].nbytes:
+            return None
+        flat = self._buffers[layer][stored.num_bytes : end].view(source.dtype)
+        stored.num_bytes = end
+        return flat.as_strided(source.shape, torch.empty_like(source, device="meta").stride())
+
+    def _fetch(self, layer: int) -> None:
+        for index, held in self._stored[layer].tensors.items():
+            tensor = torch.empty_like(held, device=self._device)
+            self._on_device[layer][index] = Copy(tensor, start_copy(tensor, held, stream=self._to_device))

@@ -24,8 +24,8 @@ from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, Pa
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.attention.trial import choose_delta, choose_kernel, fault_with_shared_prompts
 from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts, ungathered_parameters
-from tasuki.trainer.backends.fsdp.host_buffers import HostShards
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters, initialize_magnitudes, load_adapters
+from tasuki.trainer.backends.fsdp.memory import HostShards
 from tasuki.trainer.backends.fsdp.shards import constant_shards, engine_placement, head_shards, local_shards, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.durable.model_folder import load_shards

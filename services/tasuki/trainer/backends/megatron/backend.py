@@ -38,10 +38,8 @@ from tasuki.trainer.durable.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from tasuki.trainer.durable.model_folder import load_shards, write_model
-from tasuki.trainer.memory import TrainerMemory
-from tasuki.trainer.model_config import read_model_config
-from tasuki.trainer.publication import Publication
+from tasuki.trainer.durable.model_folder import load_shards, read_model_config, write_model
+from tasuki.trainer.memory import Publication, TrainerMemory
 from tasuki.trainer.replicas import mesh_device
 from tasuki.trainer.resident_tags import ExportChoice, ResidentTags, choose_handles
 from tasuki.trainer.wire import Role

@@ -1,25 +1,75 @@
-"""The engine's end of a model that trainer and engine read in one copy: SGLang's own loader fills it, or finds it filled.
+"""The engine's memory: our arenas in place of SGLang's memory saver, and a model that trainer and engine read in one copy.
 
-Every parameter of SGLang's model lies in it as SGLang has it: q, k and v one behind the other, gate and up. A rank's rows or columns of a
-checkpoint tensor are a run of its parameter's rows then, which the trainer's shard is a view of.
+SGLang's own loader fills that copy, or finds it filled. Every parameter of SGLang's model lies in it as SGLang has it: q, k and v one
+behind the other, gate and up. A rank's rows or columns of a checkpoint tensor are a run of its parameter's rows then, which the trainer's
+shard is a view of.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn, cast
 
 import torch
 from sglang.srt.model_executor.model_runner_components import load_model_utils
+from sglang.srt.model_executor.runner_utils import pool as graph_pool
 from sglang.srt.model_loader.loader import DefaultModelLoader
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 from torch.overrides import TorchFunctionMode
 
 from tasuki.config.paths import base_socket_path
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.arena import NativeAllocator
 from tasuki.rollout.record import EngineModel, Parameters, check_plan, published_layout, record
 from tasuki.weights.manifest import Entry, place
 from tasuki.weights.plan import Piece, held_slice
 from tasuki.weights.shared_base import SharedBase, WritableBase, find_base
-from tasuki.wire.errors import BadHandle, UnsupportedModel
+from tasuki.wire.errors import BadHandle, InternalError, UnsupportedModel
+from tasuki.wire.stages import MemoryTag
+
+
+def install_saver(allocator: NativeAllocator) -> None:
+    """Places SGLang's tagged allocations in the allocator's arenas. Must be called before the engine is built."""
+    saver = ArenaSaver(allocator)
+    TorchMemorySaverAdapter.create = cast(Any, staticmethod(lambda enable: saver))
+    if MemoryTag.CUDA_GRAPH in allocator.tags:
+        # Used by every graph backend, with or without a saver; what a capture allocates is then paused with the tag.
+        graph_pool.set_global_graph_memory_pool(allocator.cuda_regions().pool(MemoryTag.CUDA_GRAPH).id)
+
+
+class ArenaSaver(TorchMemorySaverAdapter):
+    """SGLang's interface to pausable memory."""
+
+    def __init__(self, allocator: NativeAllocator) -> None:
+        self._allocator = allocator
+
+    @property
+    def enabled(self) -> bool:
+        return True
+
+    def configure_subprocess(self) -> AbstractContextManager[None]:
+        """Skips the library that torch_memory_saver would preload."""
+        return nullcontext()
+
+    def region(self, tag: str, enable_cpu_backup: bool = False) -> AbstractContextManager[None]:
+        return self._allocator.region(MemoryTag(tag))
+
+    @contextmanager
+    def cuda_graph(self, *, tag: str, cuda_graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+        options["pool"] = self._allocator.cuda_regions().pool(tag).id
+        with torch.cuda.graph(cuda_graph, **options):
+            yield
+
+    def disable(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def pause(self, tag: str) -> NoReturn:
+        """Refuses: SGLang's own calls end the engine if repeated; rank.py has ours."""
+        raise InternalError(f"{tag} is paused by the rollout service, not by SGLang")
+
+    def resume(self, tag: str) -> NoReturn:
+        raise InternalError(f"{tag} is resumed by the rollout service, not by SGLang")
+
 
 # What fills a parameter that is about to be loaded. A plan covers every element, so nothing of it would be left.
 _FILLING = frozenset({"fill_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_", "zero_"})
