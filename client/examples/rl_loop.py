@@ -366,8 +366,7 @@ class RlLoop:
             samples = [replace(sample, ref_log_probs=row) for sample, row in zip(samples, ref, strict=True)]
         if settings.policy_loss().old_policy is OldPolicy.GIVEN:
             with self.progress.timed(step, "old_log_probs"):
-                old = self.client.compute_log_probs(samples)
-            samples = [replace(sample, old_log_probs=row) for sample, row in zip(samples, old, strict=True)]
+                samples = self.client.with_old_log_probs(samples)
         if settings.critic_loss() is not None:
             with self.progress.timed(step, "values"):
                 values = self.client.compute_values(samples)

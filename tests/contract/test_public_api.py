@@ -20,7 +20,7 @@ NAMES = {
 VERBS = {
     "acquire", "begin_acquire", "begin_run", "changeovers", "close", "compute_log_probs", "compute_values", "discard_gradients",
     "export_model", "forward_backward", "forward_backward_custom", "generate", "generate_if_served", "generate_stream", "generate_until",
-    "load", "optim_step", "rollout_state", "save", "state", "trainer_state", "watch",
+    "load", "optim_step", "rollout_state", "save", "state", "trainer_state", "watch", "with_old_log_probs",
 }  # fmt: skip
 
 

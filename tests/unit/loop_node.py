@@ -1,7 +1,7 @@
 """An in-memory node for training loops: a client that records its calls, rewards by a function, and a loop over both."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -124,6 +124,10 @@ class LoopClient:
         self.calls.append(Call("log_probs", role, samples))
         value = -0.75 if role is Role.REFERENCE else -0.625
         return [np.full(len(sample.completion_token_ids), value, dtype=np.float32) for sample in samples]
+
+    def with_old_log_probs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        scored = zip(samples, self.compute_log_probs(samples), strict=True)
+        return [replace(sample, old_log_probs=row) for sample, row in scored]
 
     def compute_values(self, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
         self.calls.append(Call("values", samples=samples))

@@ -81,6 +81,7 @@ TLS = ["security.cert=c", "security.key=k"]
 CALLERS, INSECURE = "security.callers=t", "security.insecure=true"
 ANYWHERE, LOOPBACK = "listen=0.0.0.0:5000", "listen=127.0.0.1:5001"
 EPISODES = ["train.dataset=d", "train.output_dir=o", "train.max_new_tokens=8"]
+R2 = "trainer.router_replay=old_policy"
 NO_SIZE = "give a whole number of bytes above 0, or text"
 
 
@@ -99,6 +100,8 @@ NO_SIZE = "give a whole number of bytes above 0, or text"
         (["trainer.num_ranks"], "set", "expected a.b=value"),
         (["seed=3\ndevice = 'cuda'"], "set", "gives seed more than one line"),
         (["device=cuda", "trainer.router_replay=true", "rollout.engine.speculative_algorithm=NGRAM"], "trainer.router_replay", "drafts"),
+        ([R2, *EPISODES, "train.reward.function=r:f"], "trainer.router_replay", 'needs train.old_policy = "given"'),
+        ([R2, "sft.dataset=d", "sft.output_dir=o"], "trainer.router_replay", 'needs train.old_policy = "given"'),
         (["device=cuda", "rollout.dtype=float32"], "rollout.dtype", 'device = "cuda"'),
         (["device=cuda", "memory.host_budget_bytes=1GB"], "memory.host_budget_bytes", 'device = "cpu"'),
         (["trainer.param_dtype=bfloat16", "trainer.lora.rank=8"], "trainer.param_dtype", "[trainer.lora]"),

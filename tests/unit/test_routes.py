@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tasuki.algorithms.loss_types import LossConfig, OldPolicy
 from tasuki.client import SamplingParams, encode, generation
 from tasuki.client.generation import draw
 from tasuki.client.turns import Turn, Turns
@@ -22,13 +23,14 @@ from tasuki.models.shape import ModelShape
 from tasuki.planner.node import Part
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
-from tasuki.trainer.data.checks import check_routed
+from tasuki.trainer.data.checks import BatchLimits, check_routed
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.plan import _groups_of_prompts
 from tasuki.trainer.service import requests
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import decode_parts, encode_parts
 from tasuki.v1 import rollout_pb2, types_pb2
+from tasuki.v1.trainer_pb2 import TokenLogProbs
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.routes import Whole, in_parts
@@ -84,9 +86,11 @@ def test_experts_that_no_router_could_choose_are_refused_by_sample(kind: str) ->
     assert refused.value.metadata["field"] == field
 
 
-def test_a_call_without_experts_is_refused_where_they_are_replayed() -> None:
+@pytest.mark.parametrize("old_policy", [OldPolicy.CURRENT, OldPolicy.GIVEN])
+def test_a_call_without_experts_is_refused_where_they_are_replayed(old_policy: OldPolicy) -> None:
+    limits = BatchLimits(131, 64, 64, routes=SHAPE, replays_old_policy=old_policy is OldPolicy.GIVEN)
     with pytest.raises(InvalidArgument) as refused:
-        check_routed(decode_samples([make_sample()], routes=SHAPE))
+        check_routed(decode_samples([make_sample()], routes=SHAPE), config=LossConfig(old_policy=old_policy), limits=limits)
     assert refused.value.metadata["field"] == "samples[0].routed_experts"
 
 
@@ -119,6 +123,8 @@ def test_experts_beyond_a_message_travel_in_parts_of_several_samples_at_once() -
     assert sorted(read, key=lambda sample: sample.prompt_index) == samples
     trained = make_sample(routed_experts=contents[0])
     assert list(Whole().samples(in_parts([trained, make_sample()]))) == [trained, make_sample()]
+    scored = [TokenLogProbs(log_probs=[-1.0], routed_experts=content, route_bytes=4) for content in contents]
+    assert list(Whole().samples(in_parts(scored))) == scored
 
 
 async def test_a_drawn_sample_has_the_experts_that_came_before_it_in_parts() -> None:
@@ -194,6 +200,7 @@ def test_the_engines_copy_of_its_tokens_experts_is_planned() -> None:
         (replace(MOE, architecture="GptOssForCausalLM"), {"device": "cpu"}, True),
         (replace(MOE, delta=cast(Any, object())), {}, False),
         (MODELS["qwen2.5-7b"], {"trainer": {"router_replay": True}}, False),
+        (MOE, {"trainer": {"router_replay": "old_policy"}}, False),
     ],
 )
 def test_experts_are_replayed_by_default_where_the_engine_reports_them(

@@ -36,6 +36,7 @@ from tasuki.client.types import (
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.wire.credentials import Credentials, read_headers
 from tasuki.wire.errors import Asleep, Draining, InternalError, InvalidArgument, PeerUnavailable, from_rpc_error
+from tasuki.wire.routes import Whole
 from tasuki.wire.tracing import check_tracing_installed, open_tracer
 
 if TYPE_CHECKING:
@@ -327,17 +328,31 @@ class AsyncClient:
 
         Natural logarithms. Raises InvalidArgument naming the invalid field of a sample.
         """
-        chunks = encode.training_chunks(samples)
         header = trainer_pb2.ComputeLogProbsHeader(role=encode.enum_to_proto(Role, role))
+        return [np.array(one.log_probs, dtype=np.float32) for one in await self._scored(samples, header)]
 
-        async def give(command: types_pb2.CommandId, timeout_s: float) -> list[NDArray[np.float32]]:
+    async def with_old_log_probs(self, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+        """Computes `old_log_probs` of the policy, before the first of several steps on the samples; for OldPolicy.GIVEN.
+
+        With trainer.router_replay = "old_policy" also the `routed_experts` of this pass, which the steps replay. Raises InvalidArgument.
+        """
+        header = trainer_pb2.ComputeLogProbsHeader(role=types_pb2.ROLE_POLICY, is_old_policy=True)
+        scored = await self._scored(samples, header)
+        return [encode.with_old_log_probs(sample, one) for sample, one in zip(samples, scored, strict=True)]
+
+    async def _scored(
+        self, samples: Sequence[TrainingSample], header: trainer_pb2.ComputeLogProbsHeader
+    ) -> list[trainer_pb2.TokenLogProbs]:
+        chunks = encode.training_chunks(samples)
+
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> list[trainer_pb2.TokenLogProbs]:
             def messages() -> Iterator[trainer_pb2.ComputeLogProbsRequest]:
                 yield trainer_pb2.ComputeLogProbsRequest(header=header)
                 for chunk in chunks:
                     yield trainer_pb2.ComputeLogProbsRequest(samples=chunk)
 
-            call = (await self._connection.trainer()).ComputeLogProbs(messages(), timeout=timeout_s)
-            return [np.array(one.log_probs, dtype=np.float32) async for response in call for one in response.samples]
+            call, whole = (await self._connection.trainer()).ComputeLogProbs(messages(), timeout=timeout_s), Whole()
+            return [one async for response in call for one in whole.samples(response.samples)]
 
         return encode.complete(await self._connection.train(give), num_samples=len(samples))
 

@@ -17,6 +17,7 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client.messages import message_of
 from tasuki.client.types import FinishReason, ForwardBackwardResult, Phase, Role, Routes, Sample, TrainingSample
 from tasuki.v1 import loss_pb2, rollout_pb2, trainer_pb2, types_pb2
+from tasuki.v1.trainer_pb2 import TokenLogProbs
 from tasuki.wire.channel import MAX_CHUNK_BYTES, MAX_MESSAGE_BYTES
 from tasuki.wire.errors import InternalError, InvalidArgument
 from tasuki.wire.images import send_once
@@ -24,6 +25,7 @@ from tasuki.wire.routes import in_parts
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 _Part = TypeVar("_Part", rollout_pb2.Prompt, types_pb2.TrainingSample)
+_Scores = TypeVar("_Scores", NDArray[np.float32], TokenLogProbs)
 # Tag and length of one entry of a repeated field.
 _ENTRY_OVERHEAD_BYTES = 8
 _MAX_PART_BYTES = MAX_MESSAGE_BYTES - MAX_CHUNK_BYTES // 4
@@ -70,6 +72,12 @@ def _route_bytes(routes: Routes, *, field: str) -> bytes:
 
 def _routes(content: bytes, token_bytes: int) -> Routes:
     return np.frombuffer(content, np.uint8).reshape(-1, token_bytes) if content else ()
+
+
+def with_old_log_probs(sample: TrainingSample, scored: TokenLogProbs) -> TrainingSample:
+    """The sample with its log-probs and, if there are any, experts of the old policy's pass."""
+    routes = _routes(scored.routed_experts, scored.route_bytes) if scored.routed_experts else sample.routed_experts
+    return replace(sample, old_log_probs=np.array(scored.log_probs, dtype=np.float32), routed_experts=routes)
 
 
 def training_sample_from_proto(sample: types_pb2.TrainingSample) -> TrainingSample:
@@ -226,7 +234,7 @@ def training_chunks(samples: Sequence[TrainingSample]) -> list[trainer_pb2.Train
     return [trainer_pb2.TrainingSamples(samples=chunk) for _, chunk in cut(list(in_parts(parts)), field="samples")]
 
 
-def complete(scores: list[NDArray[np.float32]], *, num_samples: int) -> list[NDArray[np.float32]]:
+def complete(scores: list[_Scores], *, num_samples: int) -> list[_Scores]:
     """Raises InternalError if scores are missing."""
     if len(scores) != num_samples:
         raise InternalError(f"trainer answered for {len(scores)} of {num_samples} samples")

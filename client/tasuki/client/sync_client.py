@@ -88,6 +88,7 @@ class Client:
     optim_step = _verb(AsyncClient.optim_step)
     discard_gradients = _verb(AsyncClient.discard_gradients)
     compute_log_probs = _verb(AsyncClient.compute_log_probs)
+    with_old_log_probs = _verb(AsyncClient.with_old_log_probs)
     compute_values = _verb(AsyncClient.compute_values)
     save = _verb(AsyncClient.save)
     load = _verb(AsyncClient.load)

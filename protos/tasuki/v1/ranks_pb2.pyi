@@ -496,7 +496,10 @@ class RankScore(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    ROUTE_WIDTH_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
+    route_width: _builtins.int
+    """Entries of a token's experts in all layers, if they are returned."""
     @_builtins.property
     def micro_batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleColumns]: ...
     def __init__(
@@ -504,12 +507,15 @@ class RankScore(_message.Message):
         *,
         role: _types_pb2.Role.ValueType = ...,
         micro_batches: _abc.Iterable[Global___SampleColumns] | None = ...,
+        route_width: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_route_width", b"_route_width", "route_width", b"route_width"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["micro_batches", b"micro_batches", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_route_width", b"_route_width", "micro_batches", b"micro_batches", "role", b"role", "route_width", b"route_width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__route_width: _TypeAlias = _typing.Literal["route_width"]  # noqa: Y015
+    _WhichOneofArgType__route_width: _TypeAlias = _typing.Literal["_route_width", b"_route_width"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__route_width) -> _WhichOneofReturnType__route_width | None: ...
 
 Global___RankScore: _TypeAlias = RankScore  # noqa: Y015
 
@@ -518,18 +524,24 @@ class RankScores(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MICRO_BATCHES_FIELD_NUMBER: _builtins.int
+    ROUTES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def micro_batches(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """float32, one for each completion token, for each micro-batch."""
+
+    @_builtins.property
+    def routes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """int16, of the rank's part of each micro-batch's tokens, packed. Negative in dense layers."""
 
     def __init__(
         self,
         *,
         micro_batches: _abc.Iterable[_builtins.bytes] | None = ...,
+        routes: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["micro_batches", b"micro_batches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["micro_batches", b"micro_batches", "routes", b"routes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -502,16 +502,22 @@ class ComputeLogProbsHeader(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
+    IS_OLD_POLICY_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     """POLICY or REFERENCE."""
+    is_old_policy: _builtins.bool
+    """Of the policy before the first step on the samples. With trainer.router_replay = "old_policy" its experts are returned, too, those of
+    the samples without effect.
+    """
     def __init__(
         self,
         *,
         role: _types_pb2.Role.ValueType = ...,
+        is_old_policy: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_old_policy", b"is_old_policy", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -542,6 +548,12 @@ class TokenLogProbs(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LOG_PROBS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
+    ROUTE_BYTES_FIELD_NUMBER: _builtins.int
+    routed_experts: _builtins.bytes
+    """Experts for the sample's field of that name, with `is_old_policy`. Parts of long ones precede, as entries with nothing else."""
+    route_bytes: _builtins.int
+    """Bytes of `routed_experts` of one token."""
     @_builtins.property
     def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """One for each completion token; natural logarithms."""
@@ -550,10 +562,12 @@ class TokenLogProbs(_message.Message):
         self,
         *,
         log_probs: _abc.Iterable[_builtins.float] | None = ...,
+        routed_experts: _builtins.bytes = ...,
+        route_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["log_probs", b"log_probs", "route_bytes", b"route_bytes", "routed_experts", b"routed_experts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
+from tasuki.v1.trainer_pb2 import TokenLogProbs
 from tasuki.v1.types_pb2 import Sample, TrainingSample
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 
-_Entry = TypeVar("_Entry", Sample, TrainingSample)
+_Entry = TypeVar("_Entry", Sample, TrainingSample, TokenLogProbs)
 _PART_BYTES = MAX_CHUNK_BYTES // 2
 
 
@@ -27,11 +28,16 @@ def in_parts(samples: Iterable[_Entry]) -> Iterator[_Entry]:
         yield rest
 
 
-def is_part(entry: Sample | TrainingSample) -> bool:
+def is_part(entry: Sample | TrainingSample | TokenLogProbs) -> bool:
     """Whether the entry only has a part of the experts of a later one."""
-    return bool(entry.routed_experts) and not (
-        entry.token_ids if isinstance(entry, Sample) else entry.completion_token_ids or entry.prompt_token_ids
-    )
+    match entry:
+        case Sample():
+            own = entry.token_ids
+        case TokenLogProbs():
+            own = entry.log_probs
+        case _:
+            own = entry.completion_token_ids or entry.prompt_token_ids
+    return bool(entry.routed_experts) and not own
 
 
 class Whole:

@@ -123,6 +123,9 @@ def _conflicts_of_megatron(config: "NodeConfig") -> Iterator[_Problem]:
 def _conflicts_of_runs(config: "NodeConfig") -> Iterator[_Problem]:
     """Runs without what they train, and output folders in the model's, whose files an export copies, or in place of the data."""
     critic, train, sft = config.trainer.critic, config.train, config.sft
+    is_given = train is None or train.policy_loss().old_policy is OldPolicy.GIVEN
+    if config.trainer.router_replay == "old_policy" and (sft is not None or not is_given):
+        yield "trainer.router_replay", '= "old_policy" needs train.old_policy = "given", whose pass chooses the experts'
     uses_critic = train is not None and train.advantages.estimator == "gae"
     if uses_critic and critic is None:
         yield "train.advantages.estimator", '= "gae" needs a critic: add a table [trainer.critic]'
@@ -208,7 +211,7 @@ def replays_routes(config: "NodeConfig", model: "ModelShape") -> bool:
     if replay == "auto":
         has_other_kernel = config.device == "cuda" and model.architecture == "GptOssForCausalLM"
         replay = config.sft is None and model.delta is None and not drafts and not has_other_kernel
-    return replay and model.num_experts > 0
+    return replay is True and model.num_experts > 0
 
 
 def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShape | None" = None) -> None:

@@ -35,7 +35,7 @@ from tasuki.wire.errors import (
     VersionOrder,
 )
 from tasuki.wire.images import restore, send_once
-from tasuki.wire.routes import in_parts
+from tasuki.wire.routes import Whole, in_parts
 
 if TYPE_CHECKING:
     from tasuki.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
@@ -113,7 +113,7 @@ class TrainerFront(TrainerServiceServicer):
         header, samples = await read_compute_log_probs(request_iterator)
         first = [trainer_pb2.ComputeLogProbsRequest(header=header)]
         scored = await self._score("ComputeLogProbs", trainer_pb2.ComputeLogProbsRequest, samples, context, first=first)
-        for chunk in chunks(scored):
+        for chunk in chunks(list(in_parts(scored))):
             yield trainer_pb2.ComputeLogProbsResponse(samples=chunk)
 
     async def ComputeValues(
@@ -175,7 +175,8 @@ class TrainerFront(TrainerServiceServicer):
             parts = chunks(_sent(samples, shares[rank]))
             messages = [*first, *(request(samples=trainer_pb2.TrainingSamples(samples=part)) for part in parts)]
             call = getattr(stub, method)(iter(messages), timeout=calls.remaining_s)
-            return [scored async for response in call for scored in response.samples]
+            whole = Whole().samples if request is trainer_pb2.ComputeLogProbsRequest else iter
+            return [scored async for response in call for scored in whole(response.samples)]
 
         rows: dict[int, Any] = {}
         for rank, (scored, share) in enumerate(zip(await calls.on_shares(shares, score), shares, strict=True)):

@@ -35,13 +35,17 @@ class RouteShape:
         return np.dtype(np.uint8) if self.num_experts <= 256 else np.dtype("<i2")
 
     @property
+    def width(self) -> int:
+        return self.num_layers * self.experts_per_token
+
+    @property
     def token_bytes(self) -> int:
-        return self.num_layers * self.experts_per_token * self.dtype.itemsize
+        return self.width * self.dtype.itemsize
 
     def read(self, content: bytes) -> Routes:
         """[tokens, layers * experts of a token]. content: of whole tokens."""
         rows: Routes = np.frombuffer(content, self.dtype)
-        return rows.reshape(-1, self.num_layers * self.experts_per_token)
+        return rows.reshape(-1, self.width)
 
     def fault(self, routes: Routes) -> tuple[int, str] | None:
         """The first token with a route that no router could choose, and why; None if there is none."""

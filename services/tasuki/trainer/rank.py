@@ -175,8 +175,14 @@ class RankCommands:
     def score(self, command: ranks_pb2.RankScore) -> ranks_pb2.RankScores:
         device, part = self._backend.device, self._backend.sequence_part
         batches = [token_batch(samples, device=device, part=part) for samples in decode_parts(command.micro_batches)]
+        if returns_routes := command.HasField("route_width"):
+            batches = [batch.choosing(command.route_width) for batch in batches]
         scores = self._learner.score(ROLES[command.role], batches)
-        return ranks_pb2.RankScores(micro_batches=[score_N.numpy().tobytes() for score_N in scores])
+        routes = [batch.routes_TR for batch in batches if returns_routes and batch.routes_TR is not None]
+        return ranks_pb2.RankScores(
+            micro_batches=[score_N.numpy().tobytes() for score_N in scores],
+            routes=[routes_TR.cpu().numpy().tobytes() for routes_TR in routes],
+        )
 
     def publish_weights(self, _: trainer_pb2.PublishWeightsRequest) -> ranks_pb2.RankPublished:
         published = self._learner.publish()

@@ -114,12 +114,13 @@ async def _training(ranks: TrainerRanks, *, ready: RankReady, config: NodeConfig
     """The ranks as one trainer, once they are ready. Raises as read_choices and sample_costs."""
     boot_id = uuid.uuid4().hex
     state = TrainerState(roles_by_name(ready.roles), gate=CommandGate(failpoints, boot_id=boot_id), boot_id=boot_id)
-    model = read_model_shape(model_source(config))
+    model, replays_old_policy = read_model_shape(model_source(config)), config.trainer.router_replay == "old_policy"
     limits = BatchLimits(
         vocab_size=ready.vocab_size,
         context_length=ready.context_length,
         micro_batch_tokens=read_choices(config.state_dir).micro_batch_tokens,
-        routes=RouteShape.of(model) if replays_routes(config, model) else None,
+        routes=RouteShape.of(model) if replays_routes(config, model) or replays_old_policy else None,
+        replays_old_policy=replays_old_policy,
         images=read_image_processor(model_source(config)),
         has_aux_loss=config.trainer.router_aux_loss_coef > 0,
         starts_from_adapter=config.trainer.lora is not None and config.trainer.lora.path is not None,

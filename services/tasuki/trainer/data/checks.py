@@ -31,6 +31,8 @@ class BatchLimits:
     """Maximum tokens in a micro-batch, and so in a sample."""
     routes: RouteShape | None = None
     """Of the policy, if it replays them."""
+    replays_old_policy: bool = False
+    """Whether these are of the trainer's own pass, and not of rollout."""
     images: ImageProcessor | None = None
     """None if the model reads text alone."""
     has_aux_loss: bool = False
@@ -107,12 +109,12 @@ def check_columns(samples: Samples, *, config: LossConfig, role: Role) -> None:
             raise InvalidArgument(place, f"{samples.columns[name][wrong[0]]:g} {problem}")
 
 
-def check_routed(samples: Samples) -> None:
-    """Raises InvalidArgument for samples of rollout without their experts."""
-    if len(samples) and samples.routes_TR is None:
-        problem = (
-            "empty, but trainer.router_replay needs the experts that rollout reported; give the sample's, or set it to false"
-        )
+def check_routed(samples: Samples, *, config: LossConfig, limits: BatchLimits) -> None:
+    """Raises InvalidArgument for samples without the experts of the log-probs that the loss needs."""
+    needing = "old_log_probs" if limits.replays_old_policy else "rollout_log_probs"
+    if limits.routes is not None and needing in config.required_fields and len(samples) and samples.routes_TR is None:
+        source = "with_old_log_probs" if limits.replays_old_policy else "rollout"
+        problem = f"empty, but trainer.router_replay needs the experts of {source}; give the sample's, or set it to false"
         raise InvalidArgument("samples[0].routed_experts", problem)
 
 

@@ -107,9 +107,14 @@ class TokenBatch:
     images: ImageBatch | None = None
     """None without images."""
     routes_TR: Tensor | None = None
-    """int16: the experts of each token in every layer, -1 where routers choose; None: everywhere."""
+    """int16: the experts of each token in every layer, -1 where routers choose; None: everywhere. A pass without gradient writes their
+    choice there."""
     num_dummies: int = 0
     """Number of last tokens that belong to no sample."""
+
+    def choosing(self, route_width: int) -> "TokenBatch":
+        """The batch with room for what routers choose, `route_width` numbers a token."""
+        return replace(self, routes_TR=self.input_ids_T.new_full((len(self.input_ids_T), route_width), -1, dtype=torch.int16))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +201,17 @@ def _images(
 
 def _routes(routes_TR: Routes, packed: "Packing", num_dummies: int) -> NDArray[np.int16]:
     return np.pad(routes_TR[packed.rows_T].astype(np.int16), ((0, num_dummies), (0, 0)), constant_values=-1)
+
+
+def unpacked_routes(samples: Samples, packed_TR: NDArray[np.int16]) -> NDArray[np.int16]:
+    """[T, R] of the samples' own tokens; zeros for a sample's last token. packed_TR: of those that `token_batch` packs, and dummies."""
+    packed, (owner_G, group_S), first_S = pack(samples), _groups(samples), starts(samples.num_tokens_S)
+    routes_TR = np.zeros((len(samples.token_ids_T), packed_TR.shape[1]), np.int16)
+    routes_TR[packed.rows_T] = packed_TR[: len(packed.rows_T)]
+    members = np.flatnonzero(group_S != NO_PREFIX)
+    rows, owned = (ranges(first_S[each], samples.num_prompt_S[members]) for each in (members, owner_G[group_S[members]]))
+    routes_TR[rows] = routes_TR[owned]
+    return routes_TR
 
 
 def _shared_prompts(packed: "Packing", *, device: torch.device) -> SharedPrompts | None:

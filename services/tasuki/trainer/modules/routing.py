@@ -39,7 +39,8 @@ class Router(nn.Module):
         self._is_normalized: bool = getattr(given, "norm_topk_prob", True)
         self._keeps_dtype = type(router).__name__.startswith("Qwen3")
         self.replayed_TK: Tensor | None = None
-        """Experts to take in the coming pass and its recomputation; -1 where the router chooses. None: it chooses everywhere."""
+        """Experts to take in the coming pass and its recomputation; -1 where the router chooses, which a pass without gradient replaces by
+        its choice. None: it chooses everywhere."""
         self.first_token = 0
         """Place among them of the first token that the router is called with, if an MLP computes tile by tile."""
         self.num_differing: Tensor | None = None
@@ -73,6 +74,8 @@ class Router(nn.Module):
         if self.replayed_TK is not None:
             own_TK, given_TK = chosen_TK, self.replayed_TK.narrow(0, self.first_token, len(chosen_TK)).long()
             chosen_TK = torch.where(given_TK < 0, own_TK, given_TK)
+            if not torch.is_grad_enabled():
+                self.replayed_TK.narrow(0, self.first_token, len(chosen_TK)).copy_(chosen_TK)
             if self.num_differing is not None and self.is_counting:
                 differs_T = (chosen_TK.sort(dim=-1).values != own_TK.sort(dim=-1).values).any(dim=-1)
                 self.num_differing += differs_T.sum()

@@ -159,12 +159,7 @@ def _routes(messages: Sequence[TrainingSample], routes: RouteShape, num_tokens_S
     """[T, R]; None if no sample has any. num_tokens_S: with those of images. Raises InvalidArgument."""
     if not any(message.routed_experts for message in messages):
         return None
-    if (num_bytes := sum(len(message.routed_experts) for message in messages)) > _MAX_ROUTE_BYTES:
-        problem = (
-            f"take {num_bytes} bytes in one call, which the training log cannot hold; at most {_MAX_ROUTE_BYTES}: make "
-            "several calls, or set trainer.router_replay to false"
-        )
-        raise InvalidArgument("samples[].routed_experts", problem)
+    check_route_bytes(sum(len(message.routed_experts) for message in messages))
     routes_TR = np.zeros((num_tokens_S.sum(), routes.num_layers * routes.experts_per_token), routes.dtype)
     first = 0
     for index, (message, num_tokens) in enumerate(zip(messages, num_tokens_S.tolist(), strict=True)):
@@ -180,6 +175,13 @@ def _routes(messages: Sequence[TrainingSample], routes: RouteShape, num_tokens_S
         routes_TR[first : first + num_routed] = own
         first += num_tokens
     return routes_TR
+
+
+def check_route_bytes(num_bytes: int) -> None:
+    """Raises InvalidArgument for more than one message holds, of the training log or of ranks."""
+    if num_bytes > _MAX_ROUTE_BYTES:
+        problem = f"take {num_bytes} bytes in one call; at most {_MAX_ROUTE_BYTES} fit: make several calls"
+        raise InvalidArgument("samples[].routed_experts", f"{problem}, or set trainer.router_replay to false")
 
 
 def decode_role(role: RoleMessage.ValueType, *, allowed: Sequence[Role], field: str) -> Role:

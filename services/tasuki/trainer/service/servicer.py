@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.config.paths import training_save_path
 from tasuki.config.schema import NodeConfig
+from tasuki.models.routes import Routes
 from tasuki.rpc.commands import Commanded, chunks, digest
 from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, joined, watch_usage
 from tasuki.trainer.data.samples import Samples
@@ -33,6 +34,7 @@ from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
 from tasuki.v1.types_pb2 import ROLE_CRITIC, STAGE_UNSPECIFIED, TrainingSample
 from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.routes import in_parts
 from tasuki.wire.stages import RULES, MemoryTag, Service, Stage
 
 _log = logging.getLogger("tasuki.trainer")
@@ -148,19 +150,26 @@ class TrainerServicer(TrainerServiceServicer):
     ) -> AsyncIterator[trainer_pb2.ComputeLogProbsResponse]:
         header, samples = await requests.read_compute_log_probs(request_iterator)
         requests.decode_role(header.role, allowed=(Role.POLICY, Role.REFERENCE), field="header.role")
-        for chunk in chunks([trainer_pb2.TokenLogProbs(log_probs=row) for row in await self._score(header.role, samples)]):
+        rows, routes = await self._score(header.role, samples, is_old_policy=header.is_old_policy)
+        scored = [trainer_pb2.TokenLogProbs(log_probs=row) for row in rows]
+        for one, routes_TR in zip(scored, routes, strict=False):  # empty if none are returned
+            one.routed_experts, one.route_bytes = routes_TR.tobytes(), routes_TR.nbytes // len(routes_TR)
+        for chunk in chunks(list(in_parts(scored))):
             yield trainer_pb2.ComputeLogProbsResponse(samples=chunk)
 
     async def ComputeValues(
         self, request_iterator: AsyncIterator[trainer_pb2.ComputeValuesRequest], context: Any
     ) -> AsyncIterator[trainer_pb2.ComputeValuesResponse]:
         samples = await requests.read_compute_values(request_iterator)
-        for chunk in chunks([trainer_pb2.TokenValues(values=row) for row in await self._score(ROLE_CRITIC, samples)]):
+        rows, _ = await self._score(ROLE_CRITIC, samples)
+        for chunk in chunks([trainer_pb2.TokenValues(values=row) for row in rows]):
             yield trainer_pb2.ComputeValuesResponse(samples=chunk)
 
-    async def _score(self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
+    async def _score(
+        self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample], *, is_old_policy: bool = False
+    ) -> tuple[list[NDArray[np.float32]], list[Routes]]:
         async with self._state.training():
-            scored = await asyncio.to_thread(self._training.decode_scored, role, samples)
+            scored = await asyncio.to_thread(self._training.decode_scored, role, samples, is_old_policy=is_old_policy)
             with self._metrics.using("score"):
                 return await self._training.score(*scored)
 

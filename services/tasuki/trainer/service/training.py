@@ -1,7 +1,8 @@
 """Effects of the trainer's commands on its ranks and state. All are called with the turn held and the trainer loaded."""
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 
 import numpy as np
@@ -9,13 +10,14 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.models.routes import RouteShape
+from tasuki.models.routes import Routes, RouteShape
 from tasuki.trainer.data import checks
 from tasuki.trainer.data.cost import SampleCost
+from tasuki.trainer.data.micro_batch import unpacked_routes
 from tasuki.trainer.data.plan import MicroBatchPlan, Sharing, plan_shared
-from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.data.samples import Samples, starts
 from tasuki.trainer.ranks import TrainerRanks
-from tasuki.trainer.service.requests import check_learning_rate, decode_role, decode_samples
+from tasuki.trainer.service.requests import check_learning_rate, check_route_bytes, decode_role, decode_samples
 from tasuki.trainer.service.state import TrainerState, roles_by_name
 from tasuki.trainer.wire import (
     ROLE_MESSAGES,
@@ -81,8 +83,8 @@ class Training:
         trained = self._trained(call.role, field="header.role")
         config = decode_loss(call.loss)
         decoded = decode_samples(samples, routes=self._routes(trained, samples), images=self._limits.images)
-        if self._limits.routes is not None and trained is Role.POLICY and "rollout_log_probs" in config.required_fields:
-            checks.check_routed(decoded)
+        if trained is Role.POLICY:
+            checks.check_routed(decoded, config=config, limits=self._limits)
         if self.state.roles[trained].has_gradients and (_divides_alone(call) or trained in self._divided_alone):
             problem = (
                 f"is missing in a call of this step of the {trained}: each would divide by its own count, and their sum be too large; "
@@ -111,19 +113,24 @@ class Training:
         checks.check_versions(decoded, policy_version=self.state.policy_version)
         return trained, config, decoded
 
-    def decode_scored(self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample]) -> tuple[Role, Samples]:
-        """Decodes samples to score with the policy, the reference or the critic. Raises InvalidArgument."""
+    def decode_scored(
+        self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample], *, is_old_policy: bool = False
+    ) -> tuple[Role, Samples, RouteShape | None]:
+        """Decodes samples to score with the policy, the reference or the critic, and the routes to return. Raises InvalidArgument."""
         is_reference = role == ROLE_MESSAGES[Role.REFERENCE]
         if is_reference and self._limits.starts_from_adapter:
             problem = "the reference would be the model without trainer.lora.path, which starts the policy"
             raise InvalidArgument("header.role", f"{problem}; merge the adapter into the model with PEFT to score with it")
         scored = Role.REFERENCE if is_reference else self._trained(role, field="header.role")
         routes = self._routes(scored, samples)
-        decoded = decode_samples(
-            samples, names=(), routes=routes, images=self._limits.images
-        )  # scoring ignores fields of losses
+        returned = routes if is_old_policy and self._limits.replays_old_policy else None
+        # Scoring ignores fields of losses.
+        given = routes if returned is None else None
+        decoded = decode_samples(samples, names=(), routes=given, images=self._limits.images)
         checks.check_sequences(decoded, limits=self._limits)
-        return scored, decoded
+        if returned is not None:
+            check_route_bytes(2 * returned.width * len(decoded.token_ids_T))
+        return scored, decoded, returned
 
     async def forward_backward(
         self,
@@ -218,16 +225,25 @@ class Training:
         self.state.loaded = LoadedCheckpoint(path=request.path, policy_version=loaded.policy_version)
         return loaded
 
-    async def score(self, role: Role, samples: Samples) -> list[NDArray[np.float32]]:
-        """Computes log-probs or values, [tokens of the completion] for each sample, in order."""
+    async def score(
+        self, role: Role, samples: Samples, returned: RouteShape | None = None
+    ) -> tuple[list[NDArray[np.float32]], list[Routes]]:
+        """Computes log-probs or values, [tokens of the completion] for each sample, in order, and the routes to return."""
         samples, plan = self._plan(role, samples)
+        width = None if returned is None else returned.width
         commands = [
-            ranks_pb2.RankScore(role=ROLE_MESSAGES[role], micro_batches=encode_parts(samples, parts))
+            ranks_pb2.RankScore(role=ROLE_MESSAGES[role], micro_batches=encode_parts(samples, parts), route_width=width)
             for parts in self._for_each_rank(plan)
         ]
         answers = await self.ranks.call([ranks_pb2.TrainerRankCommand(score=command) for command in commands])
-        contents = [answer.score.micro_batches for answer in answers[:: self._num_sharing]]
-        return _rows_of(range(len(samples)), plan, contents, samples=samples)
+        scores, num = [answer.score for answer in answers], self._num_sharing
+        rows = _rows_of(range(len(samples)), plan, [score.micro_batches for score in scores[::num]], samples=samples)
+        if returned is None:
+            return rows, []
+        sharing = [
+            zip(*(score.routes for score in scores[rank : rank + num]), strict=True) for rank in range(0, len(scores), num)
+        ]
+        return rows, await asyncio.to_thread(_routes_of, returned, plan, sharing, samples=samples)
 
     def _trained(self, role: RoleMessage.ValueType, *, field: str) -> Role:
         """Raises InvalidArgument unless this node trains the role."""
@@ -295,3 +311,19 @@ def _rows_of(
         return [scored[position] for position in positions]
     named = np.split(~samples.is_image_N(first=1), np.cumsum(samples.num_completion_S)[:-1])
     return [scored[position][named[position]] for position in positions]
+
+
+def _routes_of(
+    shape: RouteShape, plan: MicroBatchPlan, contents: Sequence[Iterable[Sequence[bytes]]], *, samples: Samples
+) -> list[Routes]:
+    """Routes of each sample's tokens but the last. contents: of each rank's micro-batches, the parts of the ranks that share it."""
+    found: dict[int, Routes] = {}
+    for micro_batches, parts in zip(plan, contents, strict=True):
+        for indices, content in zip(micro_batches, parts, strict=True):
+            chosen = samples.select(indices)
+            packed_TR = np.frombuffer(b"".join(content), np.int16).reshape(-1, shape.width)
+            routes_TR = unpacked_routes(chosen, packed_TR).clip(min=0).astype(shape.dtype)
+            firsts = starts(chosen.num_tokens_S).tolist()
+            for index, first, num in zip(indices, firsts, (chosen.num_tokens_S - 1).tolist(), strict=True):
+                found[index] = routes_TR[first : first + num]
+    return [found[position] for position in range(len(samples))]
