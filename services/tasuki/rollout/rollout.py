@@ -1,4 +1,4 @@
-"""State of the rollout service, and each stage's effect on its engine ranks and their memory."""
+"""State of the rollout service, each stage's effect on its engine ranks, and the gRPC interface to their memory."""
 
 import asyncio
 import logging
@@ -6,15 +6,16 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tasuki.rollout.generate import check_request, generate, prepared_images
 from tasuki.rollout.rank import rank_address
 from tasuki.rollout.seeds import CallSeeds
 from tasuki.rollout.sync import WeightSync
-from tasuki.rpc.commands import REFUSALS
-from tasuki.rpc.memory import joined
+from tasuki.rpc.commands import REFUSALS, CommandGate, remaining_s
+from tasuki.rpc.memory import UsageServicer, decode_move, joined
 from tasuki.rpc.ranks import RankFront
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2, weights_pb2
 from tasuki.v1.memory_pb2 import PauseRequest, PauseResponse, ResumeRequest, ResumeResponse
@@ -111,7 +112,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         self._awake |= set(tags)
         return sum(result.resume.mapped_bytes for result in results)
 
-    async def usage(self, request: memory_pb2.GetUsageRequest, *, timeout_s: float) -> memory_pb2.GetUsageResponse:
+    async def usage(self, request: memory_pb2.GetUsageRequest, timeout_s: float) -> memory_pb2.GetUsageResponse:
         """Memory usage as every rank reports it. Raises DeadlineExceeded when they are busy for longer."""
         command = ranks_pb2.EngineRankCommand(get_usage=request)
         return joined([result.get_usage for result in await self.call(command, timeout_s=timeout_s)])
@@ -334,3 +335,19 @@ class Rollout:
                 text = f"{stage} failed half-way, and the engine is restarted: {error.message}"
                 raise InternalError(text, **error.metadata) from error
             raise
+
+
+class RolloutMemoryServicer(UsageServicer):
+    """gRPC interface to the engine's memory, moved by stages."""
+
+    def __init__(self, rollout: Rollout, gate: CommandGate) -> None:
+        super().__init__(rollout.ranks.usage)
+        self._rollout, self._gate = rollout, gate
+
+    async def Pause(self, request: PauseRequest, context: Any) -> PauseResponse:
+        stage, tags = decode_move(request, Service.ROLLOUT)
+        return await self._gate.stage(request, partial(self._rollout.pause, stage, tags, timeout_s=remaining_s(context)))
+
+    async def Resume(self, request: ResumeRequest, context: Any) -> ResumeResponse:
+        stage, tags = decode_move(request, Service.ROLLOUT)
+        return await self._gate.stage(request, partial(self._rollout.resume, stage, tags, timeout_s=remaining_s(context)))

@@ -1,8 +1,8 @@
-"""Assembles the rollout service and runs it."""
+"""The rollout service: its gRPC interface, assembled and run."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 
 import grpc
@@ -17,7 +17,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rollout.metrics import EngineLoad, EngineMetrics, GenerationMetrics, keep_metrics_in_memory
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.ranks import RankProcesses, RankReport
-from tasuki.rollout.rollout import RankCalls, Rollout
+from tasuki.rollout.rollout import RankCalls, Rollout, RolloutMemoryServicer
 from tasuki.rollout.seeds import CallNumbers, CallSeeds
 from tasuki.rollout.sglang.engine import RolloutEngine, start_engine
 from tasuki.rollout.sync import WeightSync
@@ -25,12 +25,11 @@ from tasuki.rpc.commands import CommandGate, remaining_s
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging, open_service_tracer
-from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, staying_tags, watch_usage
+from tasuki.rpc.memory import staying_tags
 from tasuki.rpc.port import port_of
 from tasuki.rpc.process_start import StartSeconds, StartupDeadline
 from tasuki.rpc.server import RpcServer
-from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2
-from tasuki.v1.memory_pb2 import PauseRequest, PauseResponse, ResumeRequest, ResumeResponse
+from tasuki.v1 import memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2
 from tasuki.wire.errors import DeadlineExceeded, InternalError
 from tasuki.wire.routes import in_parts
 from tasuki.wire.stages import Service
@@ -89,38 +88,6 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             is_in_stage=self._gate.is_in_stage,
             stop_token_ids=engine.model.stop_token_ids,
         )
-
-
-class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
-    """gRPC interface to the engine's memory, moved by stages."""
-
-    def __init__(self, rollout: Rollout, gate: CommandGate) -> None:
-        self._rollout, self._gate = rollout, gate
-
-    async def Pause(self, request: PauseRequest, context: grpc.aio.ServicerContext) -> PauseResponse:
-        stage, tags = decode_move(request, Service.ROLLOUT)
-        pause = partial(self._rollout.pause, stage, tags, timeout_s=remaining_s(context))
-        return await self._gate.stage(request, pause)
-
-    async def Resume(self, request: ResumeRequest, context: grpc.aio.ServicerContext) -> ResumeResponse:
-        stage, tags = decode_move(request, Service.ROLLOUT)
-        resume = partial(self._rollout.resume, stage, tags, timeout_s=remaining_s(context))
-        return await self._gate.stage(request, resume)
-
-    async def GetUsage(
-        self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext
-    ) -> memory_pb2.GetUsageResponse:
-        # Of a shorter deadline a part, so that the caller hears why it was not met.
-        return await self._rollout.ranks.usage(request, timeout_s=min(USAGE_TIMEOUT_S, 0.9 * remaining_s(context)))
-
-    async def WatchUsage(
-        self, request: memory_pb2.WatchUsageRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
-        def usage() -> Awaitable[memory_pb2.GetUsageResponse]:
-            return self._rollout.ranks.usage(memory_pb2.GetUsageRequest(), timeout_s=USAGE_TIMEOUT_S)
-
-        async for response in watch_usage(request, usage):
-            yield response
 
 
 def _bundles(samples: Sequence[types_pb2.Sample]) -> Iterator[list[types_pb2.Sample]]:

@@ -5,13 +5,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import grpc
 
 from tasuki.config.choices import Choices
 from tasuki.config.schema import NodeConfig
-from tasuki.v1 import memory_pb2
+from tasuki.rpc.commands import remaining_s
+from tasuki.v1 import memory_pb2, memory_pb2_grpc
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.rollout_pb2 import GetRolloutStateRequest
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -67,23 +68,33 @@ def joined(answers: Sequence[memory_pb2.GetUsageResponse]) -> memory_pb2.GetUsag
     )
 
 
-async def watch_usage(
-    request: memory_pb2.WatchUsageRequest, read: Callable[[], Awaitable[memory_pb2.GetUsageResponse]]
-) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
-    """Stream of WatchUsage. There is no answer while the ranks run a long command."""
-    interval_ms = request.interval_ms if request.HasField("interval_ms") else _DEFAULT_INTERVAL_MS
-    if interval_ms not in _INTERVAL_MS:
-        raise InvalidArgument("interval_ms", f"{interval_ms} ms; from {_INTERVAL_MS.start} to {_INTERVAL_MS.stop - 1}")
-    clock = asyncio.get_running_loop()
-    while True:
-        started = clock.time()
-        try:
-            response = memory_pb2.WatchUsageResponse(usage=await read())
-        except DeadlineExceeded:
-            continue
-        response.time.GetCurrentTime()
-        yield response
-        await asyncio.sleep(max(0.0, started + interval_ms / 1000 - clock.time()))
+class UsageServicer(memory_pb2_grpc.MemoryServiceServicer):
+    """GetUsage and WatchUsage of a service's ranks. Each service adds its moves."""
+
+    def __init__(self, usage: Callable[[memory_pb2.GetUsageRequest, float], Awaitable[memory_pb2.GetUsageResponse]]) -> None:
+        """usage: asks all ranks, within some seconds; raises DeadlineExceeded while they are in the middle of something long."""
+        self._usage = usage
+
+    async def GetUsage(self, request: memory_pb2.GetUsageRequest, context: Any) -> memory_pb2.GetUsageResponse:
+        # Of a shorter deadline a part, so that the caller hears why it was not met.
+        return await self._usage(request, min(USAGE_TIMEOUT_S, 0.9 * remaining_s(context)))
+
+    async def WatchUsage(
+        self, request: memory_pb2.WatchUsageRequest, context: Any
+    ) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
+        interval_ms = request.interval_ms if request.HasField("interval_ms") else _DEFAULT_INTERVAL_MS
+        if interval_ms not in _INTERVAL_MS:
+            raise InvalidArgument("interval_ms", f"{interval_ms} ms; from {_INTERVAL_MS.start} to {_INTERVAL_MS.stop - 1}")
+        clock = asyncio.get_running_loop()
+        while True:
+            started = clock.time()
+            try:
+                response = memory_pb2.WatchUsageResponse(usage=await self._usage(memory_pb2.GetUsageRequest(), USAGE_TIMEOUT_S))
+            except DeadlineExceeded:
+                continue
+            response.time.GetCurrentTime()
+            yield response
+            await asyncio.sleep(max(0.0, started + interval_ms / 1000 - clock.time()))
 
 
 def staying_of_engine_rank(config: NodeConfig, choices: Choices, rank: int) -> frozenset[MemoryTag]:

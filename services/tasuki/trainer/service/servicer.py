@@ -16,7 +16,7 @@ from tasuki.config.paths import training_save_path
 from tasuki.config.schema import NodeConfig
 from tasuki.models.routes import Routes
 from tasuki.rpc.commands import Commanded, chunks, digest
-from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, joined, watch_usage
+from tasuki.rpc.memory import UsageServicer, decode_move, joined
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.durable.restore import recipe
 from tasuki.trainer.durable.training_log import TrainingLog
@@ -27,7 +27,6 @@ from tasuki.trainer.service.state import TrainerMetrics, TrainerState, raise_unl
 from tasuki.trainer.service.training import Training
 from tasuki.trainer.wire import ROLES, Role
 from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2, weights_pb2
-from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer
 from tasuki.v1.ranks_pb2 import TrainerRankCommand
 from tasuki.v1.trainer_pb2 import WithdrawWeightsRequest
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
@@ -303,11 +302,12 @@ class TrainerServicer(TrainerServiceServicer):
         )
 
 
-class MemoryServicer(MemoryServiceServicer):
+class MemoryServicer(UsageServicer):
     """Pauses and resumes tags on every rank."""
 
     def __init__(self, ranks: TrainerRanks, *, state: TrainerState, staying: frozenset[MemoryTag] = frozenset()) -> None:
         """staying: tags that every rank keeps during OFFLOAD."""
+        super().__init__(self._read_usage)
         self._ranks, self._state, self._staying = ranks, state, staying
 
     async def Pause(self, request: memory_pb2.PauseRequest, context: Any) -> memory_pb2.PauseResponse:
@@ -339,16 +339,6 @@ class MemoryServicer(MemoryServiceServicer):
 
         return await self._state.gate.stage(request, resume)
 
-    async def GetUsage(self, request: memory_pb2.GetUsageRequest, context: Any) -> memory_pb2.GetUsageResponse:
-        return await self._usage(request)
-
-    async def WatchUsage(
-        self, request: memory_pb2.WatchUsageRequest, context: Any
-    ) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
-        async for response in watch_usage(request, lambda: self._usage(memory_pb2.GetUsageRequest())):
-            yield response
-
-    async def _usage(self, request: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
-        """Raises DeadlineExceeded while the ranks are in the middle of something long."""
-        answers = await self._ranks.call(TrainerRankCommand(get_usage=request), timeout_s=USAGE_TIMEOUT_S)
+    async def _read_usage(self, request: memory_pb2.GetUsageRequest, timeout_s: float) -> memory_pb2.GetUsageResponse:
+        answers = await self._ranks.call(TrainerRankCommand(get_usage=request), timeout_s=timeout_s)
         return joined([answer.get_usage for answer in answers])
