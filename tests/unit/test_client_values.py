@@ -17,6 +17,7 @@ from tasuki.client.sync_client import Client
 from tasuki.client.types import FinishReason, Sample, SamplingParams, TrainingSample
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument
+from tests.refusal import refusing
 
 NAN = float("nan")
 CLIENT = AsyncClient("unix:/nobody")
@@ -72,9 +73,8 @@ def test_turns_become_one_sample_that_counts_what_was_sampled() -> None:
     ],
 )
 def test_a_turn_that_does_not_continue_those_before_it_is_named(turns: list[Any], field: str, problem: str) -> None:
-    with pytest.raises(InvalidArgument, match=problem) as refused:
+    with refusing(field, match=problem):
         TrainingSample.of_turns(turns)
-    assert refused.value.metadata["field"] == field
 
 
 def test_a_part_of_a_step_divides_by_the_count_of_the_whole() -> None:
@@ -93,9 +93,8 @@ def test_a_part_of_a_step_divides_by_the_count_of_the_whole() -> None:
         (LossConfig(), others),
         (LossConfig(), 3),
     ):
-        with pytest.raises(InvalidArgument) as refused:
+        with refusing("step_samples"):
             loss_of_part(loss, samples, step_samples=cast(Any, whole))
-        assert refused.value.metadata["field"] == "step_samples"
 
 
 @pytest.mark.parametrize("prompts", ["What is 2 + 2?", ["What is 2 + 2?"], [["a", "b"]], [[{"role": "user", "content": "a"}]]])
@@ -129,9 +128,8 @@ def test_a_text_in_place_of_token_ids_is_answered_with_how_to_tokenize_it(prompt
 def test_a_call_that_cannot_be_sent_is_named_before_the_node_is_asked(
     call: Callable[[], Coroutine[Any, Any, object]], field: str
 ) -> None:
-    with pytest.raises(InvalidArgument) as refused:
+    with refusing(field):
         asyncio.run(call())
-    assert refused.value.metadata["field"] == field
 
 
 @pytest.mark.parametrize(
@@ -144,9 +142,8 @@ def test_a_call_that_cannot_be_sent_is_named_before_the_node_is_asked(
     ],
 )
 def test_an_argument_with_which_no_call_would_succeed_is_named_at_once(arguments: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidArgument) as refused:
+    with refusing(field):
         Client(**arguments)
-    assert refused.value.metadata["field"] == field
 
 
 @pytest.mark.parametrize(
@@ -171,9 +168,8 @@ def test_an_argument_with_which_no_call_would_succeed_is_named_at_once(arguments
     ],
 )
 def test_what_cannot_be_sent_is_named(send: Callable[[], object], field: str) -> None:
-    with pytest.raises(InvalidArgument) as refused:
+    with refusing(field):
         send()
-    assert refused.value.metadata["field"] == field
 
 
 @pytest.mark.parametrize(
@@ -198,9 +194,8 @@ def test_what_cannot_be_sent_is_named(send: Callable[[], object], field: str) ->
 )
 def test_a_sampling_parameter_of_the_wrong_type_or_size_is_named(name: str, values: list[Any]) -> None:
     for value in values:
-        with pytest.raises(InvalidArgument) as refused:
+        with refusing(name) as refused:
             SamplingParams(**{name: value})
-        assert refused.value.metadata["field"] == name
         assert repr(value)[:20] in refused.value.message and "; give " in refused.value.message
 
 

@@ -16,6 +16,7 @@ from tasuki.rpc.port import fleet_port
 from tasuki.wire.address import socket_folder, unix_target
 from tasuki.wire.channel import MAX_PORT_CALLS
 from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tests.refusal import refusing
 
 RUN = '[train]\ndataset = "a"\noutput_dir = "b"\n[train.reward]\nfunction = "a:b"\n'
 MINIMAL = 'state_dir = "state"\n[model]\npath = "model"\n'
@@ -52,9 +53,8 @@ def test_a_run_does_not_write_into_its_model_nor_its_data(tmp_path: Path, output
     (tmp_path / "model").mkdir()
     (tmp_path / "here").symlink_to("model")
     text = f'{MINIMAL}[sft]\ndataset = "a"\noutput_dir = "{output_dir}"\nnum_steps = 1\n'
-    with pytest.raises(InvalidArgument) as refused:
+    with refusing("sft.output_dir"):
         load_config(write(tmp_path, text))
-    assert refused.value.metadata["field"] == "sft.output_dir"
 
 
 AVX2, ZEN4, ARM = "flags\t\t: fpu avx2 fma\n", "flags\t\t: avx2 avx512_bf16\n", "Features\t: fp asimd bf16\n"
@@ -141,9 +141,8 @@ NO_SIZE = "give a whole number of bytes above 0, or text"
     ],
 )  # fmt: skip
 def test_a_refusal_names_the_key_and_the_cure(tmp_path: Path, overrides: list[str], field: str, told: str) -> None:
-    with pytest.raises(InvalidArgument) as refused:
+    with refusing(field) as refused:
         load_config(write(tmp_path, MINIMAL), overrides=overrides)
-    assert refused.value.metadata["field"] == field
     assert refused.value.message.startswith(field) and told in refused.value.message
 
 
@@ -188,9 +187,8 @@ def test_deadlines_are_noticed_in_their_order(tmp_path: Path, stage_s: float) ->
 
 @pytest.mark.parametrize(("key", "instead"), load.known_names("earlier_versions").items())
 def test_a_key_that_is_gone_is_told_what_to_write(tmp_path: Path, key: str, instead: str) -> None:
-    with pytest.raises(InvalidArgument, match=re.escape(instead)) as refused:
+    with refusing(key, match=re.escape(instead)):
         load_config(write(tmp_path, MINIMAL), overrides=[f"{key}=1"])
-    assert refused.value.metadata["field"] == key
 
 
 @pytest.mark.parametrize(("text", "num_bytes"), [("8GB", 8 * 10**9), ("512MiB", 2**29), ("4096", 4096)])

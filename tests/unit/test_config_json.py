@@ -10,6 +10,7 @@ from transformers import AutoConfig
 from tasuki.models.known import FAMILIES, read_model
 from tasuki.wire.errors import InvalidArgument, TasukiError, UnsupportedModel
 from tests.models import CONFIGS, make_model, save_checkpoint
+from tests.refusal import refusing
 
 SIZES = {
     "vocab_size": 128,
@@ -94,9 +95,8 @@ def table_of(architecture: str = "LlamaForCausalLM", **values: object) -> dict[s
 def test_a_key_that_a_model_lacks_is_named(key: str) -> None:
     table = table_of()
     del table[key]
-    with pytest.raises(InvalidArgument) as refused:
+    with refusing(key):
         read_model(table)
-    assert refused.value.metadata["field"] == key
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
@@ -225,9 +225,8 @@ def test_a_fractional_base_is_refused_where_the_engine_rounds_it(key: str) -> No
     ],
 )  # fmt: skip
 def test_a_note_that_transformers_cannot_read_is_refused_by_key(key: str, value: object):
-    with pytest.raises(InvalidArgument) as refused:
+    with refusing(key):
         read_model(table_of(**{key: value}))
-    assert refused.value.metadata["field"] == key
 
 
 def test_a_number_of_another_kind_or_null_is_refused_or_read_by_transformers(tmp_path: Path) -> None:

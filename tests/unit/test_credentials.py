@@ -22,6 +22,7 @@ from tasuki.wire.credentials import Credentials, TlsFiles, read_tokens
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied
 from tasuki.wire.reloaded import Reloaded
 from tests.owners import give_away
+from tests.refusal import refusing
 
 
 def secret(path: Path, text: str, *, mode: int = 0o600) -> Path:
@@ -61,9 +62,8 @@ def test_a_file_without_a_good_token_is_refused_without_telling_it(
     tmp_path: Path, read: Callable[[Path], object], field: str, files: list[tuple[str, str]]
 ) -> None:
     for text, token in files:
-        with pytest.raises(InvalidArgument) as refused:
+        with refusing(field) as refused:
             read(secret(tmp_path / "t", text))
-        assert refused.value.metadata["field"] == field
         assert not token or token not in refused.value.message
 
 
@@ -126,9 +126,8 @@ def test_tls_files_are_checked_by_key(tmp_path: Path) -> None:
         ({"ca": "rubbish"}, "security.ca"),
         ({"ca": "node.key"}, "security.ca"),
     ):
-        with pytest.raises(InvalidArgument) as refused:
+        with refusing(field):
             read(**names)
-        assert refused.value.metadata["field"] == field, names
 
 
 @pytest.mark.parametrize("given", [{}, {"cert": "a"}, {"cert": "a", "key": "b"}, {"ca": "a", "key": "b"}])
@@ -173,9 +172,8 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not_taken(tmp_path: Pa
 )
 def test_a_table_of_roles_that_is_wrong_names_its_key(tmp_path: Path, text: str) -> None:
     (tmp_path / "roles.toml").write_text(text)
-    with pytest.raises(InvalidArgument) as refused:
+    with refusing("security.callers"):
         read_certificates(tmp_path / "roles.toml")
-    assert refused.value.metadata["field"] == "security.callers"
 
 
 def test_an_encrypted_key_is_refused_and_no_password_is_asked_for(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tasuki.node.services import EXIT_FLEET_ENDED, EXIT_REFUSED, node_services
 from tasuki.node.start import check_place, check_run
 from tasuki.v1.trainer_pb2 import GetTrainerStateResponse
 from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, NotJoined, PeerUnavailable, TasukiError
+from tests.refusal import refusing
 
 ENVIRONMENT = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-a", "TASUKI_FLEET": "first", "TASUKI_ATTEMPT": "3"}
 
@@ -57,9 +58,8 @@ def test_flags_come_before_the_file_and_the_file_before_the_environment(tmp_path
 def test_what_nobody_tells_and_what_is_wrong_is_named(
     tmp_path: Path, environment: dict[str, str], flags: dict[str, str], field: str, words: str
 ) -> None:
-    with pytest.raises(InvalidArgument, match=words) as raised:
+    with refusing(field, match=words):
         read(tmp_path, environment=environment, **flags)
-    assert raised.value.metadata["field"] == field
 
 
 def test_a_node_of_a_fleet_has_one_more_service_which_ends_it_for_good(tmp_path: Path) -> None:
@@ -128,16 +128,14 @@ def test_a_node_that_the_leader_cannot_call_is_refused_by_key(tmp_path: Path) ->
     check_place(placed(tmp_path, *PORTS))
     check_place(placed(tmp_path, "fleet.leader=127.0.0.1:29400"))
     for listen, shown in (("unix", "unix"), ("127.0.0.1:5006", "127.0.0.1:5006")):
-        with pytest.raises(InvalidArgument, match=f'listen = "{shown}" cannot be called from node 0, at node-a') as refused:
+        with refusing("listen", match=f'listen = "{shown}" cannot be called from node 0, at node-a'):
             check_place(placed(tmp_path, *PORTS, f"listen={listen}"))
-        assert refused.value.metadata["field"] == "listen"
 
 
 def test_an_interface_that_the_machine_lacks_is_refused_by_key(tmp_path: Path) -> None:
     check_place(placed(tmp_path, *PORTS, "fleet.interface=lo"))
-    with pytest.raises(InvalidArgument, match='"eth99" has no address on this machine; .*lo.* have one') as refused:
+    with refusing("fleet.interface", match='"eth99" has no address on this machine; .*lo.* have one'):
         check_place(placed(tmp_path, *PORTS, "fleet.interface=eth99"))
-    assert refused.value.metadata["field"] == "fleet.interface"
 
 
 def test_a_run_is_refused_by_the_folders_of_the_node_that_runs(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.client.encode import loss_to_proto
 from tasuki.trainer.wire import decode_loss
 from tasuki.v1 import loss_pb2
-from tasuki.wire.errors import InvalidArgument
+from tests.refusal import refusing
 from tests.unit.every_loss import ANY_LOSS
 
 HIGH = st.floats(0.0, 10.0)
@@ -74,6 +74,5 @@ def test_an_empty_correction_corrects_nothing() -> None:
     ],
 )
 def test_a_wrong_setting_is_named(name: str, settings: dict[str, Any], field: str) -> None:
-    with pytest.raises(InvalidArgument) as refused:
+    with refusing(f"header.loss.{field}"):
         decode_loss(loss_pb2.LossConfig(name=name, settings=settings))
-    assert refused.value.metadata["field"] == f"header.loss.{field}"

@@ -14,6 +14,7 @@ from tasuki.models.folder_files import file_digest
 from tasuki.runs.earlier_run import RunHead, find_run, write_head
 from tasuki.runs.folder import MetricsFile
 from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tests.refusal import refusing
 
 CONFIG = """
 state_dir = "node"
@@ -56,9 +57,8 @@ def test_a_run_is_found_with_its_evaluations(folder: Path, place: str) -> None:
 
 def test_an_evaluation_set_that_has_changed_is_refused(folder: Path) -> None:
     (folder / "held-out.jsonl").write_text("{}\n{}\n")
-    with pytest.raises(InvalidArgument, match=r"held-out\.jsonl has changed since the run began") as refused:
+    with refusing("sft.eval_dataset", match=r"held-out\.jsonl has changed since the run began"):
         find_run(folder / "run").check_data()
-    assert refused.value.metadata["field"] == "sft.eval_dataset"
 
 
 def test_a_folder_without_a_run_and_a_version_without_a_checkpoint_are_named(folder: Path) -> None:

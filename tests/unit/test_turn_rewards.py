@@ -16,7 +16,7 @@ from tasuki.client.policy import Policy, Reply
 from tasuki.client.turns import Turn, Turns
 from tasuki.client.types import FinishReason, Sample, TrainingSample
 from tasuki.config.train_schema import AdvantageConfig
-from tasuki.wire.errors import InvalidArgument
+from tests.refusal import refusing
 
 
 def episode(num_turns: int, reward: float, turn_rewards: dict[str, float] | None = None, failure: str = "") -> Episode:
@@ -102,6 +102,5 @@ def test_turns_that_differ_under_equal_sums_teach() -> None:
 def test_estimators_without_turns_are_refused(settings: dict[str, object]) -> None:
     group = [episode(1, 1.0, {"0": 1.0}), episode(1, 0.0)]
     credit_turns(group, discount=1.0, failed=0.0)
-    with pytest.raises(InvalidArgument) as refused:
+    with refusing("train.advantages.estimator"):
         estimated(group, **settings)
-    assert refused.value.metadata["field"] == "train.advantages.estimator"
