@@ -24,6 +24,8 @@ NAMES = {
     "parallel_state.get_data_parallel_group": "",
     "tensor_parallel.VocabParallelEmbedding": "init_method reduce_scatter_embeddings config tp_group",
     "tensor_parallel.gather_from_sequence_parallel_region": "group",
+    "tensor_parallel.reduce_scatter_to_sequence_parallel_region": "group",
+    "tensor_parallel.RowParallelLinear": "",
     "tensor_parallel.random.CudaRNGStatesTracker.fork": "",
     "tensor_parallel.random.model_parallel_cuda_manual_seed": "",
     "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec": "qk_layernorm normalization",
@@ -32,6 +34,7 @@ NAMES = {
     "transformer.transformer_layer.TransformerLayerSubmodules": "input_layernorm self_attention pre_mlp_layernorm",
     "transformer.attention.SelfAttentionSubmodules": "linear_qkv core_attention linear_proj q_layernorm k_layernorm",
     "transformer.mlp.MLPSubmodules": "linear_fc1 linear_fc2",
+    "transformer.mlp.MLP": "tp_group",
 }
 """What the backend reads and replaces in megatron.core, and parameters that it passes."""
 

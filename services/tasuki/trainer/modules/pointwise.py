@@ -4,6 +4,7 @@ Each operation of such a chain reads and writes whole activations. On a GPU a ch
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -89,22 +90,25 @@ def fuse_pointwise(causal_lm: nn.Module) -> None:
 def down_projected(
     gate: Tensor,
     up: Tensor,
-    down: Callable[[Tensor], Tensor] | nn.Linear,
+    down: Callable[[Tensor], Tensor] | nn.Linear | Tensor,
     activation: Activation,
     *,
     keeps_product: bool = False,
 ) -> Tensor:
-    """down(activation(gate) * up). gate, up: results of projections, in one dtype.
+    """down(activation(gate) * up). gate, up: results of projections, in one dtype. down: a projection, or its weight [H, I].
 
     On a GPU, unless compiled, activation and product are one kernel, which computes in float32. Backward writes the gradients of gate and
     up in their place, and recomputes the product unless it is kept; `down` must be a plain projection for that.
     """
+    if isinstance(down, nn.Linear) and down.bias is None:
+        down = down.weight
+    project = partial(linear, weight=down) if isinstance(down, Tensor) else down
     if not gate.is_cuda or torch.compiler.is_compiling():
-        return down((silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up)
-    if isinstance(down, nn.Linear) and down.bias is None and not keeps_product:
-        held = _Held.apply(gate, up, down.weight, activation)
-        return _DownProjected.apply(held, gate.detach(), up.detach(), down.weight.detach(), activation)
-    return down(_Gated.apply(gate, up, activation))
+        return project((silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up)
+    if isinstance(down, Tensor) and not keeps_product:
+        held = _Held.apply(gate, up, down, activation)
+        return _DownProjected.apply(held, gate.detach(), up.detach(), down.detach(), activation)
+    return project(_Gated.apply(gate, up, activation))
 
 
 def _fused(module: nn.Module) -> nn.Module | None:

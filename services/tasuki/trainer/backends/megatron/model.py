@@ -10,7 +10,13 @@ from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import VocabParallelEmbedding, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -25,7 +31,7 @@ from tasuki.planner.node import Checkpointing
 from tasuki.trainer.attention.packed import AttentionBackend, LayerAttention, PackedAttention, attention_operators
 from tasuki.trainer.backends.megatron.groups import Groups
 from tasuki.trainer.data.micro_batch import TokenBatch
-from tasuki.trainer.modules.pointwise import RmsNorm
+from tasuki.trainer.modules.pointwise import RmsNorm, down_projected
 from tasuki.trainer.modules.recompute import recomputing
 from tasuki.trainer.modules.rotary import rotated
 
@@ -52,6 +58,21 @@ class _CoreAttention(nn.Module):
         assert attention is not None and cos_TD is not None and sin_TD is not None
         q_THD, k_TKD = (rotated(x.squeeze(1), cos_TD, sin_TD) for x in (query, key))
         return attention(q_THD, k_TKD, value.squeeze(1), layer=self._layer).flatten(1).unsqueeze(1)
+
+
+class _Mlp(MLP):
+    """megatron-core's, with the house's fused activation, and without recomputing its second product."""
+
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+        """hidden_states: [t, 1, H], of this rank's tokens. Returns as much, and no bias."""
+        gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
+        down: Any = self.linear_fc2
+        if type(down) is not RowParallelLinear:  # with adapters
+            return down_projected(gate, up, lambda product: down(product)[0], "silu"), None
+        summand = down_projected(gate, up, down.weight, "silu")
+        if self.config.sequence_parallel:
+            summand = reduce_scatter_to_sequence_parallel_region(summand, group=self.tp_group)
+        return summand, None
 
 
 class _Norm(RmsNorm):
@@ -107,6 +128,7 @@ class Policy(nn.Module):
         spec = get_gpt_layer_local_spec(qk_layernorm=layers.qk_layernorm, normalization="RMSNorm")
         parts: Any = spec.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = _Norm
+        parts.mlp.module, parts.mlp.params = _Mlp, {"tp_group": groups.tensor}
         attention = parts.self_attention.submodules
         attention.core_attention = partial(_CoreAttention, self._current)
         if layers.qk_layernorm:
