@@ -93,6 +93,7 @@ NO_SIZE = "give a whole number of bytes above 0, or text"
         (["trainer.learning_rate=-1"], "trainer.learning_rate", "greater than or equal to 0"),
         (["trainer.learning_rate=1.5"], "trainer.learning_rate", "less than or equal to 1"),
         (["rollout.engine.max_total_tokens=-5"], "rollout.engine.max_total_tokens", "at least 1"),
+        (["rollout.engine.ep_size=2"], "rollout.engine.ep_size", "rollout.tp_size, which splits each expert"),
         (["device=tpu"], "device", "'cpu' or 'cuda'"),
         (["state_dir.kind=cpu"], "state_dir.kind", "is a value, not a table"),
         (["trainer.betas=[1.5, 2.0]"], "trainer.betas.0", "less than 1"),

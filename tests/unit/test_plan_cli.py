@@ -208,3 +208,26 @@ def test_a_fleet_is_planned_before_a_scheduler_places_it(
     node.write_text('state_dir = "state"\n[model]\npath = "model"\n[fleet]\ninterface = "eth0"\n')
     assert main(["plan", str(node)]) == USER_ERROR
     assert "nodes: [fleet] of CONFIG leaves num_nodes to a scheduler: give --nodes N" in capsys.readouterr().err
+
+
+def test_measured_runs_name_the_fastest_split_and_what_others_cost(node: Path, capsys: pytest.CaptureFixture[str]):
+    text = node.read_text().replace("num_ranks = 2", "num_ranks = 4").replace("dp_size = 1", "max_running_requests = 8")
+    train = '[train]\ndataset = "d"\noutput_dir = "run"\nprompts_per_step = 4\ngroup_size = 2\nmax_new_tokens = 8\n'
+    text += train + '[train.reward]\nfunction = "r:f"\n'
+    node.write_text(text)
+    runs: list[str] = []
+    for tp, seconds in ((1, (9.0, 2.0, 1.0, 4.0)), (2, (9.0, 1.0))):
+        (run := node.parent / f"tp{tp}").mkdir()
+        (run / "run.toml").write_text(
+            text.replace('"model"', f'"{node.parent}/model"').replace("[rollout]", f"[rollout]\ntp_size = {tp}")
+        )
+        rows = ({"step": n, "mean_num_tokens": 5.0, "seconds": {"generate": s}} for n, s in enumerate(seconds))
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        runs += ["--measured", str(run)]
+    assert main(["plan", str(node), *GPUS, *runs]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "tokens/s by engines: 2 x TP 2 40 (0%), 4 x TP 1 20 (-50%), 1 x TP 4 not measured." in printed
+    assert main(["plan", str(node), *GPUS, "--json", *runs[:2]]) == 0
+    assert json.loads(capsys.readouterr().out)["generation"] == {"4 x TP 1": 20.0, "2 x TP 2": None, "1 x TP 4": None}
+    assert main(["plan", str(node), *GPUS, "--set", "train.group_size=4", *runs]) == USER_ERROR
+    assert "measured" in capsys.readouterr().err

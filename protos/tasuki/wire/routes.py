@@ -9,6 +9,7 @@ from tasuki.wire.channel import MAX_CHUNK_BYTES
 
 _Entry = TypeVar("_Entry", Sample, TrainingSample, TokenLogProbs)
 _PART_BYTES = MAX_CHUNK_BYTES // 2
+_PART_FIELDS = {"prompt_index", "sample_index", "routed_experts"}
 
 
 def in_parts(samples: Iterable[_Entry]) -> Iterator[_Entry]:
@@ -30,14 +31,7 @@ def in_parts(samples: Iterable[_Entry]) -> Iterator[_Entry]:
 
 def is_part(entry: Sample | TrainingSample | TokenLogProbs) -> bool:
     """Whether the entry only has a part of the experts of a later one."""
-    match entry:
-        case Sample():
-            own = entry.token_ids
-        case TokenLogProbs():
-            own = entry.log_probs
-        case _:
-            own = entry.completion_token_ids or entry.prompt_token_ids
-    return bool(entry.routed_experts) and not own
+    return bool(entry.routed_experts) and {field.name for field, _ in entry.ListFields()} <= _PART_FIELDS
 
 
 class Whole:

@@ -176,6 +176,8 @@ def _add_plan_command(commands: "_Commands") -> None:
     plan.add_argument("--network-gbit", type=float, metavar="G", help=text)
     text = "v0 both resident, v1 relaunch, v2 one stage, v3 staged (default)"
     plan.add_argument("--strategy", choices=[*Strategy], help=text)
+    text = "a run whose generation is measured, of this model, batch and number of GPUs; may be repeated"
+    plan.add_argument("--measured", type=config_file, action="append", default=[], metavar="RUN", help=text)
     _add_overrides(plan)
     _add_json(plan)
 

@@ -4,10 +4,11 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.console import Console
@@ -55,13 +56,15 @@ def run(arguments: argparse.Namespace) -> int:
     traffic = node_traffic(node, num_nodes=num_nodes)
     planned = plan(choose(node))
     advice = advise(planned)
+    rates = generation_rates(node, arguments.measured)
     not_counted = [f"rollout.engine.{name}" for name in uncounted_arguments(node.config.rollout.engine)]
     if arguments.json:
         table = plan_table(planned, advice) | traffic_table(traffic, rate) | {"not_counted": not_counted}
+        table["generation"] = {f"{num} x TP {tp}": rate for (num, tp), rate in rates.items()}
         sys.stdout.write(json.dumps(table, indent=2) + "\n")
     else:
         show(planned, advice, console=open_console())
-        for line in traffic_lines(traffic, rate, fits=planned.fits):
+        for line in (*generation_lines(rates), *traffic_lines(traffic, rate, fits=planned.fits)):
             sys.stdout.write(f"{line}\n")
         for key in not_counted:
             sys.stdout.write(f"Not counted: {key}. Its memory is taken from the KV cache or may be missing; try it.\n")
@@ -266,6 +269,40 @@ def _experts(node: Node) -> str:
         f"Experts: {each} of {sparse.num_experts} on each rank. Counted are {rows:,} rows, the most that can reach one rank: when all "
         f"tokens of all ranks choose its experts. Even routing brings {node.rank_tokens * sparse.experts_per_token:,}."
     )
+
+
+def generation_rates(node: Node, runs: Sequence[Path]) -> dict[tuple[int, int], float | None]:
+    """Generated tokens/s by engines and TP: the median of a run's steps after the first; None where no run is given.
+
+    Raises InvalidArgument for a run of another model, batch or number of GPUs.
+    """
+    sizes = [1 << power for power in range(node.num_gpus.bit_length()) if node.config.train is not None]
+    fitting = [tp for tp in sizes if not (node.num_gpus % tp or node.model.num_heads % tp)]
+    rates: dict[tuple[int, int], float | None] = {(node.num_gpus // tp, tp): None for tp in fitting}
+    for file in runs:
+        from tasuki.runs.folder import read_steps
+
+        config = load_config(file)
+        later = [(step.mean_num_tokens, step.seconds) for step in read_steps(file.parent)[1:]]
+        generated = [tokens / seconds["generate"] for tokens, seconds in later if tokens]
+        run, train = node_of(config, gpu_bytes=1, host_bytes=1), config.train
+        if train is None or not generated or _batch(run) != _batch(node):
+            raise InvalidArgument("measured", f"{file} has another model, batch or number of GPUs, or no steps after its first")
+        rates[config.dp_size, config.rollout.tp_size] = train.prompts_per_step * train.group_size * median(generated)
+    return rates
+
+
+def _batch(node: Node) -> tuple[object, ...]:
+    keys = ("prompts_per_step", "group_size", "max_new_tokens", "oversample", "max_batches")
+    return node.model, node.num_gpus, *(getattr(node.config.train, key, None) for key in keys)
+
+
+def generation_lines(rates: Mapping[tuple[int, int], float | None]) -> list[str]:
+    """The splits of the GPUs into engines, fastest first; empty where there is no choice."""
+    ordered, best = sorted(rates.items(), key=lambda item: -(item[1] or 0.0)), max(filter(None, rates.values()), default=1.0)
+    said = {each: "not measured" if rate is None else f"{rate:,.0f} ({rate / best - 1:.0%})" for each, rate in ordered}
+    parts = (f"{num} x TP {tp} {text}" for (num, tp), text in said.items())
+    return [f"Generated tokens/s by engines: {', '.join(parts)}."] if len(rates) > 1 else []
 
 
 def traffic_lines(traffic: Sequence[Traffic], network_gbit: float | None, *, fits: bool) -> list[str]:

@@ -24,6 +24,7 @@ _OWNED: Mapping[str, str] = {
     "dp_size": "rollout.dp_size",
     "dtype": "rollout.dtype",
     "enable_lora": "rollout.lora",
+    "ep_size": "rollout.tp_size, which splits each expert",
     "gpu_id_step": "rollout.devices",
     "lora_target_modules": "trainer.lora.target_modules",
     "max_lora_rank": "trainer.lora.rank",
