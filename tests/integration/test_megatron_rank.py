@@ -1,17 +1,31 @@
 """One rank of the megatron-core backend: its steps beside FSDP2's, its bytes beside the plan's, and megatron-core's names."""
 
 import inspect
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from tasuki.planner.choose import chosen
+from tasuki.planner.kept_bytes import kept_per_token
+from tasuki.planner.node import Checkpointing, Node, Part, node_of
+from tasuki.planner.step_bytes import step_moments
+from tasuki.planner.trainer_bytes import _kept_tensors, _moments
+from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.learner import Learner
+from tasuki.trainer.wire import Role
+from tests.integration.launched import run_ranks
 from tests.integration.one_rank import mesh
-from tests.integration.test_megatron import NUM_STEPS, SETTINGS, VOCAB_SIZE, parameters, start, steps
+from tests.integration.test_megatron import KINDS, NUM_STEPS, SETTINGS, VOCAB_SIZE, parameters, start, steps
 from tests.models import make_model, save_checkpoint
+from tests.saved_tensors import kept_bytes
+from tests.unit.test_plan_step import LiveTokens
 
 __all__ = ["mesh"]
 
@@ -49,15 +63,21 @@ def test_a_name_of_megatron_core_is_where_the_backend_looks(name: str) -> None:
     assert set(NAMES[name].split()) <= set(inspect.signature(found).parameters)
 
 
+NUM_TOKENS = 514
+"""No parameter has this size, or half of it."""
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(make_model("qwen3", seed=3, vocab_size=VOCAB_SIZE), tmp_path_factory.mktemp("model") / "qwen3")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    sizes = {"vocab_size": 4 * VOCAB_SIZE, "hidden_size": 192, "intermediate_size": 448}
+    return {kind: save_checkpoint(make_model(kind, seed=3, **sizes), folder / kind) for kind in KINDS}
 
 
-def test_three_clipped_steps_are_those_of_fsdp(mesh: DeviceMesh, model: Path) -> None:
+def test_three_clipped_steps_are_those_of_fsdp(mesh: DeviceMesh, models: dict[str, Path]) -> None:
     results = []
     for tensor_parallel in (None, 1):
-        learner = start(model, mesh=mesh, tensor_parallel=tensor_parallel)
+        learner = start(models["qwen3"], mesh=mesh, tensor_parallel=tensor_parallel)
         results.append((steps(learner, NUM_STEPS), parameters(learner)))
         learner.backend.close()
     (expected, others), (found, weights) = results
@@ -67,3 +87,87 @@ def test_three_clipped_steps_are_those_of_fsdp(mesh: DeviceMesh, model: Path) ->
     assert weights.keys() == others.keys()
     for name, tensor in others.items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-6, msg=name)
+
+
+def planned(learner: Learner) -> Node:
+    backend = cast(Any, learner.backend)
+    return chosen(node_of(backend._node, gpu_bytes=1, host_bytes=1), backend._choices)
+
+
+def check_tags(learner: Learner) -> None:
+    """Tensors of weights, gradients and moments have the bytes of the plan, which rounds each arena."""
+    optimizer, weights = cast(Any, learner.backend)._optimizer, list[torch.Tensor]()
+    for part in cast(Any, learner.backend)._policy.parts:
+        weights += [part.buffer] if part.buffer.dtype is part.weights.dtype else [part.buffer, part.weights]
+    moments = [state[name] for state in optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    node = planned(learner)
+    for tensors, sizes in zip((weights, optimizer._buffers, moments), (*_kept_tensors(node), _moments(node)), strict=True):
+        assert sum(tensor.nbytes for tensor in tensors) == sum(sizes)
+
+
+def check_step(learner: Learner) -> None:
+    """A layer keeps, and a step has at its peak, what the plan says."""
+    backend, node, size = cast(Any, learner.backend), planned(learner), planned(learner).trainer.tensor_parallel
+    network, kept = backend._policy.policy, list[int]()
+    layer = network.decoder.layers[-1]
+
+    def kept_of(forward: Any, *given: Any, **named: Any) -> Any:
+        tables = [part.parameter for part in backend._policy.parts]
+        with kept_bytes([*tables, network._current.cos_TD, network._current.sin_TD]) as found:
+            result = forward(*given, **named)
+        kept.append(sum(found.values()))
+        return result
+
+    if node.checkpointing is Checkpointing.NONE:
+        layer.forward = partial(kept_of, layer.forward)
+    for _ in range(2):  # the second pass finds megatron-core's buffer
+        with LiveTokens(sizes=(NUM_TOKENS, NUM_TOKENS // size, NUM_TOKENS - 1)) as live:
+            log_probs_N, _ = backend.score_tokens(Role.POLICY, one_sequence())
+            backend.backward(Role.POLICY, log_probs_N.sum(), share=1.0)
+    if kept:
+        assert kept[0] == node.rank_tokens * kept_per_token(node, 0)
+    peak = max(parts.get(Part.ACTIVATIONS, 0) + parts.get(Part.LOGITS, 0) for parts in step_moments(node).values())
+    # Token ids, places and angles are not counted.
+    assert peak == pytest.approx(live.peak, rel=0.03)
+
+
+def one_sequence() -> TokenBatch:
+    token_ids = torch.randint(VOCAB_SIZE, (NUM_TOKENS + 1,), generator=torch.Generator().manual_seed(0))
+    return TokenBatch(
+        input_ids_T=token_ids[:-1],
+        position_ids_T=torch.arange(NUM_TOKENS),
+        cu_seqlens_S=torch.tensor([0, NUM_TOKENS], dtype=torch.int32),
+        max_seqlen=NUM_TOKENS,
+        places_N=torch.arange(1, NUM_TOKENS),
+        token_ids_N=token_ids[2:],
+        temperature_N=torch.ones(NUM_TOKENS - 1),
+        num_places=(NUM_TOKENS - 1,),
+    )
+
+
+CASES = [
+    ("qwen3", "bfloat16", "none"),
+    ("qwen2_tied", "float32", "full"),
+    ("qwen3", "float32", "none"),
+    ("llama", "bfloat16", "attention"),
+]
+
+
+def check_bytes(mesh: DeviceMesh, models: dict[str, Path], tensor_parallel: int, cases: Sequence[tuple[str, str, str]]) -> None:
+    for kind, dtype, checkpointing in cases:
+        choices = {"checkpointing": checkpointing, "micro_batch_tokens": NUM_TOKENS, "kept_layers": 0}
+        settings = {"compute_dtype": dtype, "checkpointing": checkpointing}
+        learner = start(models[kind], mesh=mesh, tensor_parallel=tensor_parallel, choices=choices, **settings)
+        check_tags(learner)
+        check_step(learner)
+        learner.backend.close()
+
+
+def test_a_rank_has_the_bytes_of_the_plan(mesh: DeviceMesh, models: dict[str, Path]) -> None:
+    check_bytes(mesh, models, 1, CASES[:2])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("num_ranks", "tensor_parallel"), [(1, 1), (2, 2), (2, 1), (4, 2)])
+def test_ranks_have_the_bytes_of_the_plan(models: dict[str, Path], num_ranks: int, tensor_parallel: int) -> None:
+    run_ranks(check_bytes, models, tensor_parallel, CASES, num_ranks=num_ranks)

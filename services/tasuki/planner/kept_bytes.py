@@ -19,7 +19,7 @@ def kept_per_token(node: Node, layer: int) -> int:
     which that of gpt-oss else computes the chosen ones alone.
     """
     model, compute, lora = node.model, node.compute_bytes, node.lora
-    norm = _kept_of_norm(node)
+    norm = kept_of_norm(node)
     # Without a preceding norm, attention and MLP save their input themselves.
     own_inputs = (2 - len(model.norms)) * model.hidden_size * compute
     post_norm = model.hidden_size * norm + 4
@@ -47,7 +47,8 @@ def width(lora: LoraConfig, model: ModelShape, layer: int, *, dim: int) -> int:
 def kept_in_mlp(node: Node, layer: int) -> int:
     """The part of it inside the MLP: gate, up, their product unless it is recomputed, and the activation unless fused."""
     model, compute = node.model, node.compute_bytes
-    parts = 2 + node.keeps_product + (node.device == "cpu")
+    # megatron-core also keeps ups plus an offset of 0.
+    parts = 2 + node.keeps_product + (node.device == "cpu") if node.gathers_layers else 5
     if not model.is_sparse(layer):
         return parts * model.intermediate_size * compute
     # Per chosen expert: the token, gate and up, their product, the result and its weight; four indices and a mask for sorting.
@@ -104,6 +105,8 @@ def _kept_of_attention(node: Node, *, norm: int) -> int:
     """
     model, compute = node.model, node.compute_bytes
     query, kv, heads = model.query_size, model.kv_size, model.num_heads
+    if not node.gathers_layers:
+        return _kept_of_megatron_attention(node)
     if model.latent is not None:
         return _kept_of_latent_attention(model, model.latent, compute, norm=norm)
     norms = 0
@@ -124,6 +127,24 @@ def _kept_of_attention(node: Node, *, norm: int) -> int:
         # The gate's sigmoid, and the scaled output. A norm in float32 keeps its input without a copy, together with the gate.
         kept += (3 if compute == _FLOAT32 else 2) * query
     return norms + kept * compute + 4 * heads
+
+
+def _kept_of_megatron_attention(node: Node) -> int:
+    """Bytes per token: as above, of which keys, and on a CPU values, are views of one product with all three.
+
+    Norms' queries are a copy unless a rank has a single key head.
+    """
+    model, compute, is_fused = node.model, node.compute_bytes, node.device == "cuda"
+    query, kv, norms = model.query_size, model.kv_size, 0
+    kept = 2 * query + (2 if is_fused else 1) * kv
+    if model.qk_norm is not None or not is_fused:
+        kept += query + 2 * kv
+    if model.qk_norm is not None:
+        is_input_kept = is_fused or compute == _FLOAT32
+        kept += query if is_input_kept and model.num_kv_heads > node.trainer.tensor_parallel else 0
+        each = 0 if is_fused else _FLOAT32 if is_input_kept else 2 * _FLOAT32
+        norms = (query + kv) * each + _FLOAT32 * (model.num_heads + model.num_kv_heads)
+    return kept * compute + norms + _FLOAT32 * model.num_heads
 
 
 def _kept_of_latent_attention(model: ModelShape, latent: Latent, compute_bytes: int, *, norm: int) -> int:
@@ -159,8 +180,8 @@ def _kept_of_delta_net(node: Node) -> int:
     return elements * node.compute_bytes + floats * _FLOAT32 + (0 if is_fused else 5 * _INT64)
 
 
-def _kept_of_norm(node: Node) -> int:
+def kept_of_norm(node: Node) -> int:
     """Bytes per element: the input, in float32 unless the norm is fused; a fused norm saves no factor of its product."""
     if node.device == "cuda" and not node.model.has_offset_norms:
         return node.compute_bytes
-    return _FLOAT32 + (_FLOAT32 if node.model.has_float_norms else node.compute_bytes)
+    return _FLOAT32 + (_FLOAT32 if node.model.has_float_norms or not node.gathers_layers else node.compute_bytes)

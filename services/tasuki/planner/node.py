@@ -159,9 +159,14 @@ class Node:
         return min(self.trainer.mlp_tile_tokens or self.rank_tokens, self.rank_tokens)
 
     @property
+    def gathers_layers(self) -> bool:
+        """Whether ranks gather each layer's parameters to compute with them. megatron-core's compute with the part that they hold."""
+        return self.trainer.backend == "fsdp"
+
+    @property
     def fuses_mlp(self) -> bool:
         """Whether MLPs use our own kernels."""
-        return self.device == "cuda" and self.trainer.compile != "blocks"
+        return self.device == "cuda" and self.trainer.compile != "blocks" and self.gathers_layers
 
     @property
     def keeps_product(self) -> bool:

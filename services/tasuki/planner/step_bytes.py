@@ -9,6 +9,7 @@ from tasuki.models.tower import Tower
 from tasuki.planner.kept_bytes import (
     kept_in_mlp,
     kept_in_parallel_experts,
+    kept_of_norm,
     kept_of_routing,
     kept_per_token,
     kept_with_attention,
@@ -40,6 +41,8 @@ def step_moments(node: Node) -> dict[str, Bytes]:
     """Working memory at the possible peaks of ForwardBackward. Fused AdamW needs none."""
     # At the end of backward the gradient of the embedding, or of the root that it is tied in, is in transfer.
     whole = _whole_gradients(node, _largest_table(node.model))
+    if not node.gathers_layers and node.model.is_tied:
+        whole += _head(node) * node.compute_bytes  # of its other use, which waits for it
     table = {Part.LAYERS: _gathered(node, layers=0), Part.WHOLE_GRADIENTS: whole}
     moments = {"loss": _at_loss(node), "layer": _at_layer(node), "table": table}
     if node.model.tower is not None:
@@ -55,10 +58,13 @@ def _cached(node: Node, *, moment: str) -> int:
     With several ranks: the largest group's parameters as sent and as received, the reduced gradients of that group and a layer in
     float32, and a tile of logits with its gradient, whose blocks parameters have fragmented. With a single one: such gradients, copied,
     and a block for logits, since its parameters have fragmented a free one. Fitted to torch's allocator on H200s for several ranks
-    (docs/benchmarks.md); not measured for a single one since gradients are reduced in every micro-batch.
+    (docs/benchmarks.md); not measured for a single one since gradients are reduced in every micro-batch, nor with megatron-core: a block
+    for logits.
     """
     ranks, table, layer = node.num_ranks, _largest_table(node.model), max(_gathered_numels(node))
     trains_base, tile = node.lora is None, _tile_logits(node)
+    if not node.gathers_layers:
+        return _FLOAT32 * tile
     if ranks > 1:
         arriving = table * node.compute_bytes * (ranks + 1) // ranks + (_FLOAT32 + node.compute_bytes) * tile
         return arriving + (_FLOAT32 * (table + layer) // ranks if trains_base else 0)
@@ -85,8 +91,9 @@ def _at_loss(node: Node) -> Bytes:
     """Peak at the loss: a tile of logits with its gradient, and the whole weight's gradient, with all activations present."""
     model, compute, places, tile = node.model, node.compute_bytes, _logit_places(node), _tile_logits(node)
     # With several ranks the layer before the loss is there as received. A tied head is in the root.
-    head, layers = model.num_outputs * model.hidden_size * compute, 0 if node.num_ranks == 1 else 1
-    gathered = _gathered(node, layers=layers) + (0 if model.is_tied else head) + (head if node.lora is None else 0)
+    head, layers = _head(node) * compute, 0 if node.num_ranks == 1 else 1
+    is_gathered = node.gathers_layers and not model.is_tied
+    gathered = _gathered(node, layers=layers) + (head if is_gathered else 0) + (head if node.lora is None else 0)
     # Gradients of the hidden states accumulate in float32.
     hidden = _FLOAT32 * places * model.hidden_size
     if node.device == "cuda":
@@ -97,8 +104,7 @@ def _at_loss(node: Node) -> Bytes:
         logits = 3 * _FLOAT32 * tile + copies * hidden
         gathered += copies * _FLOAT32 * -(-tile // max(1, places)) * model.hidden_size
     # The norm before the logits, and the positions selected from its result.
-    is_fused_norm = node.device == "cuda" and not model.has_offset_norms
-    norm = model.hidden_size * (2 * compute if is_fused_norm else _FLOAT32 + 2 * compute) + 4
+    norm = model.hidden_size * (kept_of_norm(node) + compute) + 4
     last_norm = node.rank_tokens * norm + places * model.hidden_size * compute
     return {Part.LAYERS: gathered, Part.ACTIVATIONS: _kept(node) + last_norm, Part.LOGITS: logits}
 
@@ -125,7 +131,7 @@ def _at_layer(node: Node) -> Bytes:
         # One tile, recomputed.
         flowing += node.mlp_tokens * kept_in_mlp(node, widest)
     # The LM head's gradient is there while the last layer's are computed: in compute dtype if tied, otherwise as sent.
-    head = model.num_outputs * model.hidden_size * (compute if model.is_tied else _FLOAT32)
+    head = _head(node) * (compute if model.is_tied else _FLOAT32 if node.gathers_layers else 0)
     gradients = _whole_gradients(node, _gathered_numels(node)[widest] + own_experts) + (head if trains_base else 0)
     return {
         # This layer's parameters; with several ranks also the next one's, as received and as copied out.
@@ -179,13 +185,20 @@ def _flowing_in_mlp(node: Node, index: int) -> int:
     the product is kept, it is freed only then. Parallel experts also begin with three rows for each chosen expert, the results' gradients
     and products with them; then a gradient has arrived, and is sorted by expert.
     """
-    model = node.model
+    model, num_sharing = node.model, node.trainer.tensor_parallel
     if not model.is_sparse(index):
-        return (1 if node.fuses_mlp else 2) * model.intermediate_size
+        # With tensor parallelism also at the product of `down`: the whole gradient of its result, and that of the factor.
+        whole = model.intermediate_size + num_sharing * model.hidden_size if num_sharing > 1 else 0
+        return max((1 if node.fuses_mlp else 2) * model.intermediate_size, whole)
     if not node.trainer.expert_parallel:
         return 2 * model.experts_per_token * model.expert_size
     widest_row = max(model.hidden_size, model.expert_size)
     return max(3 * model.experts_per_token * model.hidden_size, 2 * node.rows_per_token * widest_row)
+
+
+def _head(node: Node) -> int:
+    """Elements of the LM head's weight that a rank uses at once."""
+    return node.model.num_outputs * node.model.hidden_size // node.trainer.tensor_parallel
 
 
 def _flowing_in_delta_net(node: Node) -> int:
@@ -206,9 +219,9 @@ def _flowing_in_delta_net(node: Node) -> int:
 def _whole_gradients(node: Node, numel: int) -> int:
     """Gradients of an FSDP2 group in compute dtype, and in float32 as sent; a single rank copies them to itself.
 
-    Each micro-batch's are reduced before the next group's.
+    Each micro-batch's are reduced before the next group's. megatron-core's are added to buffers parameter by parameter.
     """
-    if node.trainer.backend == "megatron":
+    if not node.gathers_layers:
         return max(map(math.prod, layer_parts(node.model, node.trainer.tensor_parallel))) * node.compute_bytes
     sent = _FLOAT32 * (2 if node.num_ranks == 1 else 1)
     return 0 if node.lora is not None else numel * (node.compute_bytes + sent)
@@ -221,7 +234,7 @@ def _largest_table(model: ModelShape) -> int:
 
 def _gathered(node: Node, *, layers: int) -> int:
     """Parameters of the root and of this many layers, whole, in compute dtype; at most all layers. megatron-core gathers none."""
-    if node.trainer.backend == "megatron":
+    if not node.gathers_layers:
         return 0
     model = node.model
     numel = (_largest_table(model) if model.is_tied else model.hidden_size) + sum(sorted(_gathered_numels(node))[::-1][:layers])
@@ -252,8 +265,11 @@ def _kept(node: Node) -> int:
     num_present = min(2, first_kept) if checkpointing is Checkpointing.OFFLOADED else first_kept
     num_outputs = 0 if checkpointing is Checkpointing.FULL else min(num_present, node.model.num_attention_layers)
     routing = node.rank_tokens * sum(kept_of_routing(node.model, index) for index in range(first_kept))
+    # megatron-core's buffer for what layers gather of the other ranks' tokens, which stays.
+    whole = node.micro_batch_tokens * node.model.hidden_size * node.compute_bytes if node.trainer.tensor_parallel > 1 else 0
     return (
-        num_present * _layer_input(node)
+        whole
+        + num_present * _layer_input(node)
         + num_outputs * node.rank_tokens * _attention_per_token(node)
         + routing
         + _kept_of_images(node)
@@ -270,7 +286,8 @@ def _attention_per_token(node: Node) -> int:
 
     If prompts are shared, of two calls: continuations, which query their prompt in the second one, may be almost all tokens.
     """
-    num_calls = 2 if node.trainer.prefix_sharing is not False and node.model.delta is None else 1
+    is_shared = node.trainer.prefix_sharing is not False and node.gathers_layers
+    num_calls = 2 if is_shared and node.model.delta is None else 1
     return num_calls * max(kept_with_attention(node, layer) for layer in range(node.model.num_layers))
 
 
@@ -287,10 +304,12 @@ def _layer_activations(node: Node, index: int) -> int:
 
 
 def _logit_places(node: Node) -> int:
-    return node.rank_tokens if node.logit_tokens is None else min(node.logit_tokens, node.rank_tokens)
+    places = node.rank_tokens * node.trainer.tensor_parallel
+    return places if node.logit_tokens is None else min(node.logit_tokens, places)
 
 
 def _tile_logits(node: Node) -> int:
     """Logits present at a time."""
     model, places = node.model, _logit_places(node)
-    return most_logits(places, hidden_size=model.hidden_size, vocab_size=model.num_outputs, device=node.device)
+    vocab_size = model.num_outputs // node.trainer.tensor_parallel
+    return most_logits(places, hidden_size=model.hidden_size, vocab_size=vocab_size, device=node.device)

@@ -163,8 +163,9 @@ class Policy(nn.Module):
         if size > 1:
             hidden = gather_from_sequence_parallel_region(hidden, group=self._groups.tensor)
             shard = VocabularyShard(self._groups.tensor.rank(), self._groups.gather_tensor)
+        hidden = hidden.squeeze(1).index_select(0, batch.places_N)  # no other tokens' from here on
         scores_N = token_log_probs(
-            hidden.squeeze(1).index_select(0, batch.places_N),
+            hidden,
             self.embedding.weight if self._is_tied else self.head,
             batch.token_ids_N,
             temperature_N=batch.temperature_N,
