@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.trainer.backends.fsdp.expert_parallel import ParallelExperts
 from tasuki.trainer.learner import Learner
+from tasuki.trainer.modules.experts import ParallelExperts
 from tasuki.trainer.modules.routing import EXPERTS
 from tasuki.trainer.wire import Role
 from tasuki.wire.stages import MemoryTag

@@ -13,14 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from tasuki.trainer.backends.fsdp.lora.adapters import family_of
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.resident_tags import TAGS
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
 from tasuki.v1.weights_pb2 import PublishedWeights
+from tasuki.weights.export import checkpoint_shards
 from tasuki.weights.imported_weights import import_weights
 from tests.integration.launched import run_ranks
-from tests.integration.learning import learn, start_learner, whole_parameters
+from tests.integration.learning import learn, start_learner, trained, whole_parameters
 from tests.integration.trainer_samples import LOSS, TEMPERATURE, make_samples
 from tests.models import make_model, save_checkpoint
 
@@ -28,24 +30,41 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the
 
 # Divisible by the number of tensor-parallel ranks, and large enough for the tokenizer.
 VOCAB_SIZE = 132
-KINDS = ("qwen3", "qwen2_tied", "llama")
-LAYOUTS = {(1, 1): KINDS, (2, 2): KINDS, (2, 1): ("qwen3",), (4, 2): ("qwen3",)}
-"""Families by ranks, and tensor-parallel ranks."""
+DENSE, SPARSE = ("qwen3", "qwen2_tied", "llama"), "qwen3_moe"
+Layout = tuple[int, int, int] | None
+"""Ranks, and those that split layers and that share experts; None: one rank of FSDP."""
+LAYOUTS: dict[tuple[int, int, int], Sequence[str]] = {
+    (1, 1, 1): (*DENSE, SPARSE),
+    (2, 2, 1): (*DENSE, SPARSE),
+    (2, 1, 1): ("qwen3", SPARSE),
+    (2, 1, 2): (SPARSE,),
+    (2, 2, 2): (SPARSE,),
+    (4, 2, 1): ("qwen3",),
+    (4, 2, 2): (SPARSE,),
+    (4, 1, 4): (SPARSE,),
+}
 # Small gradients, divided by the root of their square, would amplify rounding with a small eps.
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-2, "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5}
 NUM_STEPS = 3
 
 
-def start(model: Path, *, mesh: DeviceMesh, tensor_parallel: int | None, **more: Any) -> Learner:
-    if tensor_parallel is not None:
-        more |= {"backend": "megatron", "megatron": {"tensor_parallel": tensor_parallel}}
+def start(model: Path, *, mesh: DeviceMesh, layout: Layout, **more: Any) -> Learner:
+    if layout is not None:
+        more |= {"backend": "megatron", "megatron": {"tensor_parallel": layout[1], "expert_parallel": layout[2]}}
+    if model.name == SPARSE:
+        more |= {"router_aux_loss_coef": 0.1}
     return start_learner(model, mesh=mesh, **SETTINGS | more)
 
 
 def parameters(learner: Learner) -> dict[str, Tensor]:
-    """Every parameter in float32, on rank 0; every rank must call it."""
+    """Every tensor of a checkpoint in float32, on rank 0; every rank must call it."""
     if not hasattr(learner.backend, "_whole_tensors"):
-        return whole_parameters(learner, Role.POLICY)
+        names = family_of(trained(learner, Role.POLICY).network.causal_lm).checkpoint
+        return {
+            shard.name: shard.local
+            for name, each in whole_parameters(learner, Role.POLICY).items()
+            for shard in checkpoint_shards(name, tuple(each.shape), (0,) * each.dim(), each, names=names)
+        }
     return {name: each for one in cast(Any, learner.backend)._whole_tensors(torch.float32) for name, each in one.items()}
 
 
@@ -59,13 +78,13 @@ def steps(learner: Learner, num_steps: int, *, seed: int = 0) -> list[dict[str, 
     return facts
 
 
-def run_steps(mesh: DeviceMesh, output: Path, cases: Sequence[tuple[Path, int | None]]) -> None:
-    for model, tensor_parallel in cases:
-        learner = start(model, mesh=mesh, tensor_parallel=tensor_parallel)
+def run_steps(mesh: DeviceMesh, output: Path, models: Sequence[Path], layout: Layout) -> None:
+    for model in models:
+        learner = start(model, mesh=mesh, layout=layout)
         facts = steps(learner, NUM_STEPS)
         tensors = parameters(learner)
         if dist.get_rank() == 0:
-            stem = f"{model.name}-{mesh.size()}-{tensor_parallel}"
+            stem = f"{model.name}-{layout}"
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, output / f"{stem}.safetensors")
             (output / f"{stem}.json").write_text(json.dumps(facts))
         learner.backend.close()
@@ -74,22 +93,26 @@ def run_steps(mesh: DeviceMesh, output: Path, cases: Sequence[tuple[Path, int | 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return {kind: save_checkpoint(make_model(kind, seed=3, vocab_size=VOCAB_SIZE), folder / kind) for kind in KINDS}
+    more = {SPARSE: {"num_experts": 4}}
+    return {
+        kind: save_checkpoint(make_model(kind, seed=3, vocab_size=VOCAB_SIZE, **more.get(kind, {})), folder / kind)
+        for kind in (*DENSE, SPARSE)
+    }
 
 
 @pytest.fixture(scope="module")
 def fsdp_steps(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("steps")
-    run_ranks(run_steps, output, [(model, None) for model in models.values()], num_ranks=1)
+    run_ranks(run_steps, output, list(models.values()), None, num_ranks=1)
     return output
 
 
-@pytest.mark.parametrize(("num_ranks", "tensor_parallel"), LAYOUTS)
-def test_steps_are_those_of_fsdp(fsdp_steps: Path, models: dict[str, Path], num_ranks: int, tensor_parallel: int) -> None:
-    kinds = LAYOUTS[num_ranks, tensor_parallel]
-    run_ranks(run_steps, fsdp_steps, [(models[kind], tensor_parallel) for kind in kinds], num_ranks=num_ranks)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_steps_are_those_of_fsdp(fsdp_steps: Path, models: dict[str, Path], layout: tuple[int, int, int]) -> None:
+    kinds = LAYOUTS[layout]
+    run_ranks(run_steps, fsdp_steps, [models[kind] for kind in kinds], layout, num_ranks=layout[0])
     for kind in kinds:
-        ours, theirs = (fsdp_steps / f"{kind}-{layout}" for layout in (f"{num_ranks}-{tensor_parallel}", "1-None"))
+        ours, theirs = (fsdp_steps / f"{kind}-{each}" for each in (layout, None))
         found, expected = (json.loads(stem.with_suffix(".json").read_text()) for stem in (ours, theirs))
         for one, other in zip(found, expected, strict=True):
             assert one == pytest.approx(other, rel=2e-4, abs=1e-6)
@@ -100,10 +123,10 @@ def test_steps_are_those_of_fsdp(fsdp_steps: Path, models: dict[str, Path], num_
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=2e-6, msg=f"{kind}: {name}")
 
 
-def run_checkpoints(mesh: DeviceMesh, model: Path, output: Path, tensor_parallel: int | None) -> None:
+def run_checkpoints(mesh: DeviceMesh, model: Path, output: Path, layout: Layout) -> None:
     """Saves after one step, goes on, and starts again from the file; rank 0 writes the parameters after each second step."""
-    learner = start(model, mesh=mesh, tensor_parallel=tensor_parallel)
-    stem = f"{mesh.size()}-{tensor_parallel}"
+    learner = start(model, mesh=mesh, layout=layout)
+    stem = str(layout)
     steps(learner, 1)
     learner.save_checkpoint(output / f"checkpoint-{stem}")
     learner.backend.export_model(output / f"model-{stem}")
@@ -111,7 +134,7 @@ def run_checkpoints(mesh: DeviceMesh, model: Path, output: Path, tensor_parallel
     straight = parameters(learner)
     learner.backend.close()
     for saved in sorted(path.name.removeprefix("checkpoint-") for path in output.glob("checkpoint-*")):
-        learner = start(model, mesh=mesh, tensor_parallel=tensor_parallel)
+        learner = start(model, mesh=mesh, layout=layout)
         learner.load_checkpoint(output / f"checkpoint-{saved}")
         assert learner.policy_version == 1
         steps(learner, 1)
@@ -123,11 +146,18 @@ def run_checkpoints(mesh: DeviceMesh, model: Path, output: Path, tensor_parallel
         learner.backend.close()
 
 
-def test_checkpoints_continue_a_run_in_any_layout_and_backend(models: dict[str, Path], tmp_path: Path) -> None:
-    for num_ranks, tensor_parallel in ((1, None), (2, 2), (2, 1)):
-        run_ranks(run_checkpoints, models["qwen3"], tmp_path, tensor_parallel, num_ranks=num_ranks)
-    run_ranks(run_fsdp_from, models["qwen3"], tmp_path, "2-2", num_ranks=1)
-    theirs, ours = (load_file(tmp_path / f"model-{stem}" / "model.safetensors") for stem in ("1-None", "2-2"))
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [("qwen3", [(2, 2, 1), (2, 1, 1)]), (SPARSE, [(2, 1, 2), (2, 2, 1), (4, 2, 2)])],
+    ids=["dense", "sparse"],
+)
+def test_checkpoints_continue_a_run_in_any_layout_and_backend(
+    models: dict[str, Path], tmp_path: Path, kind: str, layouts: list[tuple[int, int, int]]
+) -> None:
+    for layout in (None, *layouts):
+        run_ranks(run_checkpoints, models[kind], tmp_path, layout, num_ranks=1 if layout is None else layout[0])
+    run_ranks(run_fsdp_from, models[kind], tmp_path, str(layouts[0]), num_ranks=1)
+    theirs, ours = (load_file(tmp_path / f"model-{layout}" / "model.safetensors") for layout in (None, layouts[0]))
     assert theirs.keys() == ours.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0.01, atol=2e-6)
@@ -135,8 +165,8 @@ def test_checkpoints_continue_a_run_in_any_layout_and_backend(models: dict[str, 
 
 def run_fsdp_from(mesh: DeviceMesh, model: Path, output: Path, stem: str) -> None:
     """The FSDP backend goes on from the other's checkpoint as from its own."""
-    learner, results = start(model, mesh=mesh, tensor_parallel=None), list[dict[str, Tensor]]()
-    for saved in ("1-None", stem):
+    learner, results = start(model, mesh=mesh, layout=None), list[dict[str, Tensor]]()
+    for saved in (str(None), stem):
         learner.load_checkpoint(output / f"checkpoint-{saved}")
         steps(learner, 1)
         results.append(parameters(learner))
@@ -144,9 +174,9 @@ def run_fsdp_from(mesh: DeviceMesh, model: Path, output: Path, stem: str) -> Non
         torch.testing.assert_close(results[1][name], tensor, rtol=0, atol=2e-6, msg=name)
 
 
-def run_publication(mesh: DeviceMesh, model: Path, output: Path, tensor_parallel: int) -> None:
+def run_publication(mesh: DeviceMesh, model: Path, output: Path, layout: Layout) -> None:
     """Publishes after a step, twice around a sleep; rank 0 writes what readers see and what it exports."""
-    learner = start(model, mesh=mesh, tensor_parallel=tensor_parallel, state_dir=output, rollout={"dtype": "bfloat16"})
+    learner = start(model, mesh=mesh, layout=layout, state_dir=output, rollout={"dtype": "bfloat16"})
     steps(learner, 1)
     for version in (1, 2):
         publication = publish_to_all(learner, version)
@@ -176,11 +206,13 @@ def publish_to_all(learner: Learner, version: int) -> PublishedWeights:
     return PublishedWeights(boot_id="one", policy_version=version, handles=[type(handle).FromString(each) for each in handles])
 
 
-@pytest.mark.parametrize(("kind", "num_ranks", "tensor_parallel"), [("qwen2_tied", 1, 1), ("qwen3", 4, 2)])
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("qwen2_tied", (1, 1, 1)), ("qwen3", (4, 2, 1)), (SPARSE, (4, 2, 2)), (SPARSE, (2, 2, 1))], ids=str
+)
 def test_published_weights_are_the_exported_models(
-    models: dict[str, Path], tmp_path: Path, kind: str, num_ranks: int, tensor_parallel: int
+    models: dict[str, Path], tmp_path: Path, kind: str, layout: tuple[int, int, int]
 ) -> None:
-    run_ranks(run_publication, models[kind], tmp_path, tensor_parallel, num_ranks=num_ranks)
+    run_ranks(run_publication, models[kind], tmp_path, layout, num_ranks=layout[0])
     exported = load_file(tmp_path / "model" / "model.safetensors")
     names = load_file(models[kind] / "model.safetensors").keys()
     assert exported.keys() == names

@@ -16,7 +16,7 @@ from tasuki.planner.node import Checkpointing, Node, Part
 from tasuki.planner.presets import MODELS
 from tasuki.planner.step_bytes import step_moments
 from tasuki.planner.trainer_bytes import trainer_tags
-from tasuki.trainer.backends.fsdp.expert_parallel import ParallelExperts, replace_experts
+from tasuki.trainer.modules.experts import ParallelExperts, replace_experts
 from tests.models import CONFIGS, make_model
 from tests.planned import node_with
 from tests.refusal import refusing

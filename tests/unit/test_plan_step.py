@@ -20,11 +20,11 @@ from tasuki.planner.node import Checkpointing, Node, Part
 from tasuki.planner.step_bytes import step_moments
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
-from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts
 from tasuki.trainer.backends.fsdp.memory import HostActivations
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
 from tasuki.trainer.data.micro_batch import ImageBatch, TokenBatch
 from tasuki.trainer.data.samples import SampleImages
+from tasuki.trainer.modules.experts import replace_experts
 from tasuki.trainer.modules.qwen_vl import text_inputs
 from tasuki.trainer.modules.routing import replace_routers
 from tests.extent import IS_WHOLE

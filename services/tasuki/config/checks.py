@@ -18,7 +18,7 @@ from tasuki.wire.errors import InvalidArgument
 if TYPE_CHECKING:
     from tasuki.config.gpus import Gpus
     from tasuki.config.schema import NodeConfig
-    from tasuki.config.trainer_schema import LoraConfig
+    from tasuki.config.trainer_schema import LoraConfig, TrainerConfig
     from tasuki.models.shape import ModelShape
 
 UNSERVED_LINEAR = (
@@ -93,18 +93,17 @@ def _conflicts_of_megatron(config: "NodeConfig") -> Iterator[_Problem]:
         if trainer.megatron is not None:
             yield "trainer.megatron", 'is set, but trainer.backend is "fsdp"; set that to "megatron", or remove the table'
         return
-    if trainer.num_ranks % trainer.tensor_parallel:
-        problem = f"= {trainer.tensor_parallel} does not divide trainer.num_ranks = {trainer.num_ranks}"
-        yield "trainer.megatron.tensor_parallel", problem
+    for key, size in () if trainer.megatron is None else trainer.megatron:
+        if trainer.num_ranks % size:
+            yield f"trainer.megatron.{key}", f"= {size} does not divide trainer.num_ranks = {trainer.num_ranks}"
     instead = {
         "sequence_parallel": (1, "set trainer.megatron.tensor_parallel, which splits samples too"),
-        "expert_parallel": (False, "remove it"),
+        "expert_parallel": (False, "set trainer.megatron.expert_parallel"),
         "critic": (None, "use an estimator without one"),
         "lora": (None, "train all parameters"),
         "mlp_tile_tokens": (None, "raise trainer.megatron.tensor_parallel"),
         "compile": ("none", "remove it"),
         "train_tower": (False, "remove it"),
-        "router_aux_loss_coef": (0.0, "remove it"),
         "router_bias_update_rate": (0.0, "remove it"),
         "reference_on_host": (None, "raise trainer.num_ranks or trainer.megatron.tensor_parallel"),
         "moments": ("gpu", "raise trainer.num_ranks"),
@@ -252,7 +251,7 @@ def _problems_of_models(config: "NodeConfig", models: "Sequence[ModelShape]") ->
     for each in models:
         yield from _problems_of_delta_nets(config, each)
     if trainer.backend == "megatron":
-        yield from _problems_of_megatron(model, tensor_parallel=trainer.tensor_parallel)
+        yield from _problems_of_megatron(model, trainer)
     if trainer.tower_learns and model.tower is None:
         field = "trainer.train_tower" if trainer.train_tower else "trainer.lora.tower"
         yield field, f"needs a vision tower, which {name} lacks; leave it out"
@@ -280,25 +279,30 @@ def _problems_of_models(config: "NodeConfig", models: "Sequence[ModelShape]") ->
             yield "trainer.expert_parallel", f"{problem}; give a number of ranks that divides them, or remove it"
 
 
-MEGATRON_FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MEGATRON_FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
-def _problems_of_megatron(model: "ModelShape", *, tensor_parallel: int) -> Iterator[_Problem]:
+def _problems_of_megatron(model: "ModelShape", trainer: "TrainerConfig") -> Iterator[_Problem]:
     """What megatron-core's layers cannot have, or are not tested with."""
-    name = model.architecture
+    name, tensor_parallel, expert_ranks = model.architecture, trainer.tensor_parallel, trainer.expert_ranks
     if name not in MEGATRON_FAMILIES or model.has_output_bias:
         what = f"{name} with biases of all projections" if model.has_output_bias else name
         yield "trainer.backend", f'= "megatron" does not train {what}: use "fsdp"; it has {", ".join(MEGATRON_FAMILIES)}'
     sizes = {
         "attention heads": model.num_heads,
         "key heads": model.num_kv_heads,
-        "numbers inside an MLP": model.intermediate_size,
+        "numbers inside an MLP": 0 if model.num_experts else model.intermediate_size,
         "tokens of the vocabulary": model.vocab_size,
     }
     for what, size in sizes.items():
         if size % tensor_parallel:
             problem = f"{tensor_parallel} ranks cannot share {size} {what} of {name} evenly; give a divisor of all of these"
             yield "trainer.megatron.tensor_parallel", problem
+    if expert_ranks > 1 and not model.num_experts:
+        yield "trainer.megatron.expert_parallel", f"{name} has no experts to spread; remove it"
+    elif model.num_experts % expert_ranks:
+        problem = f"{expert_ranks} ranks cannot share {model.num_experts} experts of {name} evenly; give a divisor"
+        yield "trainer.megatron.expert_parallel", problem
 
 
 def _problems_of_vision(config: "NodeConfig", model: "ModelShape") -> Iterator[_Problem]:

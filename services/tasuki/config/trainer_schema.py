@@ -156,6 +156,9 @@ class MegatronConfig(Schema):
     tensor_parallel: PositiveInt = 1
     """Ranks that split every layer and share a micro-batch (Megatron-LM, with sequence parallelism). Must divide `trainer.num_ranks`, and
     the model's attention heads, key heads, inner size and vocabulary."""
+    expert_parallel: PositiveInt = 1
+    """Ranks that share the experts of every layer, each whole; tokens travel as with `trainer.expert_parallel`. Those of a tensor-parallel
+    group have other experts, too. Must divide `trainer.num_ranks` and the number of experts."""
 
 
 DEFAULT_MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 16_384}
@@ -242,6 +245,11 @@ class TrainerConfig(OptimizerConfig):
     @property
     def tensor_parallel(self) -> int:
         return 1 if self.megatron is None else self.megatron.tensor_parallel
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that share the experts of a layer, each its own."""
+        return self.num_ranks if self.expert_parallel else 1 if self.megatron is None else self.megatron.expert_parallel
 
     @property
     def ranks_per_micro_batch(self) -> int:

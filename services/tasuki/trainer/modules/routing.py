@@ -42,7 +42,7 @@ class Router(nn.Module):
         """Experts to take in the coming pass and its recomputation; -1 where the router chooses, which a pass without gradient replaces by
         its choice. None: it chooses everywhere."""
         self.first_token = 0
-        """Place among them of the first token that the router is called with, if an MLP computes tile by tile."""
+        """Place among them of the first token that the router is called with, if it sees a part: a tile, or a rank's."""
         self.num_differing: Tensor | None = None
         """Tokens, counted like those of `load_E`, for which the router itself chooses other experts than it is given; int64."""
         self.load_E: Tensor | None = None
@@ -194,19 +194,21 @@ def _routes(routed: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 class Routers:
     """The routers of a network, by the layer that they belong to."""
 
-    def __init__(self, causal_lm: nn.Module) -> None:
-        layers: Any = causal_lm.get_submodule("model.layers")
+    def __init__(self, layers: nn.ModuleList) -> None:
         self._num_layers = len(layers)
         self._routers = [
             (index, module) for index, layer in enumerate(layers) for module in layer.modules() if isinstance(module, Router)
         ]
 
-    def begin(self, batch: TokenBatch) -> None:
-        """Prepares for the coming pass: the experts of its tokens in all layers, if they are given, and what counts."""
+    def begin(self, batch: TokenBatch, *, first_token: int = 0) -> None:
+        """Prepares for the coming pass: the experts of its tokens in all layers, if they are given, and what counts.
+
+        first_token: of those that this rank's routers see.
+        """
         routes_TR = batch.routes_TR
         for index, router in self._routers:
             router.replayed_TK = None if routes_TR is None else routes_TR.unflatten(1, (self._num_layers, -1))[:, index]
-            router.num_tokens = len(batch.input_ids_T) - batch.num_dummies
+            router.num_tokens, router.first_token = len(batch.input_ids_T) - batch.num_dummies, first_token
             router.is_counting, router.prob_sum_E = torch.is_grad_enabled(), None
 
 

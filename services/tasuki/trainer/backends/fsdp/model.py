@@ -23,13 +23,13 @@ from tasuki.models.stored_tensors import check_head, read_stored
 from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.attention.trial import choose_delta, choose_kernel, fault_with_shared_prompts
-from tasuki.trainer.backends.fsdp.expert_parallel import replace_experts, ungathered_parameters
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters, initialize_magnitudes, load_adapters
 from tasuki.trainer.backends.fsdp.memory import HostShards
 from tasuki.trainer.backends.fsdp.shards import constant_shards, engine_placement, head_shards, local_shards, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.durable.model_folder import load_shards
 from tasuki.trainer.modules.compiled_blocks import compile_blocks
+from tasuki.trainer.modules.experts import replace_experts, ungathered_parameters
 from tasuki.trainer.modules.gated_delta import replace_delta_nets
 from tasuki.trainer.modules.pointwise import fuse_pointwise
 from tasuki.trainer.modules.qwen_vl import learns, text_inputs
@@ -61,7 +61,8 @@ class _Network(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, *, attention: PackedAttention) -> None:
         super().__init__()
         replace_delta_nets(causal_lm)
-        self.causal_lm, self._attention, self._routers = causal_lm, attention, Routers(causal_lm)
+        self.causal_lm, self._attention = causal_lm, attention
+        self._routers = Routers(cast(nn.ModuleList, causal_lm.get_submodule("model.layers")))
         self.shares_prompts = attention.shares_prompts
 
     def _hidden_states(self, batch: TokenBatch) -> Tensor:

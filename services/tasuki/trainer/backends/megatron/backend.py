@@ -1,7 +1,7 @@
 """The megatron-core backend of the learner: tensor and data parallelism of one rank's networks, their memory, optimizer and files."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,9 +15,10 @@ from tasuki.config.checks import check_model
 from tasuki.config.choices import Choices
 from tasuki.config.paths import model_source, socket_dir
 from tasuki.config.schema import NodeConfig
+from tasuki.config.trainer_schema import MegatronConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.models.folder_files import text_digests
-from tasuki.models.known import read_model
+from tasuki.models.known import find_family, read_model
 from tasuki.models.stored_tensors import check_head, check_stored, read_stored
 from tasuki.planner.choose import chosen
 from tasuki.planner.node import Checkpointing, node_of
@@ -40,11 +41,12 @@ from tasuki.trainer.durable.checkpoint import (
 )
 from tasuki.trainer.durable.model_folder import load_shards, read_model_config, write_model
 from tasuki.trainer.memory import Publication, TrainerMemory
+from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.replicas import mesh_device
 from tasuki.trainer.resident_tags import ExportChoice, ResidentTags, choose_handles
 from tasuki.trainer.wire import Role
 from tasuki.v1.ranks_pb2 import RankPublished
-from tasuki.weights.export import ExportMemory, Shard, WeightExport
+from tasuki.weights.export import ExportMemory, Shard, WeightExport, checkpoint_shards
 from tasuki.wire.stages import MemoryTag
 
 _log = logging.getLogger("tasuki.trainer")
@@ -85,12 +87,8 @@ class MegatronBackend:
         self._digests = text_digests(node.model.path)
         torch.manual_seed(node.seed)
         self._choices = choices
-        self._groups = Groups.join(
-            tensor_parallel=config.tensor_parallel,
-            device=self.device,
-            timeout_s=node.coordinator.stage_timeout_s,
-            seed=node.seed,
-        )
+        layout, timeout_s = config.megatron or MegatronConfig(), node.coordinator.stage_timeout_s
+        self._groups = Groups.join(layout, device=self.device, timeout_s=timeout_s, seed=node.seed)
         self.memory = TrainerMemory(
             mesh,
             ExportChoice.of(node, choices, rank=rank, handles=choose_handles(mesh)),
@@ -105,6 +103,9 @@ class MegatronBackend:
         self._reference: _Network | None = None
         set_checkpointing(self._policy.policy, Checkpointing(choices.checkpointing), kept_layers=choices.kept_layers)
         ended("model")
+        self._expert_load = ExpertLoad(
+            self._policy.policy, mesh=mesh, device=self.device, aux_loss_coef=config.router_aux_loss_coef
+        )
         self._optimizer = PartsAdamW(self._policy.parts, groups=self._groups, config=config, memory=self.memory, mesh=mesh)
         ended("memory")
 
@@ -136,14 +137,18 @@ class MegatronBackend:
         raise AssertionError("check_config refuses a critic")
 
     def backward(self, role: Role, loss: Tensor, *, share: float) -> None:
+        # Ranks that split a micro-batch's layers all have its share.
+        auxiliary = self._expert_load.end_pass(share=share / self._groups.tensor.size())
         with self._groups.computing():
-            loss.backward()
+            (loss if auxiliary is None else loss + auxiliary).backward()
 
     def routing_metrics(self, role: Role) -> Mapping[str, Metric]:
-        return {}
+        return self._expert_load.take()
 
     def release_gathered(self, role: Role) -> None:
         """Nothing is gathered between passes."""
+        if role is Role.POLICY:
+            self._expert_load.discard_call()
 
     def check_alike(self, numbers: Mapping[str, float]) -> None:
         """There is one node."""
@@ -217,11 +222,20 @@ class MegatronBackend:
         policy = Policy(self._model_config, model, self._groups, dtype=self._compute_dtype, kernel=kernel)
         region = self.memory.region(MemoryTag.WEIGHTS)
         parts = make_parts(policy, shape, self._groups, dtype=dtype, region=region)
-        load_shards(self._model_path, [shard for each in parts for shard in each.shards(each.weights)])
+        load_shards(self._model_path, self._stored(shard for each in parts for shard in each.shards(each.weights)))
         gather_weights(parts)
         if shape.is_tied:
             check_head(read_stored(self._model_path), shape, first=self._mesh.get_local_rank(), step=self._mesh.size())
         return _Network(policy, parts)
+
+    def _stored(self, shards: Iterable[Shard]) -> list[Shard]:
+        """The same slices, of tensors as a checkpoint has them."""
+        names = find_family(self._model.shape.architecture).checkpoint
+        return [
+            stored
+            for shard in shards
+            for stored in checkpoint_shards(shard.name, shard.global_shape, shard.offsets, shard.local, names=names)
+        ]
 
     def _published(self, dtype: torch.dtype) -> list[Shard]:
         """This rank's slices, of which all ranks' cover every tensor once; in `dtype` if it holds them in it."""
@@ -235,7 +249,7 @@ class MegatronBackend:
     def _make_export(self, memory: ExportMemory) -> WeightExport:
         rank, dtype = self._mesh.get_local_rank(), getattr(torch, self._node.rollout.dtype)
         return WeightExport(
-            self._published(dtype),
+            self._stored(self._published(dtype)),
             rank=rank,
             num_ranks=self._mesh.size(),
             dtype=dtype,
@@ -244,7 +258,7 @@ class MegatronBackend:
         )
 
     def _whole_tensors(self, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
-        """Every checkpoint tensor, one at a time, whole on rank 0. Collective."""
+        """Every checkpoint tensor, those of a parameter at a time, whole on rank 0. Collective."""
         shards = self._published(dtype)
         for name, shape in self._model.shape.parameters().items():
             whole = torch.zeros(shape, dtype=dtype, device=self.device)
@@ -253,7 +267,8 @@ class MegatronBackend:
                     whole[tuple(map(slice, shard.offsets, shard.box.ends))] = shard.local
             # As bytes: every other rank has zeros there, and a sum of numbers would lose the sign of a zero.
             dist.reduce(whole.view(torch.uint8), dst=0, group=self._mesh.get_group("dp"))
-            yield {name: whole}
+            stored = self._stored([Shard(name, shape, (0,) * len(shape), whole)])
+            yield {shard.name: shard.local for shard in stored}
 
     def _saved(self) -> dict[str, Tensor]:
         """Trained tensors and their AdamW state, by their names in checkpoints, which are those of every backend."""

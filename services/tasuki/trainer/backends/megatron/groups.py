@@ -11,6 +11,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, model_parallel_cuda_manual_seed
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tasuki.config.trainer_schema import MegatronConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,19 +24,35 @@ class Groups:
     """Neighbours, which share micro-batches and split every layer."""
     data: dist.ProcessGroup
     """Ranks with the same part of the layers."""
+    experts: DeviceMesh
+    """Neighbours, which share the experts of every layer. Each has its own tokens, also inside a tensor-parallel group."""
+    same_experts: dist.ProcessGroup
+    """Ranks with the same experts."""
     device: torch.device
 
     @classmethod
-    def join(cls, *, tensor_parallel: int, device: torch.device, timeout_s: float, seed: int) -> "Groups":
+    def join(cls, config: MegatronConfig, *, device: torch.device, timeout_s: float, seed: int) -> "Groups":
         """Collective, over all ranks of the process group."""
         minutes = math.ceil(timeout_s / 60)
         parallel_state.initialize_model_parallel(
-            tensor_parallel, create_gloo_process_groups=False, distributed_timeout_minutes=minutes
+            config.tensor_parallel,
+            expert_model_parallel_size=config.expert_parallel,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=minutes,
         )
         if device.type == "cuda":
             model_parallel_cuda_manual_seed(seed)
-        tensor, data = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()
-        return cls(cast(dist.ProcessGroup, tensor), cast(dist.ProcessGroup, data), device)
+        experts = DeviceMesh.from_group(parallel_state.get_expert_model_parallel_group(), device.type, mesh_dim_names=("dp",))
+        tensor, data, same_experts = (
+            cast(dist.ProcessGroup, group)
+            for group in (
+                parallel_state.get_tensor_model_parallel_group(),
+                parallel_state.get_data_parallel_group(),
+                parallel_state.get_expert_data_parallel_group(),
+            )
+        )
+        return cls(tensor, data, experts, same_experts, device)
 
     def leave(self) -> None:
         parallel_state.destroy_model_parallel()

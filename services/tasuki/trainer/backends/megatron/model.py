@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from tasuki.algorithms.lm_head import VocabularyShard, token_log_probs
 from tasuki.models.family import Model
@@ -31,9 +32,11 @@ from tasuki.planner.node import Checkpointing
 from tasuki.trainer.attention.packed import AttentionBackend, LayerAttention, PackedAttention, attention_operators
 from tasuki.trainer.backends.megatron.groups import Groups
 from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.modules.experts import GroupedExperts, ParallelExperts
 from tasuki.trainer.modules.pointwise import RmsNorm, down_projected
 from tasuki.trainer.modules.recompute import recomputing
 from tasuki.trainer.modules.rotary import rotated
+from tasuki.trainer.modules.routing import Router, Routers
 
 
 @dataclass(slots=True)
@@ -73,6 +76,21 @@ class _Mlp(MLP):
         if self.config.sequence_parallel:
             summand = reduce_scatter_to_sequence_parallel_region(summand, group=self.tp_group)
         return summand, None
+
+
+class _SparseMlp(nn.Module):
+    """Takes the place of megatron-core's mixture of experts, as FSDP2 computes it, on this rank's tokens."""
+
+    def __init__(self, config: PreTrainedConfig, groups: Groups) -> None:
+        super().__init__()
+        self.gate, experts = Router(Qwen3MoeTopKRouter(config)), Qwen3MoeExperts(config)
+        is_spread = groups.experts.size() > 1
+        self.experts = ParallelExperts(experts, groups.experts) if is_spread else GroupedExperts(experts)
+
+    def forward(self, hidden: Tensor, **_: object) -> tuple[Tensor, None]:
+        """hidden: [T, 1, H]. Returns as much, and no bias."""
+        _, weights_TK, chosen_TK = self.gate(hidden.squeeze(1))
+        return self.experts(hidden.squeeze(1), chosen_TK, weights_TK).unsqueeze(1), None
 
 
 class _Norm(RmsNorm):
@@ -129,6 +147,8 @@ class Policy(nn.Module):
         parts: Any = spec.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = _Norm
         parts.mlp.module, parts.mlp.params = _Mlp, {"tp_group": groups.tensor}
+        if shape.num_experts:
+            parts.mlp = nn.Identity  # replaced below
         attention = parts.self_attention.submodules
         attention.core_attention = partial(_CoreAttention, self._current)
         if layers.qk_layernorm:
@@ -144,9 +164,12 @@ class Policy(nn.Module):
             )
             block = TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers, layer_norm=cast(Any, _Norm))
             self.decoder = TransformerBlock(layers, block)
+            for layer in cast(Any, self.decoder.layers) if shape.num_experts else ():
+                layer.mlp = _SparseMlp(config, groups).to(dtype)
             if not shape.is_tied:
                 self.head = nn.Parameter(torch.empty(shape.vocab_size // size, shape.hidden_size, dtype=dtype))
         self._is_tied, self._dtype = shape.is_tied, dtype
+        self._routers = Routers(cast(nn.ModuleList, self.decoder.layers))
         self._rotary = LlamaRotaryEmbedding(cast(Any, config), device=groups.device)
 
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
@@ -154,6 +177,7 @@ class Policy(nn.Module):
         size = self._groups.tensor.size()
         padded = _padded(batch, multiple=size)
         self._current.attention = self._attention.over(padded)
+        self._routers.begin(padded, first_token=self._groups.tensor.rank() * len(padded.input_ids_T) // size)
         like = padded.input_ids_T.new_empty(0, dtype=self._dtype)
         cos, sin = self._rotary(like, padded.position_ids_T.unsqueeze(0))
         self._current.cos_TD, self._current.sin_TD = cos.squeeze(0), sin.squeeze(0)
@@ -194,5 +218,6 @@ def _padded(batch: TokenBatch, *, multiple: int) -> TokenBatch:
         position_ids_T=pad(batch.position_ids_T, (0, num)),
         cu_seqlens_S=torch.cat((batch.cu_seqlens_S, batch.cu_seqlens_S[-1:] + num)),
         max_seqlen=max(batch.max_seqlen, num),
+        routes_TR=None if batch.routes_TR is None else pad(batch.routes_TR, (0, 0, 0, num), value=-1),
         num_dummies=batch.num_dummies + num,
     )

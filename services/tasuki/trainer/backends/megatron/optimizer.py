@@ -30,7 +30,7 @@ class PartsAdamW(ShardedAdamW):
         memory.clear_at_resume(self._buffers)
         stepped, gradients = list[Parameter](), list[Tensor]()
         for part, buffer in zip(parts, self._buffers, strict=True):
-            _accumulate(part.parameter, buffer[: len(part.parameter)])
+            _accumulate(part.parameter, part.whole(buffer))
             stepped.append(Parameter(part.weights))
             gradients.append(part.own(buffer)[: len(part.weights)])
             stepped[-1].grad = gradients[-1]
@@ -45,11 +45,11 @@ class PartsAdamW(ShardedAdamW):
             dist.all_reduce(flat, group=self._groups.tensor)
             sums = flat.split([buffer.numel() for buffer in shared])
             torch._foreach_copy_(shared, [total.view_as(buffer) for total, buffer in zip(sums, shared, strict=True)])
-        if self._groups.data.size() > 1:
-            for part, buffer in zip(self._parts, self._buffers, strict=True):
+        for part, buffer in zip(self._parts, self._buffers, strict=True):
+            if part.data.size() > 1:
                 own = part.own(buffer)
                 total = torch.empty_like(own)
-                dist.reduce_scatter_tensor(total, buffer, group=self._groups.data)
+                dist.reduce_scatter_tensor(total, buffer, group=part.data)
                 own.copy_(total)
         return super().clip(replicas)
 

@@ -1,6 +1,7 @@
 """Parameters of megatron-core's layers as slices of checkpoint tensors, for loading, publishing, saving and exporting.
 
 It fuses queries, keys and values by group of heads, and gates with ups. Each is still a run of whole rows, so nothing is gathered.
+Experts are as in transformers' module, each rank's whole.
 """
 
 import re
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from tasuki.models.shape import ModelShape
+from tasuki.models.shape import EXPERTS, ModelShape
 from tasuki.trainer.backends.megatron.groups import Groups
 from tasuki.weights.export import Shard
 
@@ -29,6 +31,7 @@ _NAMES = {
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
     "self_attention.linear_proj": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate",
     "mlp.linear_fc2": "mlp.down_proj",
 }
 _COLUMNS = {"self_attention.linear_proj", "mlp.linear_fc2"}
@@ -36,19 +39,24 @@ _COLUMNS = {"self_attention.linear_proj", "mlp.linear_fc2"}
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Consecutive rows of a parameter that are rows, or parts of them, of one checkpoint tensor."""
+    """Consecutive rows of a parameter that are rows, or parts of them, of one tensor; of an expert in a tensor [E, rows, columns]."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole checkpoint tensor."""
+    """Of the whole tensor."""
     offsets: tuple[int, ...]
     """Of the first row."""
     num_rows: int
 
 
 def bands_of(name: str, model: ModelShape, *, rank: int, size: int) -> list[Band]:
-    """The bands of one tensor-parallel rank's parameter, in order. name: in the module `Policy`."""
+    """The bands of a parameter, in order. name: in the module `Policy`. rank, size: of the group that splits it."""
     shapes = model.parameters()
+    if name.endswith(EXPERTS):
+        tensor = f"model.{name.removeprefix('decoder.')}"
+        num_experts, num_rows, _ = shapes[tensor]
+        own = range(rank * num_experts // size, (rank + 1) * num_experts // size)
+        return [Band(tensor, shapes[tensor], (expert, 0, 0), num_rows) for expert in own]
 
     def rows(tensor: str, *, first: int, num: int) -> Band:
         shape = shapes[tensor]
@@ -84,35 +92,44 @@ def bands_of(name: str, model: ModelShape, *, rank: int, size: int) -> list[Band
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """A parameter of one tensor-parallel rank. Data-parallel ranks each step some of its rows, and gather the others'."""
+    """A parameter of one rank, by rows: those of experts one after another. Ranks that have the same one each step some, and gather the
+    others'."""
 
     parameter: nn.Parameter
-    """[R, ...] in compute dtype: the first rows of `buffer`."""
+    """[R, ...], of experts [e, R / e, ...], in compute dtype: the first rows of `buffer`."""
     buffer: Tensor
-    """[D C, ...]: C rows for each of D data-parallel ranks."""
+    """[D C, ...]: C rows for each of D ranks."""
     first: int
     """This rank's first row."""
     weights: Tensor
     """[c, ...] in the dtype of the optimizer: this rank's rows, at most C. A view of `buffer` if that has the same dtype."""
     bands: Sequence[Band]
     is_shared: bool
-    """Whether every tensor-parallel rank has all of it: norms."""
+    """Whether every tensor-parallel rank has all of it, and sees a part of its gradient: norms and routers."""
 
     data: dist.ProcessGroup
+    """Ranks that have the same parameter, with other tokens."""
+
+    def whole(self, buffer: Tensor) -> Tensor:
+        """What `parameter` is of `buffer`, of another of its shape."""
+        return buffer[: sum(band.num_rows for band in self.bands)].view_as(self.parameter)
 
     def own(self, buffer: Tensor) -> Tensor:
         """[C, ...]: this rank's part of `buffer`, or of another of its shape."""
         return buffer.narrow(0, self.first, len(buffer) // self.data.size())
 
     def shards(self, rows: Tensor) -> list[Shard]:
-        """Slices of checkpoint tensors in `rows`, one for each of `weights`."""
+        """Slices of the model's tensors in `rows`, one for each of `weights`."""
         shards: list[Shard] = []
         start = 0
         for band in self.bands:
             low, high = max(start, self.first), min(start + band.num_rows, self.first + len(rows))
             if low < high:
-                offsets = (band.offsets[0] + low - start, *band.offsets[1:])
-                shards.append(Shard(band.name, band.shape, offsets, rows[low - self.first : high - self.first]))
+                local, (first, *others) = rows[low - self.first : high - self.first], band.offsets
+                if len(band.shape) == 3:
+                    shards.append(Shard(band.name, band.shape, (first, low - start, 0), local.unsqueeze(0)))
+                else:
+                    shards.append(Shard(band.name, band.shape, (first + low - start, *others), local))
             start += band.num_rows
         return shards
 
@@ -121,23 +138,26 @@ def make_parts(
     network: nn.Module, model: ModelShape, groups: Groups, *, dtype: torch.dtype, region: AbstractContextManager[None]
 ) -> list[Part]:
     """Allocates the parameters of a network on the meta device, without values. dtype: of what the optimizer steps."""
-    rank, size, num_parts = groups.tensor.rank(), groups.tensor.size(), groups.data.size()
     parts: list[Part] = []
     with region:
         for name, meta in list(network.named_parameters()):
-            num_rows = len(meta)
-            own = -(-num_rows // num_parts)
-            buffer = torch.zeros((own * num_parts, *meta.shape[1:]), dtype=meta.dtype, device=groups.device)
-            first = own * groups.data.rank()
+            is_expert = name.endswith(EXPERTS)
+            split = groups.experts.get_group() if is_expert else groups.tensor
+            data = groups.same_experts if is_expert else groups.data
+            local = meta.to_local() if isinstance(meta, DTensor) else meta
+            rows = local.flatten(0, 1) if is_expert else local
+            num_rows, own = len(rows), -(-len(rows) // data.size())
+            buffer = torch.zeros((own * data.size(), *rows.shape[1:]), dtype=meta.dtype, device=groups.device)
+            first = own * data.rank()
             weights = buffer[first : min(first + own, num_rows)]
             if dtype != meta.dtype:
                 weights = torch.zeros_like(weights, dtype=dtype)
-            parameter = nn.Parameter(buffer[:num_rows], requires_grad=meta.requires_grad)
+            parameter = nn.Parameter(buffer[:num_rows].view(local.shape), requires_grad=meta.requires_grad)
             owner, _, attribute = name.rpartition(".")
             network.get_submodule(owner).register_parameter(attribute, parameter)
-            bands = bands_of(name, model, rank=rank, size=size)
-            is_shared = len(bands) == 1 and parameter.shape == bands[0].shape
-            parts.append(Part(parameter, buffer, first, weights, bands, is_shared and size > 1, groups.data))
+            bands = bands_of(name, model, rank=split.rank(), size=split.size())
+            is_shared = not is_expert and split.size() > 1 and len(bands) == 1 and parameter.shape == bands[0].shape
+            parts.append(Part(parameter, buffer, first, weights, bands, is_shared, data))
     return parts
 
 

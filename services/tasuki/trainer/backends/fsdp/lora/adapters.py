@@ -23,8 +23,8 @@ from tasuki.models.adapter_folder import ADAPTER_FILE, in_peft, stored_decoder
 from tasuki.models.family import Family
 from tasuki.models.known import find_family
 from tasuki.models.shape import EXPERTS
-from tasuki.trainer.backends.fsdp.expert_parallel import GroupedExperts
 from tasuki.trainer.durable.model_folder import save_tensors
+from tasuki.trainer.modules.experts import GroupedExperts
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
