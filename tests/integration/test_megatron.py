@@ -1,19 +1,24 @@
 """The megatron-core backend beside the FSDP one: the same steps, weights, checkpoints and folders, however the ranks are laid out."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
 
-from tasuki.trainer.backends.fsdp.lora.adapters import family_of
+from tasuki.models.family import CheckpointNames
+from tasuki.models.known import read_model_shape
+from tasuki.models.routes import RouteShape
+from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.resident_tags import TAGS
 from tasuki.trainer.service.requests import decode_samples
@@ -22,23 +27,24 @@ from tasuki.v1.weights_pb2 import PublishedWeights
 from tasuki.weights.export import checkpoint_shards
 from tasuki.weights.imported_weights import import_weights
 from tests.integration.launched import run_ranks
-from tests.integration.learning import learn, start_learner, trained, whole_parameters
-from tests.integration.trainer_samples import LOSS, TEMPERATURE, make_samples
+from tests.integration.learning import learn, start_learner, whole_parameters
+from tests.integration.trainer_samples import LOSS, TEMPERATURE, make_samples, plain_step_of
 from tests.models import make_model, save_checkpoint
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 
 # Divisible by the number of tensor-parallel ranks, and large enough for the tokenizer.
 VOCAB_SIZE = 132
-DENSE, SPARSE = ("qwen3", "qwen2_tied", "llama"), "qwen3_moe"
+DENSE, SPARSE, BALANCED = ("qwen3", "qwen2_tied", "llama"), "qwen3_moe", "qwen3_moe_balanced"
+"""The last is SPARSE with an auxiliary loss, which is over the micro-batches of all ranks, and with given routes."""
 Layout = tuple[int, int, int] | None
 """Ranks, and those that split layers and that share experts; None: one rank of FSDP."""
 LAYOUTS: dict[tuple[int, int, int], Sequence[str]] = {
-    (1, 1, 1): (*DENSE, SPARSE),
-    (2, 2, 1): (*DENSE, SPARSE),
+    (1, 1, 1): (*DENSE, SPARSE, BALANCED),
+    (2, 2, 1): (*DENSE, BALANCED),
     (2, 1, 1): ("qwen3", SPARSE),
     (2, 1, 2): (SPARSE,),
-    (2, 2, 2): (SPARSE,),
+    (2, 2, 2): (SPARSE, BALANCED),
     (4, 2, 1): ("qwen3",),
     (4, 2, 2): (SPARSE,),
     (4, 1, 4): (SPARSE,),
@@ -48,28 +54,52 @@ SETTINGS: dict[str, Any] = {"learning_rate": 1e-2, "eps": 1e-3, "weight_decay": 
 NUM_STEPS = 3
 
 
-def start(model: Path, *, mesh: DeviceMesh, layout: Layout, **more: Any) -> Learner:
-    if layout is not None:
-        more |= {"backend": "megatron", "megatron": {"tensor_parallel": layout[1], "expert_parallel": layout[2]}}
-    if model.name == SPARSE:
+def start(model: Path, *, mesh: DeviceMesh, tensor_parallel: int | None, expert_parallel: int = 1, **more: Any) -> Learner:
+    if tensor_parallel is not None:
+        more |= {"backend": "megatron", "megatron": {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}}
+    if model.name == BALANCED:
         more |= {"router_aux_loss_coef": 0.1}
     return start_learner(model, mesh=mesh, **SETTINGS | more)
+
+
+def start_as(layout: Layout, model: Path, *, mesh: DeviceMesh, **more: Any) -> Learner:
+    _, tensor_parallel, expert_parallel = layout or (1, None, 1)
+    return start(model, mesh=mesh, tensor_parallel=tensor_parallel, expert_parallel=expert_parallel, **more)
+
+
+def stored(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole parameters as tensors of a checkpoint."""
+    names = CheckpointNames()
+    return {
+        shard.name: shard.local
+        for name, each in parameters.items()
+        for shard in checkpoint_shards(name, tuple(each.shape), (0,) * each.dim(), each, names=names)
+    }
 
 
 def parameters(learner: Learner) -> dict[str, Tensor]:
     """Every tensor of a checkpoint in float32, on rank 0; every rank must call it."""
     if not hasattr(learner.backend, "_whole_tensors"):
-        names = family_of(trained(learner, Role.POLICY).network.causal_lm).checkpoint
-        return {
-            shard.name: shard.local
-            for name, each in whole_parameters(learner, Role.POLICY).items()
-            for shard in checkpoint_shards(name, tuple(each.shape), (0,) * each.dim(), each, names=names)
-        }
+        return stored(whole_parameters(learner, Role.POLICY))
     return {name: each for one in cast(Any, learner.backend)._whole_tensors(torch.float32) for name, each in one.items()}
 
 
-def steps(learner: Learner, num_steps: int, *, seed: int = 0) -> list[dict[str, float]]:
-    samples = decode_samples(make_samples(17, vocab_size=VOCAB_SIZE, temperature=TEMPERATURE))
+def samples_for(model: Path) -> Samples:
+    messages = make_samples(17, vocab_size=VOCAB_SIZE, temperature=TEMPERATURE)
+    if model.name != BALANCED:
+        return decode_samples(messages)
+    shape = RouteShape.of(read_model_shape(model))
+    assert shape is not None
+    generator = np.random.default_rng(7)
+    for message in messages:
+        num_tokens = len(message.prompt_token_ids) + len(message.completion_token_ids) - 1
+        scores = generator.random((num_tokens, shape.num_layers, shape.num_experts))
+        message.routed_experts = scores.argsort(-1)[..., : shape.experts_per_token].astype(shape.dtype).tobytes()
+    return decode_samples(messages, routes=shape)
+
+
+def steps(learner: Learner, num_steps: int) -> list[dict[str, float]]:
+    samples = samples_for(cast(Any, learner.backend)._node.model.path)
     facts: list[dict[str, float]] = []
     for _ in range(num_steps):
         report = learn(learner, Role.POLICY, samples, config=LOSS, max_tokens=64)
@@ -80,7 +110,7 @@ def steps(learner: Learner, num_steps: int, *, seed: int = 0) -> list[dict[str, 
 
 def run_steps(mesh: DeviceMesh, output: Path, models: Sequence[Path], layout: Layout) -> None:
     for model in models:
-        learner = start(model, mesh=mesh, layout=layout)
+        learner = start_as(layout, model, mesh=mesh)
         facts = steps(learner, NUM_STEPS)
         tensors = parameters(learner)
         if dist.get_rank() == 0:
@@ -93,11 +123,10 @@ def run_steps(mesh: DeviceMesh, output: Path, models: Sequence[Path], layout: La
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    more = {SPARSE: {"num_experts": 4}}
-    return {
-        kind: save_checkpoint(make_model(kind, seed=3, vocab_size=VOCAB_SIZE, **more.get(kind, {})), folder / kind)
-        for kind in (*DENSE, SPARSE)
-    }
+    sizes = {"vocab_size": VOCAB_SIZE}
+    dense = {kind: save_checkpoint(make_model(kind, seed=3, **sizes), folder / kind) for kind in DENSE}
+    experts = make_model(SPARSE, seed=3, **sizes, num_experts=4)
+    return dense | {kind: save_checkpoint(experts, folder / kind) for kind in (SPARSE, BALANCED)}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +134,22 @@ def fsdp_steps(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
     output = tmp_path_factory.mktemp("steps")
     run_ranks(run_steps, output, list(models.values()), None, num_ranks=1)
     return output
+
+
+def test_steps_with_experts_are_those_of_transformers(fsdp_steps: Path, models: dict[str, Path]) -> None:
+    facts = json.loads((fsdp_steps / f"{SPARSE}-None.json").read_text())
+    model: Any = AutoModelForCausalLM.from_pretrained(models[SPARSE], dtype=torch.float32)
+    settings = {key: value for key, value in SETTINGS.items() if key not in ("learning_rate", "max_grad_norm")}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=SETTINGS["learning_rate"], **settings)
+    for step in facts:
+        optimizer.zero_grad()
+        messages = make_samples(17, vocab_size=VOCAB_SIZE, temperature=TEMPERATURE)
+        found = plain_step_of(model, messages, optimizer=optimizer)
+        assert (found.loss, found.grad_norm) == pytest.approx((step["loss"], step["grad_norm"]), rel=2e-4)
+    weights, others = load_file(fsdp_steps / f"{SPARSE}-None.safetensors"), stored(dict(model.named_parameters()))
+    assert weights.keys() == others.keys()
+    for name, tensor in others.items():
+        torch.testing.assert_close(weights[name], tensor.detach(), rtol=0, atol=2e-6, msg=name)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -125,7 +170,7 @@ def test_steps_are_those_of_fsdp(fsdp_steps: Path, models: dict[str, Path], layo
 
 def run_checkpoints(mesh: DeviceMesh, model: Path, output: Path, layout: Layout) -> None:
     """Saves after one step, goes on, and starts again from the file; rank 0 writes the parameters after each second step."""
-    learner = start(model, mesh=mesh, layout=layout)
+    learner = start_as(layout, model, mesh=mesh)
     stem = str(layout)
     steps(learner, 1)
     learner.save_checkpoint(output / f"checkpoint-{stem}")
@@ -134,7 +179,7 @@ def run_checkpoints(mesh: DeviceMesh, model: Path, output: Path, layout: Layout)
     straight = parameters(learner)
     learner.backend.close()
     for saved in sorted(path.name.removeprefix("checkpoint-") for path in output.glob("checkpoint-*")):
-        learner = start(model, mesh=mesh, layout=layout)
+        learner = start_as(layout, model, mesh=mesh)
         learner.load_checkpoint(output / f"checkpoint-{saved}")
         assert learner.policy_version == 1
         steps(learner, 1)
@@ -165,7 +210,7 @@ def test_checkpoints_continue_a_run_in_any_layout_and_backend(
 
 def run_fsdp_from(mesh: DeviceMesh, model: Path, output: Path, stem: str) -> None:
     """The FSDP backend goes on from the other's checkpoint as from its own."""
-    learner, results = start(model, mesh=mesh, layout=None), list[dict[str, Tensor]]()
+    learner, results = start_as(None, model, mesh=mesh), list[dict[str, Tensor]]()
     for saved in (str(None), stem):
         learner.load_checkpoint(output / f"checkpoint-{saved}")
         steps(learner, 1)
@@ -176,7 +221,7 @@ def run_fsdp_from(mesh: DeviceMesh, model: Path, output: Path, stem: str) -> Non
 
 def run_publication(mesh: DeviceMesh, model: Path, output: Path, layout: Layout) -> None:
     """Publishes after a step, twice around a sleep; rank 0 writes what readers see and what it exports."""
-    learner = start(model, mesh=mesh, layout=layout, state_dir=output, rollout={"dtype": "bfloat16"})
+    learner = start_as(layout, model, mesh=mesh, state_dir=output, rollout={"dtype": "bfloat16"})
     steps(learner, 1)
     for version in (1, 2):
         publication = publish_to_all(learner, version)

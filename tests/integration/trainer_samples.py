@@ -74,7 +74,9 @@ def plain_step(folder: Path, samples: list[TrainingSample]) -> PlainStep:
     return plain_step_of(_plain_model(folder, dtype=torch.float32), samples)
 
 
-def plain_step_of(model: torch.nn.Module, samples: list[TrainingSample]) -> PlainStep:
+def plain_step_of(
+    model: torch.nn.Module, samples: list[TrainingSample], *, optimizer: torch.optim.Optimizer | None = None
+) -> PlainStep:
     """Makes a plain step of a float32 model; frozen parameters stay unchanged."""
     rows = [_token_rows(model, sample) for sample in samples]
     log_probs, old, advantages, ref, mask, entropy = (torch.cat(parts) for parts in zip(*rows, strict=True))
@@ -87,7 +89,8 @@ def plain_step_of(model: torch.nn.Module, samples: list[TrainingSample]) -> Plai
     named = {_short(name): param for name, param in model.named_parameters()}
     gradients = {name: param.grad.clone() for name, param in named.items() if param.requires_grad}
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-    torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY).step()
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY)
+    optimizer.step()
     gap = (log_probs - old).abs() * mask
     return PlainStep(
         loss=loss.item(),

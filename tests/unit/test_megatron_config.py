@@ -1,5 +1,6 @@
 """What `trainer.backend = "megatron"` refuses, and what the planner counts for it."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tasuki.config.checks import check_model
 from tasuki.config.schema import NodeConfig
 from tasuki.models.known import read_model
+from tasuki.models.shape import EXPERTS
 from tasuki.planner.node import Checkpointing, Part
 from tasuki.planner.presets import MODELS
 from tasuki.planner.trainer_bytes import checkpoint_bytes, gradient_bytes, trainer_tags
@@ -16,7 +18,7 @@ from tests.models import CONFIGS
 from tests.planned import node_with
 from tests.refusal import refusing
 
-DENSE = MODELS["qwen2.5-7b"]
+DENSE, SPARSE = MODELS["qwen2.5-7b"], MODELS["qwen3-30b-a3b"]
 
 
 def config(*, fleet: dict[str, Any] | None = None, **trainer: Any) -> NodeConfig:
@@ -38,8 +40,9 @@ def config(*, fleet: dict[str, Any] | None = None, **trainer: Any) -> NodeConfig
         {"reference_on_host": True},
         {"prefix_sharing": True},
         {"checkpointing": "offloaded"},
-        {"router_aux_loss_coef": 0.1},
+        {"router_bias_update_rate": 0.1},
         {"megatron": {"tensor_parallel": 2}, "num_ranks": 3},
+        {"megatron": {"expert_parallel": 4}, "num_ranks": 2},
         {"megatron": {"tensor_parallel": 2}, "num_ranks": 2, "backend": "fsdp"},
     ],
 )
@@ -50,21 +53,25 @@ def test_a_setting_of_the_other_backend_is_refused_by_name(trainer: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "field"),
+    ("kind", "layout", "field"),
     [
-        ("llama", 2, "trainer.megatron.tensor_parallel"),  # 131 tokens of the vocabulary
-        ("qwen3", 4, "trainer.megatron.tensor_parallel"),  # two key heads
-        ("gemma2", 1, "trainer.backend"),
-        ("qwen3_moe", 1, "trainer.backend"),
+        ("llama", {"tensor_parallel": 2}, "trainer.megatron.tensor_parallel"),  # 131 tokens of the vocabulary
+        ("qwen3", {"tensor_parallel": 4}, "trainer.megatron.tensor_parallel"),  # two key heads
+        ("qwen3", {"expert_parallel": 2}, "trainer.megatron.expert_parallel"),
+        ("qwen3_moe", {"expert_parallel": 2}, "trainer.megatron.expert_parallel"),  # five experts
+        ("qwen3_moe", {"expert_parallel": 8}, "trainer.megatron.expert_parallel"),
+        ("gemma2", {}, "trainer.backend"),
+        ("mixtral", {}, "trainer.backend"),
     ],
 )
-def test_a_model_that_it_cannot_hold_is_refused(kind: str, size: int, field: str) -> None:
+def test_a_model_that_it_cannot_hold_is_refused(kind: str, layout: dict[str, int], field: str) -> None:
     shape = CONFIGS[kind]().to_dict()
     shape["architectures"] = {
-        "llama": ["LlamaForCausalLM"], "qwen3": ["Qwen3ForCausalLM"], "gemma2": ["Gemma2ForCausalLM"], "qwen3_moe": ["Qwen3MoeForCausalLM"]
+        "llama": ["LlamaForCausalLM"], "qwen3": ["Qwen3ForCausalLM"], "gemma2": ["Gemma2ForCausalLM"],
+        "qwen3_moe": ["Qwen3MoeForCausalLM"], "mixtral": ["MixtralForCausalLM"],
     }[kind]  # fmt: skip
     with refusing(field):
-        check_model(config(num_ranks=size, megatron={"tensor_parallel": size}), read_model(shape).shape)
+        check_model(config(num_ranks=8, megatron=layout), read_model(shape).shape)
 
 
 @pytest.mark.parametrize("version", [None, "0.15.0"])
@@ -89,3 +96,14 @@ def test_ranks_hold_their_part_of_the_layers_and_step_their_rows_of_it() -> None
     # With what arenas round.
     assert tags[Part.TRAINER_WEIGHTS] == pytest.approx(half * (2 + 4 / 2), rel=0.1)
     assert tags[Part.OPTIMIZER] == pytest.approx(half * 8 / 2, rel=0.1)
+
+
+def test_experts_of_a_rank_are_counted_once() -> None:
+    trainer = {"backend": "megatron", "megatron": {"tensor_parallel": 2, "expert_parallel": 4}}
+    node = node_with(SPARSE, num_ranks=8, checkpointing=Checkpointing.FULL, trainer=trainer)
+    shapes = SPARSE.parameters().items()
+    experts = sum(math.prod(shape) for name, shape in shapes if name.endswith(EXPERTS))
+    # Norms and routers, which all ranks have, are small.
+    assert gradient_bytes(node) == pytest.approx(((SPARSE.num_parameters - experts) / 2 + experts / 4) * 4, rel=1e-2)
+    assert checkpoint_bytes(node) == pytest.approx(SPARSE.num_parameters * 12, rel=1e-2)
+    assert node.rows_per_token == 4 * SPARSE.experts_per_token

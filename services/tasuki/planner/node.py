@@ -175,11 +175,12 @@ class Node:
 
     @property
     def rows_per_token(self) -> int:
-        """With `expert_parallel`: most rows that the experts of one rank compute for one token of its micro-batch.
+        """With experts spread over ranks: most rows that those of one rank compute for one token of its micro-batch.
 
-        A bound: tokens of all ranks choose as many experts of this rank as a token may.
+        A bound: tokens of all these ranks choose as many experts of this rank as a token may.
         """
-        return self.num_ranks * min(self.model.experts_per_token, self.model.num_experts // self.num_ranks)
+        num_ranks = self.trainer.expert_ranks
+        return num_ranks * min(self.model.experts_per_token, self.model.num_experts // num_ranks)
 
     @property
     def longest_sequence(self) -> int:

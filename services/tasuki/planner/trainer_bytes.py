@@ -130,7 +130,7 @@ def _kept_tensors(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _frozen_shards(node: Node) -> tuple[int, ...]:
     if node.trainer.backend == "megatron":
-        return _sizes(layer_parts(node.model, node.trainer.tensor_parallel), node.compute_bytes)
+        return _sizes(layer_parts(node.model, node.trainer.tensor_parallel, node.trainer.expert_ranks), node.compute_bytes)
     return _sizes(shards(node), node.compute_bytes)
 
 
@@ -154,28 +154,37 @@ def export_arena(node: Node) -> int:
 def shards(node: Node) -> _Shapes:
     """Rank 0's part of every parameter, in order of creation. FSDP2 splits dim 0 and pads all ranks alike."""
     if node.trainer.backend == "megatron":
-        return _rows_of(layer_parts(node.model, node.trainer.tensor_parallel), node.num_ranks // node.trainer.tensor_parallel)
+        tensor, experts = node.trainer.tensor_parallel, node.trainer.expert_ranks
+        # Rows of experts one after another, over the ranks that have the same ones.
+        return tuple(
+            _rows((shape[0] * shape[1], shape[2]), node.num_ranks // experts)
+            if len(shape) == len("EOI")
+            else _rows(shape, node.num_ranks // tensor)
+            for shape in layer_parts(node.model, tensor, experts)
+        )
     return _shards(node.model, node.num_ranks) + _tower_shards(node.model, node.num_ranks)
 
 
 @lru_cache
-def layer_parts(model: ModelShape, tensor_parallel: int) -> _Shapes:
-    """A tensor-parallel rank's part of every parameter: all of the norms. Which dimension is split does not matter here."""
-    shapes = model.parameters().items()
-    return tuple(
-        shape if len(shape) == 1 and name.endswith(".weight") else (-(-shape[0] // tensor_parallel), *shape[1:])
-        for name, shape in shapes
-    )
+def layer_parts(model: ModelShape, tensor_parallel: int, expert_ranks: int) -> _Shapes:
+    """A rank's part of every parameter: all of norms and routers. Which dimension is split does not matter here."""
+
+    def num_parts(name: str, shape: tuple[int, ...]) -> int:
+        if name.endswith(EXPERTS):
+            return expert_ranks
+        is_whole = name.endswith("mlp.gate.weight") or (len(shape) == 1 and name.endswith(".weight"))
+        return 1 if is_whole else tensor_parallel
+
+    return tuple(_rows(shape, num_parts(name, shape)) for name, shape in model.parameters().items())
 
 
-@lru_cache
-def _rows_of(shapes: _Shapes, num_parts: int) -> _Shapes:
-    return tuple((-(-shape[0] // num_parts), *shape[1:]) for shape in shapes)
+def _rows(shape: tuple[int, ...], num_parts: int) -> tuple[int, ...]:
+    return (-(-shape[0] // num_parts), *shape[1:])
 
 
 def _kept_parts(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """As _kept_tensors, of the megatron-core backend: whole parts in compute dtype and their gradients, and the rows that a rank steps."""
-    parts = layer_parts(node.model, node.trainer.tensor_parallel)
+    parts = layer_parts(node.model, node.trainer.tensor_parallel, node.trainer.expert_ranks)
     stepped = () if node.param_bytes == node.compute_bytes else _sizes(shards(node), node.param_bytes)
     return _sizes(parts, node.compute_bytes) + stepped, _sizes(parts, node.param_bytes)
 
