@@ -15,30 +15,42 @@ pytestmark = pytest.mark.timeout(400)
 LIMIT_S = 300.0
 REWARD = "def odd(prompt, completion, **fields):\n    return float(len(set(completion)) % 2)\n"
 LORA = {"rank": 4, "experts": True, "target_modules": ["q_proj", "o_proj"]}
-CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
-    "qwen3_moe": (
+SPREAD = {"expert_parallel": True, "prefix_sharing": True}
+MEGATRON = {"backend": "megatron", "megatron": {"tensor_parallel": 2, "expert_parallel": 2}}
+CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    "adapters": (
+        "qwen3_moe",
         {"num_experts": 8},
-        {"lora": LORA, "checkpointing": "attention", "router_aux_loss_coef": 0.01},
+        {**SPREAD, "lora": LORA, "checkpointing": "attention", "router_aux_loss_coef": 0.01},
         {"tp_size": 2},
     ),
-    "deepseek_v3": (
+    "biases": (
+        "deepseek_v3",
         {"n_routed_experts": 8},
-        {"sequence_parallel": 2, "checkpointing": "full", "router_bias_update_rate": 0.01},
+        {**SPREAD, "sequence_parallel": 2, "checkpointing": "full", "router_bias_update_rate": 0.01},
+        {"tp_size": 1},
+    ),
+    "megatron": (
+        "qwen3_moe",
+        {"num_experts": 8, "vocab_size": 132},
+        {**MEGATRON, "checkpointing": "full", "router_aux_loss_coef": 0.01},
         {"tp_size": 1},
     ),
 }
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_engine_and_trainer_agree_in_every_step(kind: str, tmp_path: Path) -> None:
-    sizes, trainer, rollout = CASES[kind]
+@pytest.mark.parametrize("case", CASES)
+def test_engine_and_trainer_agree_in_every_step(case: str, tmp_path: Path) -> None:
+    kind, sizes, trainer, rollout = CASES[case]
+    if case == "megatron":
+        pytest.importorskip("megatron.core")
     save_checkpoint(make_model(kind, seed=0, **sizes), tmp_path / "model")
     (tmp_path / "odd_reward.py").write_text(REWARD)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": letter * 6}) + "\n" for letter in "abcdefgh"))
     (tmp_path / "node.toml").write_text('state_dir = "node"\ndevice = "cpu"\n[model]\npath = "model"\n')
     tables = {
         "trainer": {
-            "num_ranks": 2, "expert_parallel": True, "prefix_sharing": True, "learning_rate": 1e-3, "compute_dtype": "float32", **trainer,
+            "num_ranks": 2, "learning_rate": 1e-3, "compute_dtype": "float32", **trainer,
         },
         "rollout": {"dtype": "float32", **rollout},
         "train": {

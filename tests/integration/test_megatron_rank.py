@@ -32,10 +32,13 @@ __all__ = ["mesh"]
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 
 NAMES = {
-    "parallel_state.initialize_model_parallel": "tensor_model_parallel_size create_gloo_process_groups distributed_timeout_minutes",
+    "parallel_state.initialize_model_parallel": "tensor_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size "
+    "create_gloo_process_groups distributed_timeout_minutes",
     "parallel_state.destroy_model_parallel": "",
     "parallel_state.get_tensor_model_parallel_group": "",
     "parallel_state.get_data_parallel_group": "",
+    "parallel_state.get_expert_model_parallel_group": "",
+    "parallel_state.get_expert_data_parallel_group": "",
     "tensor_parallel.VocabParallelEmbedding": "init_method reduce_scatter_embeddings config tp_group",
     "tensor_parallel.gather_from_sequence_parallel_region": "group",
     "tensor_parallel.reduce_scatter_to_sequence_parallel_region": "group",
@@ -45,7 +48,7 @@ NAMES = {
     "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec": "qk_layernorm normalization",
     "transformer.transformer_block.TransformerBlock.forward": "attention_mask",
     "transformer.transformer_block.TransformerBlockSubmodules": "layer_specs layer_norm",
-    "transformer.transformer_layer.TransformerLayerSubmodules": "input_layernorm self_attention pre_mlp_layernorm",
+    "transformer.transformer_layer.TransformerLayerSubmodules": "input_layernorm self_attention pre_mlp_layernorm mlp",
     "transformer.attention.SelfAttentionSubmodules": "linear_qkv core_attention linear_proj q_layernorm k_layernorm",
     "transformer.mlp.MLPSubmodules": "linear_fc1 linear_fc2",
     "transformer.mlp.MLP": "tp_group",

@@ -43,16 +43,17 @@ class Groups:
         )
         if device.type == "cuda":
             model_parallel_cuda_manual_seed(seed)
-        experts = DeviceMesh.from_group(parallel_state.get_expert_model_parallel_group(), device.type, mesh_dim_names=("dp",))
-        tensor, data, same_experts = (
+        tensor, data, experts, same_experts = (
             cast(dist.ProcessGroup, group)
             for group in (
                 parallel_state.get_tensor_model_parallel_group(),
                 parallel_state.get_data_parallel_group(),
+                parallel_state.get_expert_model_parallel_group(),
                 parallel_state.get_expert_data_parallel_group(),
             )
         )
-        return cls(tensor, data, experts, same_experts, device)
+        mesh = DeviceMesh.from_group(experts, device.type, mesh_dim_names=("dp",))
+        return cls(tensor, data, mesh, same_experts, device)
 
     def leave(self) -> None:
         parallel_state.destroy_model_parallel()
