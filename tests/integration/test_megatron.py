@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from tasuki.models.family import CheckpointNames
 from tasuki.models.known import read_model_shape
 from tasuki.models.routes import RouteShape
+from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.resident_tags import TAGS
@@ -113,6 +114,11 @@ def run_steps(mesh: DeviceMesh, output: Path, models: Sequence[Path], layout: La
         learner = start_as(layout, model, mesh=mesh)
         facts = steps(learner, NUM_STEPS)
         tensors = parameters(learner)
+        if model.name == BALANCED:
+            batch = token_batch(samples_for(model), device=torch.device("cpu")).choosing(4)
+            learner.score(Role.POLICY, [batch])
+            assert batch.routes_TR is not None and not (batch.routes_TR < 0).any()
+            tensors["chosen experts"] = batch.routes_TR
         if dist.get_rank() == 0:
             stem = f"{model.name}-{layout}"
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, output / f"{stem}.safetensors")

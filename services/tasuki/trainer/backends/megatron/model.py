@@ -195,6 +195,11 @@ class Policy(nn.Module):
             temperature_N=batch.temperature_N,
             shard=shard,
         )
+        if padded.routes_TR is not None and batch.routes_TR is not None and not torch.is_grad_enabled() and size > 1:
+            # Each rank's routers have written the experts of its tokens.
+            own_TR = padded.routes_TR.chunk(size)[self._groups.tensor.rank()].view(torch.uint8)
+            whole_TR = self._groups.gather_tensor(own_TR).flatten(0, 1).view(torch.int16)
+            batch.routes_TR.copy_(whole_TR[: len(batch.routes_TR)])
         log_probs_N, entropy_N = self._attention.gather(*scores_N, batch=batch)
         return log_probs_N, entropy_N
 
