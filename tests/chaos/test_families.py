@@ -31,9 +31,7 @@ from tests.integration.rollout_process import (
     TestTrainer,
     connected,
     log_probs_of,
-    start_rollout,
-    stop_rollout,
-    wait_until_serving,
+    serving_rollout,
 )
 from tests.integration.trainer_samples import LOSS
 from tests.models import CONFIGS, IMAGE_TOKEN, make_model, save_checkpoint
@@ -66,12 +64,8 @@ def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rollout(folder: Path) -> Iterator[RolloutProcess]:
-    process = start_rollout(folder.with_name("node"), folder, 'rollout.dtype="float32"')
-    try:
-        wait_until_serving(process)
+    with serving_rollout(folder.with_name("node"), folder, 'rollout.dtype="float32"') as process:
         yield process
-    finally:
-        stop_rollout(process)
 
 
 @pytest.mark.parametrize("kind", KINDS, scope="module")
@@ -113,12 +107,8 @@ async def test_a_family_generates_from_what_was_trained(
 async def test_a_family_generates_with_an_adapter_that_was_trained(folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
     lora = _adapters(folder, is_served=True)
     settings = [f"trainer.lora.{key}={json.dumps(value)}" for key, value in lora.items()]
-    process = start_rollout(tmp_path / "node", folder, 'rollout.dtype="float32"', 'rollout.lora="adapter"', *settings)
-    try:
-        wait_until_serving(process)
+    with serving_rollout(tmp_path / "node", folder, 'rollout.dtype="float32"', 'rollout.lora="adapter"', *settings) as process:
         await _train(process, folder, mesh=mesh, lora=lora, output=tmp_path / "model", served="adapter")
-    finally:
-        stop_rollout(process)
 
 
 def _adapters(folder: Path, *, is_served: bool = False) -> dict[str, Any]:

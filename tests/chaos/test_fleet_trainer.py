@@ -6,7 +6,7 @@ import pytest
 
 from tasuki.v1.types_pb2 import ROLE_CRITIC, TrainingSample
 from tests.integration.fleet_trainers import fleet_of, nodes_of
-from tests.integration.trainer_process import VALUE, TrainerClient, connect, start_trainer
+from tests.integration.trainer_process import VALUE, connect, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 
@@ -39,8 +39,7 @@ async def test_two_nodes_of_two_ranks_learn_as_one_rank(tmp_path: Path, model: P
     try:
         with nodes_of(tmp_path, model, num_nodes=2, num_ranks=2, settings=TRAINER + extra + COORDINATOR) as nodes:
             alone.wait_until_serving()
-            async with fleet_of(nodes, model, num_ranks=2) as fleet, connect(alone) as channel:
-                one = TrainerClient(channel)
+            async with fleet_of(nodes, model, num_ranks=2) as fleet, connect(alone) as one:
                 for step in range(NUM_STEPS):
                     samples = samples_of(step)
                     expected, got = await one.forward_backward(samples), await fleet.forward_backward(samples)

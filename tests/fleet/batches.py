@@ -7,7 +7,7 @@ import numpy as np
 
 from tasuki.client import TrainingSample
 from tasuki.client.encode import training_sample_to_proto
-from tests.integration.trainer_process import TrainerClient, connect, start_trainer
+from tests.integration.trainer_process import TrainerProcess, connect, serving_trainer
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 
 SETTINGS = {"learning_rate": 1e-3, "eps": 1e-3, "micro_batch_tokens": 64, "compute_dtype": "float32"}
@@ -41,20 +41,15 @@ def batch(step: int) -> list[TrainingSample]:
 def losses_alone(folder: Path, *, num_steps: int) -> list[float]:
     """Losses of a single trainer of one rank on the model of `write_node`; the trainer is started and stopped here."""
     settings = "\n".join(f"{key} = {value!r}" for key, value in SETTINGS.items())
-    trainer = start_trainer(folder / "alone", folder / "model", num_ranks=1, settings=settings)
-    try:
-        trainer.wait_until_serving()
 
-        async def train() -> list[float]:
-            losses: list[float] = []
-            async with connect(trainer) as channel:
-                client = TrainerClient(channel)
-                for step in range(num_steps):
-                    samples = [training_sample_to_proto(sample, index=index) for index, sample in enumerate(batch(step))]
-                    losses.append((await client.forward_backward(samples)).loss)
-                    await client.optim_step()
-            return losses
+    async def train(trainer: TrainerProcess) -> list[float]:
+        losses: list[float] = []
+        async with connect(trainer) as client:
+            for step in range(num_steps):
+                samples = [training_sample_to_proto(sample, index=index) for index, sample in enumerate(batch(step))]
+                losses.append((await client.forward_backward(samples)).loss)
+                await client.optim_step()
+        return losses
 
-        return asyncio.run(train())
-    finally:
-        trainer.stop()
+    with serving_trainer(folder / "alone", folder / "model", num_ranks=1, settings=settings) as trainer:
+        return asyncio.run(train(trainer))

@@ -12,14 +12,20 @@ from tests.integration.rollout_process import (
     RolloutClient,
     RolloutProcess,
     TestTrainer,
-    connected,
+    asleep,
     left_of,
+    serving_rollout,
     shared_memory,
     start_rollout,
     stop_rollout,
     wait_until_serving,
 )
-from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
+from tests.integration.trainer_process import (
+    TrainerClient,
+    TrainerProcess,
+    ready_client,
+    serving_trainer,
+)
 from tests.limits import limit_s
 from tests.models import char_tokenizer, make_model, save_checkpoint
 
@@ -69,10 +75,8 @@ def rollout_process(rollout_model: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="session")
 def engine_pair(rollout_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
     """A service whose engine has two ranks. The last test of test_rollout_process.py kills one of them."""
-    rollout = start_rollout(tmp_path_factory.mktemp("pair"), rollout_model, "rollout.tp_size=2")
-    wait_until_serving(rollout)
-    yield rollout
-    stop_rollout(rollout)
+    with serving_rollout(tmp_path_factory.mktemp("pair"), rollout_model, "rollout.tp_size=2") as rollout:
+        yield rollout
 
 
 @pytest.fixture(scope="session")
@@ -86,10 +90,8 @@ def trainer(rollout_process: RolloutProcess) -> Iterator[TestTrainer]:
 @pytest.fixture
 async def rollout(rollout_process: RolloutProcess) -> AsyncIterator[RolloutClient]:
     """The shared service, asleep at the start of each test."""
-    async with connected(rollout_process) as client:
-        await client.sleep()
+    async with asleep(rollout_process) as client:
         yield client
-        await client.sleep()
 
 
 @pytest.fixture(scope="session")
@@ -100,10 +102,8 @@ def trainer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def trainer_process(trainer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
     folder = tmp_path_factory.mktemp("trainer-node")
-    trainer = start_trainer(folder, trainer_model, num_ranks=2, settings=TRAINER_SETTINGS)
-    trainer.wait_until_serving()
-    yield trainer
-    trainer.stop()
+    with serving_trainer(folder, trainer_model, num_ranks=2, settings=TRAINER_SETTINGS) as trainer:
+        yield trainer
     left = list((trainer.state_dir / "run").glob("*.sock"))
     assert left == [], trainer.log.read_text()[-4000:]
 
@@ -111,11 +111,8 @@ def trainer_process(trainer_model: Path, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture
 async def client(trainer_process: TrainerProcess) -> AsyncIterator[TrainerClient]:
     """The shared service, ready to train and without gradients."""
-    async with connect(trainer_process) as channel:
-        client = TrainerClient(channel)
-        await client.back_to_training()
+    async with ready_client(trainer_process) as client:
         yield client
-        await client.back_to_training()
 
 
 @pytest.fixture

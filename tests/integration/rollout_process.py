@@ -234,6 +234,17 @@ def stop_rollout(rollout: RolloutProcess) -> int:
         return rollout.process.wait()
 
 
+@contextmanager
+def serving_rollout(state_dir: Path, model: Path, *overrides: str, **settings: Any) -> Iterator[RolloutProcess]:
+    """A service that serves, until the end of the block."""
+    rollout = start_rollout(state_dir, model, *overrides, **settings)
+    wait_until_serving(rollout)
+    try:
+        yield rollout
+    finally:
+        stop_rollout(rollout)
+
+
 def shared_memory(pids: list[int]) -> set[int]:
     """Returns the inodes of the processes' mappings from /dev/shm."""
     maps = []
@@ -259,6 +270,15 @@ async def connected(rollout: RolloutProcess) -> AsyncIterator[RolloutClient]:
         client = RolloutClient(channel)
         await client.look()
         yield client
+
+
+@asynccontextmanager
+async def asleep(rollout: RolloutProcess) -> AsyncIterator[RolloutClient]:
+    """A client of a service that sleeps, as it does again after the block."""
+    async with connected(rollout) as client:
+        await client.sleep()
+        yield client
+        await client.sleep()
 
 
 def log_probs_of(model: torch.nn.Module, prompt: list[int], completion: list[int], *, temperature: float = 1.0) -> torch.Tensor:

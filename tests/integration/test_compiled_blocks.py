@@ -25,7 +25,7 @@ from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import MemoryTag
 from tests.extent import IS_WHOLE, only_whole
 from tests.integration.learning import assert_equal, fsdp, learn, start_learner, trained, whole_gradients, whole_parameters
-from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, samples_of_now, start_trainer
+from tests.integration.trainer_process import TrainerProcess, connect, samples_of_now, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.models import CONFIGS, HYBRID, VOCAB_SIZE, make_model, save_checkpoint
 
@@ -202,8 +202,7 @@ def trainers(
 async def test_a_compiled_service_answers_as_one_that_is_not_and_compiles_before_it_serves(trainers: list[TrainerProcess]):
     answers, steps, scores = [], [], []
     for trainer in trainers:
-        async with connect(trainer) as channel:
-            client = TrainerClient(channel)
+        async with connect(trainer) as client:
             samples = await samples_of_now(client)
             answers.append(await client.forward_backward(samples, loss=loss_pb2.LossConfig(name="gspo")))
             steps.append(await client.optim_step())

@@ -18,7 +18,7 @@ from tasuki.wire.errors import PeerUnavailable, from_rpc_error
 from tests.extent import only_whole
 from tests.integration.fleet_port import FleetPort, fleet_port
 from tests.integration.fleet_trainers import fleet_of, nodes_of, start_node
-from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
+from tests.integration.trainer_process import TrainerProcess, connect, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.limits import limit_s
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
@@ -77,8 +77,7 @@ def samples_of(step: int, num_samples: int = 8) -> list[TrainingSample]:
 async def test_two_nodes_learn_as_one(folder: Path, model: Path, alone: TrainerProcess, nodes: list[TrainerProcess]) -> None:
     """Results do not depend on the shares: by the plan, all to one node, or with many more micro-batches on one."""
     uneven = [[0, 1, 2, 3, 4, 5, 6, 7], []], [[7], [0, 1, 2, 3, 4, 5, 6]]
-    async with fleet_of(nodes, model) as fleet, connect(alone) as channel:
-        one = TrainerClient(channel)
+    async with fleet_of(nodes, model) as fleet, connect(alone) as one:
         for step in range(NUM_STEPS):
             samples, loss = samples_of(step), LOSSES[step % len(LOSSES)]
             expected = await one.forward_backward(samples, loss=loss)

@@ -18,7 +18,7 @@ from tasuki.models.known import read_model_shape
 from tasuki.models.routes import RouteShape
 from tasuki.v1.types_pb2 import VersionSpan
 from tests.integration.test_trainer_client import NO_CORRECTION, client_of
-from tests.integration.trainer_process import TrainerClient, connect, start_trainer
+from tests.integration.trainer_process import TrainerClient, connect, serving_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 from tests.refusal import refused
@@ -52,17 +52,15 @@ def process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     sizes, settings, rate = CASES[request.param]
     folder = tmp_path_factory.mktemp("node")
     model = save_checkpoint(make_model(request.param, seed=3, **sizes), folder / "model")
-    trainer = start_trainer(folder / "node", model, num_ranks=2, settings=COMMON + settings)
-    trainer.wait_until_serving()
-    yield model, trainer, rate
-    trainer.stop()
+    with serving_trainer(folder / "node", model, num_ranks=2, settings=COMMON + settings) as trainer:
+        yield model, trainer, rate
 
 
 @pytest.fixture
 async def case(process: tuple[Path, Any, float]) -> AsyncIterator[Case]:
     model, trainer, rate = process
-    async with connect(trainer) as channel:
-        yield Case(model, TrainerClient(channel), rate)
+    async with connect(trainer) as client:
+        yield Case(model, client, rate)
 
 
 def grouped_samples() -> list[TrainingSample]:

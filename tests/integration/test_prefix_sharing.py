@@ -26,7 +26,7 @@ from tasuki.v1.types_pb2 import TrainingSample
 from tests.extent import IS_WHOLE, crossed
 from tests.integration.learning import COST, fsdp, learn, start_learner, whole_gradients, whole_parameters
 from tests.integration.one_rank import mesh
-from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
+from tests.integration.trainer_process import TrainerProcess, connect, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 
@@ -160,8 +160,7 @@ def trainers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 async def test_a_step_over_grpc_is_equal_and_takes_fewer_micro_batches(trainers: list[TrainerProcess]) -> None:
     answers, steps, scores = [], [], []
     for trainer in trainers:
-        async with connect(trainer) as channel:
-            client = TrainerClient(channel)
+        async with connect(trainer) as client:
             answers.append(await client.forward_backward(grouped_samples(), loss=GSPO))
             steps.append(await client.optim_step())
             scores.append(await client.log_probs(grouped_samples()))

@@ -16,11 +16,9 @@ from tests.integration.rollout_process import (
     RolloutClient,
     RolloutProcess,
     TestTrainer,
-    connected,
-    start_rollout,
+    asleep,
+    serving_rollout,
     start_samples,
-    stop_rollout,
-    wait_until_serving,
 )
 from tests.models import make_model, save_checkpoint
 from tests.routes import own_routes
@@ -54,10 +52,8 @@ def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def process(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
     settings = ("rollout.dtype=float32",)
-    rollout = start_rollout(tmp_path_factory.mktemp("node"), model, *settings)
-    wait_until_serving(rollout)
-    yield rollout
-    stop_rollout(rollout)
+    with serving_rollout(tmp_path_factory.mktemp("node"), model, *settings) as rollout:
+        yield rollout
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +66,8 @@ def trainer(process: RolloutProcess, kind: str) -> Iterator[TestTrainer]:
 
 @pytest.fixture
 async def rollout(process: RolloutProcess) -> AsyncIterator[RolloutClient]:
-    async with connected(process) as client:
-        await client.sleep()
+    async with asleep(process) as client:
         yield client
-        await client.sleep()
 
 
 def check_routes(sample: types_pb2.Sample, prompt: list[int], trainer: TestTrainer, model: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tasuki.v1 import types_pb2
 from tasuki.v1.types_pb2 import ROLE_CRITIC, ROLE_POLICY, TrainingSample
 from tests.integration.plain_critic import value_samples
-from tests.integration.trainer_process import VALUE, TrainerClient, TrainerProcess, connect, start_trainer
+from tests.integration.trainer_process import VALUE, TrainerClient, TrainerProcess, connect, serving_trainer, start_trainer
 from tests.models import make_model, save_checkpoint
 from tests.refusal import refused
 
@@ -30,16 +30,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
-    trainer = start_trainer(tmp_path_factory.mktemp("critic-node"), model, num_ranks=2, settings=SETTINGS)
-    trainer.wait_until_serving()
-    yield trainer
-    trainer.stop()
+    with serving_trainer(tmp_path_factory.mktemp("critic-node"), model, num_ranks=2, settings=SETTINGS) as trainer:
+        yield trainer
 
 
 @pytest.fixture
 async def client(trainer: TrainerProcess) -> AsyncIterator[TrainerClient]:
-    async with connect(trainer) as channel:
-        client = TrainerClient(channel)
+    async with connect(trainer) as client:
         await client.back_to_training()
         yield client
 
@@ -110,8 +107,7 @@ async def test_a_trainer_started_again_has_both_roles_of_its_checkpoint_and_its_
     again = start_trainer(trainer.state_dir, model, num_ranks=2, settings=SETTINGS)
     again.wait_until_serving()
     trainer.process = again.process
-    async with connect(trainer) as channel:
-        back = TrainerClient(channel)
+    async with connect(trainer) as back:
         assert (await facts(back), await back.values(samples), await back.log_probs(samples)) == before
         await back.optim_step(learning_rate=0.0)
         await back.begin_run(keep_optimizer=True)

@@ -17,7 +17,7 @@ from tasuki.wire.errors import from_rpc_error
 from tests.extent import only_whole
 from tests.integration.fleet_trainers import save_part
 from tests.integration.node_process import is_alive
-from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
+from tests.integration.trainer_process import TrainerProcess, connect, serving_trainer, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.limits import limit_s, wait_for
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
@@ -34,10 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
     """Shared by the tests below, in order; the last one ends it."""
-    trainer = start_trainer(tmp_path_factory.mktemp("node"), model, num_ranks=2, settings=FLOAT32)
-    trainer.wait_until_serving()
-    yield trainer
-    trainer.stop()
+    with serving_trainer(tmp_path_factory.mktemp("node"), model, num_ranks=2, settings=FLOAT32) as trainer:
+        yield trainer
 
 
 def raise_unless_gone(pids: list[int], *, within_s: float) -> None:
@@ -46,8 +44,7 @@ def raise_unless_gone(pids: list[int], *, within_s: float) -> None:
 
 async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: TrainerProcess, model: Path, tmp_path: Path) -> None:
     samples = make_samples(9, vocab_size=VOCAB_SIZE)
-    async with connect(two_ranks) as channel:
-        client = TrainerClient(channel)
+    async with connect(two_ranks) as client:
         await client.forward_backward(samples)
         await client.optim_step(learning_rate=1e-3)
         await client.save(tmp_path / "checkpoint")
@@ -56,18 +53,13 @@ async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: Trainer
         await client.forward_backward(samples)
         step_of_two = await client.optim_step(learning_rate=1e-3)
         log_probs_of_two = await client.log_probs(samples)
-    one_rank = start_trainer(tmp_path / "other-node", model, num_ranks=1, settings=FLOAT32)
-    try:
-        one_rank.wait_until_serving()
-        async with connect(one_rank) as channel:
-            client = TrainerClient(channel)
+    with serving_trainer(tmp_path / "other-node", model, num_ranks=1, settings=FLOAT32) as one_rank:
+        async with connect(one_rank) as client:
             assert (await client.load(tmp_path / "checkpoint")).policy_version == 1
             assert (await client.state()).policy_version == 1
             await client.forward_backward(samples)
             step_of_one = await client.optim_step(learning_rate=1e-3)
             log_probs_of_one = await client.log_probs(samples)
-    finally:
-        one_rank.stop()
     assert step_of_one.version == step_of_two.version == 2
     assert step_of_one.grad_norm == pytest.approx(step_of_two.grad_norm, rel=1e-5)
     # The second step is Adam's second: it matches only if both moments and their step count were restored.
@@ -77,10 +69,10 @@ async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: Trainer
 
 async def test_a_rank_that_dies_in_a_call_is_named_and_takes_the_trainer_with_it(two_ranks: TrainerProcess) -> None:
     pids = two_ranks.rank_pids()
-    async with connect(two_ranks) as channel:
+    async with connect(two_ranks) as client:
         # While stopped, it blocks the others inside a collective.
         os.kill(pids[1], signal.SIGSTOP)
-        call = asyncio.create_task(TrainerClient(channel).forward_backward(make_samples(8, vocab_size=VOCAB_SIZE)))
+        call = asyncio.create_task(client.forward_backward(make_samples(8, vocab_size=VOCAB_SIZE)))
         await asyncio.sleep(1.0)
         assert not call.done()
         os.kill(pids[1], signal.SIGKILL)

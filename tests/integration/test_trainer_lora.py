@@ -14,7 +14,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tasuki.client.encode import loss_to_proto
 from tasuki.weights.imported_weights import import_weights
 from tests.integration import trainer_samples as plain
-from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, samples_of_now, start_trainer
+from tests.integration.trainer_process import (
+    TrainerClient,
+    TrainerProcess,
+    ready_client,
+    samples_of_now,
+    serving_trainer,
+)
 from tests.models import make_model, save_checkpoint
 
 # Two ranks cannot share A's rows evenly.
@@ -62,19 +68,14 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trainer(model: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
     settings = SETTINGS.format(adapter=adapter)
-    trainer = start_trainer(tmp_path_factory.mktemp("lora-node"), model, num_ranks=2, settings=settings)
-    trainer.wait_until_serving()
-    yield trainer
-    trainer.stop()
+    with serving_trainer(tmp_path_factory.mktemp("lora-node"), model, num_ranks=2, settings=settings) as trainer:
+        yield trainer
 
 
 @pytest.fixture
 async def client(trainer: TrainerProcess) -> AsyncIterator[TrainerClient]:
-    async with connect(trainer) as channel:
-        client = TrainerClient(channel)
-        await client.back_to_training()
+    async with ready_client(trainer) as client:
         yield client
-        await client.back_to_training()
 
 
 def with_adapter(model: Path, exported: Path) -> PeftModel:

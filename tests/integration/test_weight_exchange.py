@@ -27,7 +27,7 @@ from tests.base_copies import shared_by
 from tests.extent import IS_WHOLE, repeated
 from tests.integration.engine_rank import EngineRanks, check_outcomes, engine_ranks, pieces_of
 from tests.integration.published import Published
-from tests.integration.trainer_process import TrainerClient, connect, start_trainer
+from tests.integration.trainer_process import connect, serving_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.models import CONFIGS, TELLING, VOCAB_SIZE, make_model, save_checkpoint
 from tests.received import check_received
@@ -83,18 +83,13 @@ async def test_adapters_arrive_merged_as_the_exported_folder_has_them(ranks: Eng
     model = save_checkpoint(make_model("qwen3", seed=1), tmp_path / "start")
     # So small that the second trainer rank holds nothing of any A.
     settings = "[trainer.lora]\nrank = 1\nalpha = 4\n"
-    trainer = start_trainer(tmp_path / "node", model, num_ranks=2, settings=settings)
-    trainer.wait_until_serving()
-    try:
-        async with connect(trainer) as channel:
-            client = TrainerClient(channel)
+    with serving_trainer(tmp_path / "node", model, num_ranks=2, settings=settings) as trainer:
+        async with connect(trainer) as client:
             await client.look()
             await client.forward_backward(make_samples(8, vocab_size=VOCAB_SIZE))
             await client.optim_step(learning_rate=0.05)
             await client.export(tmp_path / "model")
             outcomes = ranks.receive(tmp_path / "model", (await client.publish()).weights, tp_size=2)
-    finally:
-        trainer.stop()
     adapter = load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}, "masters, whatever forward computes in"
     assert [outcome.different for outcome in outcomes] == [[], []]
@@ -167,15 +162,12 @@ async def test_a_trainer_learns_beside_weights_that_are_the_engines(ranks: Engin
     state_dir = tmp_path / "node"
     ranks.share_base(folder, state_dir, tp_size=2)
     settings = '[trainer.lora]\nrank = 3\n[rollout]\nlora = "adapter"\ntp_size = 2'
-    trainer = start_trainer(state_dir, folder, num_ranks=2, settings=settings, choices={"shares_base": True})
-    trainer.wait_until_serving()
-    try:
+    with serving_trainer(state_dir, folder, num_ranks=2, settings=settings, choices={"shares_base": True}) as trainer:
         bases = bases_of(state_dir, "trainer", num_ranks=2)
         for pid, base in zip(trainer.rank_pids(), bases, strict=True):
             assert len(shared_by(pid, os.getpid())) == len(base.manifest.chunk_bytes)
         stored = load_file(folder / "model.safetensors")
-        async with connect(trainer) as channel:
-            client = TrainerClient(channel)
+        async with connect(trainer) as client:
             await client.look()
             sizes = {tag.tag: tag.total_bytes for tag in (await client.usage()).tags}
             assert sizes[types_pb2.MEMORY_TAG_WEIGHTS] < sum(tensor.nbytes for tensor in stored.values()) / 2
@@ -192,8 +184,6 @@ async def test_a_trainer_learns_beside_weights_that_are_the_engines(ranks: Engin
         changed = {name for name, tensor in end.items() if not torch.equal(tensor, stored[name])}
         assert changed == {name for name in stored if name.endswith("_proj.weight")}
         assert [differ_from(stored, base) for base in bases] == [[]] * 2, "nobody writes to it"
-    finally:
-        trainer.stop()
 
 
 def test_a_model_that_sglang_computes_with_while_it_loads_is_not_shared(ranks: EngineRanks, tmp_path: Path) -> None:

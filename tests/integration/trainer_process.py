@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -117,6 +119,17 @@ def start_trainer(
             [*inside, sys.executable, "-m", *argv], stdout=output, stderr=output, env=environment, start_new_session=True
         )
     return TrainerProcess(process, state_dir, log)
+
+
+@contextmanager
+def serving_trainer(state_dir: Path, model: Path, **settings: Any) -> Iterator[TrainerProcess]:
+    """A trainer that serves, until the end of the block. settings: of start_trainer."""
+    trainer = start_trainer(state_dir, model, **settings)
+    try:
+        trainer.wait_until_serving()
+        yield trainer
+    finally:
+        trainer.stop()
 
 
 class TrainerClient:
@@ -264,8 +277,19 @@ def command(request_id: str = "") -> types_pb2.CommandId:
     return types_pb2.CommandId(request_id=request_id or uuid.uuid4().hex)
 
 
-def connect(trainer: TrainerProcess) -> grpc.aio.Channel:
-    return open_channel(trainer.target)
+@asynccontextmanager
+async def connect(trainer: TrainerProcess) -> AsyncIterator[TrainerClient]:
+    async with open_channel(trainer.target) as channel:
+        yield TrainerClient(channel)
+
+
+@asynccontextmanager
+async def ready_client(trainer: TrainerProcess) -> AsyncIterator[TrainerClient]:
+    """A client of a trainer that is ready to train and without gradients, as it is again after the block."""
+    async with connect(trainer) as client:
+        await client.back_to_training()
+        yield client
+        await client.back_to_training()
 
 
 async def samples_of_now(client: TrainerClient, num_samples: int = 12) -> list[TrainingSample]:
