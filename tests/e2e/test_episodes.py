@@ -388,9 +388,8 @@ def test_episodes_outlive_a_changeover_and_go_on_from_their_tokens(client: Clien
     for episode, drawn in zip(waiting.episodes, before, strict=True):
         (sample,) = episode.training_samples()
         is_drawn = np.asarray(sample.loss_mask, bool)
-        tokens, log_probs = (
-            np.asarray(each)[is_drawn].tolist() for each in (sample.completion_token_ids, sample.rollout_log_probs)
-        )
+        drawn_of = sample.completion_token_ids, sample.rollout_log_probs
+        tokens, log_probs = (np.asarray(each)[is_drawn].tolist() for each in drawn_of)
         length = sum(len(one.token_ids) for one in drawn)
         assert length and tokens[:length] == [token for one in drawn for token in one.token_ids]
         assert log_probs[:length] == [value for one in drawn for value in one.rollout_log_probs]

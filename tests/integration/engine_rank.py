@@ -6,14 +6,12 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from tasuki.memory.arena import NativeAllocator
 from tasuki.models.tower import TOWER
@@ -23,6 +21,7 @@ from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS
 from tasuki.weights.plan import Slice
 from tasuki.wire.stages import MemoryTag
 from tests.integration.base_rank import share_base
+from tests.integration.engine_model import Job, configure, join_group, load_model, models_without_a_test
 from tests.integration.forked import processes
 from tests.ports import free_port
 from tests.received import ReceivedPiece
@@ -63,14 +62,14 @@ class EngineRanks:
         """Loads the checkpoint in `folder` as SGLang does, poisons every parameter, and receives `published`, in each rank."""
         address = self._address(tp_size)
         for tp_rank, pipe in enumerate(self._pipes[:tp_size]):
-            pipe.send(_Job(tp_rank, tp_size, address, str(folder), published.SerializeToString()))
+            pipe.send(Job(tp_rank, tp_size, address, str(folder), published.SerializeToString()))
         return [self._answer(pipe) for pipe in self._pipes[:tp_size]]
 
     def share_base(self, folder: Path, state_dir: Path, *, tp_size: int) -> list[Outcome]:
         """Runs base_rank.share_base in each rank."""
         address = self._address(tp_size)
         for tp_rank, pipe in enumerate(self._pipes[:tp_size]):
-            pipe.send(_Job(tp_rank, tp_size, address, str(folder), b"", state_dir))
+            pipe.send(Job(tp_rank, tp_size, address, str(folder), b"", state_dir))
         return [self._answer(pipe) for pipe in self._pipes[:tp_size]]
 
     def serve(self, socket_dir: Path) -> None:
@@ -97,16 +96,6 @@ class EngineRanks:
         assert isinstance(outcome, Outcome)
         assert not outcome.error, outcome.error
         return outcome
-
-
-@dataclass(frozen=True)
-class _Job:
-    tp_rank: int
-    tp_size: int
-    address: str | None
-    folder: str
-    published: bytes
-    state_dir: Path | None = None
 
 
 def check_outcomes(outcomes: list[Outcome], kind: str) -> None:
@@ -162,7 +151,7 @@ def _fork_ranks(pipes: Sequence[Connection]) -> None:
     """Runs the first rank; the others are forked, so that SGLang is imported once."""
     os.environ |= {
         "OMP_NUM_THREADS": "1",
-        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_without_a_test()),
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(models_without_a_test()),
         "SGLANG_USE_CPU_ENGINE": "1",
         "SGLANG_NCCL_SO_PATH": "/nonexistent",
     }
@@ -185,7 +174,7 @@ def _run_rank(pipe: Connection, device: str) -> None:
     if device == "cpu":
         torch.set_num_threads(1)
     else:
-        os.environ |= {"OMP_NUM_THREADS": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_models_without_a_test())}
+        os.environ |= {"OMP_NUM_THREADS": "1", "SGLANG_DISABLED_MODEL_ARCHS": ",".join(models_without_a_test())}
         torch.cuda.set_device(device)
     from tasuki.memory.arena import set_host_budget
     from tasuki.rollout.rank import rank_allocator
@@ -201,12 +190,12 @@ def _run_rank(pipe: Connection, device: str) -> None:
             return
         try:
             outcome = _NOTHING
-            if isinstance(job, _Job):
-                args = _configure(job, device=device.partition(":")[0])
+            if isinstance(job, Job):
+                args = configure(job, device=device.partition(":")[0])
                 if job.address is not None:
-                    _join_group(job, backend="gloo" if device == "cpu" else "nccl")
+                    join_group(job, backend="gloo" if device == "cpu" else "nccl")
                 with allocator.region(MemoryTag.WEIGHTS):
-                    model = _load(args)
+                    model = load_model(args)
                 if job.state_dir is not None:
                     outcome = _share_base(model, args, allocator, job.state_dir, rank=job.tp_rank)
                 else:
@@ -222,112 +211,6 @@ def _run_rank(pipe: Connection, device: str) -> None:
             pipe.send(dataclasses.replace(_NOTHING, error=traceback.format_exc()))
 
 
-def _models_without_a_test() -> list[str]:
-    """Lists SGLang's model modules that no test uses: importing all of them takes half a minute on a busy machine."""
-    sglang = find_spec("sglang")
-    assert sglang is not None and sglang.submodule_search_locations is not None
-    modules = Path(sglang.submodule_search_locations[0], "srt", "models").glob("*.py")
-    tested = (
-        "llama",
-        "qwen2",
-        "qwen2_5_vl",
-        "qwen3",
-        "qwen3_moe",
-        "qwen3_5",
-        "qwen3_next",
-        "qwen3_vl",
-        "mistral",
-        "gemma2",
-        "gemma3_causal",
-        "gemma3_mm",
-        "glm4",
-        "glm4_moe",
-        "gpt_oss",
-        "olmo2",
-        "mixtral",
-        "deepseek_v2",
-        "glm4_moe_lite",
-        "granite",
-    )
-    return [module.stem for module in modules if module.stem not in tested]
-
-
-def _configure(job: _Job, *, device: str) -> Any:
-    from sglang.srt.layers.moe import initialize_moe_config
-    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-
-    table = Path(job.folder, "config.json").read_text()
-    is_oss, is_unrotated = '"gpt_oss"' in table, '"smollm3"' in table
-    on_cpu = {
-        "attention_backend": "intel_amx" if is_oss else "torch_native",
-        "moe_runner_backend": "triton" if is_oss else "auto",
-    }
-    args = ServerArgs(
-        model_path=job.folder,
-        json_model_override_args='{"architectures": ["LlamaForCausalLM"]}' if is_unrotated else "{}",
-        device=device,
-        tp_size=job.tp_size,
-        dtype="bfloat16",
-        **(on_cpu if device == "cpu" else {"attention_backend": "triton"}),
-        sampling_backend="pytorch",
-        grammar_backend="none",
-        disable_cuda_graph=True,
-        disable_overlap_schedule=True,
-        enable_multimodal=False,
-        log_level="error",
-    )
-    set_global_server_args_for_scheduler(args)
-    initialize_moe_config(args)
-    return args
-
-
-def _load(args: Any, loader: Any = None) -> Any:
-    """loader: SGLang's own by default."""
-    from sglang.srt.configs.device_config import DeviceConfig
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
-    from sglang.srt.model_loader import get_model_loader
-
-    from tasuki.rollout.sglang.cpu.kernels import install_delta_nets
-    from tasuki.rollout.sglang.models import leave_out_tower
-
-    config = ModelConfig.from_server_args(args)
-    architecture = str((config.hf_config.architectures or [""])[0])
-    initialize_dp_attention(args, config)
-    # Another model of this process may have a tower.
-    with ExitStack() as patched:
-        if architecture == "Gemma3ForConditionalGeneration":
-            from sglang.srt.models import gemma3_mm
-
-            leave_out_tower(architecture)
-            whole = gemma3_mm.Gemma3ForConditionalGeneration
-
-            def load_text(self: Any, weights: Any, load: Any = whole.load_weights) -> Any:
-                return load(self, (each for each in weights if each[0].startswith("language_model.")))
-
-            patched.enter_context(patch.object(whole, "load_weights", load_text))
-        if hasattr(config.hf_text_config, "linear_conv_kernel_dim"):
-            install_delta_nets()
-            adjust_tp_num_heads_if_necessary(config.hf_text_config, args.tp_size, True)
-        made = (get_model_loader if loader is None else loader)(LoadConfig(), config)
-        return made.load_model(model_config=config, device_config=DeviceConfig(device=args.device))
-
-
-def _join_group(job: _Job, *, backend: str) -> None:
-    from sglang.srt import distributed
-
-    distributed.parallel_state.destroy_model_parallel()
-    distributed.parallel_state.destroy_distributed_environment()
-    # Weights are loaded without it; it would first exchange buffers.
-    distributed.parallel_state.set_custom_all_reduce(False)
-    distributed.init_distributed_environment(
-        backend=backend, world_size=job.tp_size, rank=job.tp_rank, distributed_init_method=job.address, local_rank=job.tp_rank
-    )
-    distributed.initialize_model_parallel(tensor_model_parallel_size=job.tp_size)
-
-
 def _loaded_tensors(model: Any) -> list[tuple[str, Any]]:
     """Parameters, the values that Gemma 2's norms compute from theirs while loading, and the absorbed projections of latent attention."""
     derived = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(".gemma_weight")]
@@ -341,7 +224,7 @@ def _poison_loaded(model: Any) -> None:
         tensor.data.fill_(float("nan"))
 
 
-def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
+def _receive(model: Any, allocator: NativeAllocator, job: Job) -> Outcome:
     import torch
 
     from tasuki.config.schema import ModelConfig, NodeConfig
@@ -399,7 +282,7 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
 def _share_base(model: Any, args: Any, allocator: NativeAllocator, state_dir: Path, *, rank: int) -> Outcome:
     def load(loader: Any) -> Any:
         with allocator.region(MemoryTag.WEIGHTS):
-            return _load(args, loader)
+            return load_model(args, loader)
 
     folder = Path(args.model_path)
     different = share_base(model, load, state_dir=state_dir, folder=folder, rank=rank, num_ranks=args.tp_size)

@@ -30,7 +30,8 @@ from tests.extent import repeated
 from tests.integration.learning import fsdp, learn, start_learner, trained
 from tests.integration.one_rank import mesh, model
 from tests.integration.trainer_samples import LOSS, make_samples
-from tests.models import VOCAB_SIZE, make_model, quantize_experts, quantize_matrices, save_checkpoint
+from tests.models import VOCAB_SIZE, make_model, save_checkpoint
+from tests.quantized import quantize_experts, quantize_matrices
 from tests.refusal import refusing
 
 __all__ = ["mesh", "model"]

@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -30,9 +31,7 @@ UP, HEAD, EMBEDDING = "model.layers.1.mlp.up_proj.weight", "lm_head.weight", "mo
 @pytest.fixture(scope="module")
 def folders() -> Iterator[dict[str, Path]]:
     """Returns whole folders by kind: in one file, in two with an index, and tied."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(dir=memory_folder()) as place:
+    with TemporaryDirectory(dir=memory_folder()) as place:
         single = save_checkpoint(make_model("llama", seed=0), Path(place) / "single")
         sharded, tied = Path(place) / "sharded", save_checkpoint(make_model("llama_tied", seed=0), Path(place) / "tied")
         shutil.copytree(single, sharded)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from tokenizers import AddedToken, Encoding, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Encoding, Tokenizer, decoders, models, processors
 from transformers import AutoTokenizer
 
 from tasuki.client.sft_data import sft_sample
@@ -19,111 +19,7 @@ from tasuki.models.tokenizer import check_tokenizer, read_tokenizer
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tests.extent import examples
-from tests.unit.small_tokenizers import DIGITS, KINDS, SPECIAL, TRAINED, write_folder
-
-_NORMALIZERS = st.lists(
-    st.sampled_from(
-        [
-            normalizers.NFC(),
-            normalizers.Lowercase(),
-            normalizers.Strip(),
-            normalizers.Replace("a", "e"),
-            normalizers.StripAccents(),
-            normalizers.Prepend("▁"),
-            normalizers.NFKD(),
-            normalizers.Nmt(),
-        ]
-    ),
-    max_size=2,
-)
-_PRE_TOKENIZERS = st.sampled_from(
-    [
-        None,
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.Whitespace(),
-        pre_tokenizers.Metaspace(prepend_scheme="first"),
-        pre_tokenizers.Punctuation("merged_with_previous"),
-        pre_tokenizers.UnicodeScripts(),
-        pre_tokenizers.CharDelimiterSplit("x"),
-        pre_tokenizers.Split(Regex(DIGITS), "isolated"),
-    ]
-)
-_AROUND = st.sampled_from([None, "<bos> $A", "$A <eos>", "<bos> $A <eos>", "<bos> <bos> $A <eos>"])
-_ADDED = st.lists(
-    st.builds(
-        AddedToken,
-        st.sampled_from(["<tool>", "apple", " ", "</think>", "2023", "é"]),
-        single_word=st.booleans(),
-        lstrip=st.booleans(),
-        rstrip=st.booleans(),
-        normalized=st.booleans(),
-        special=st.booleans(),
-    ),
-    max_size=3,
-)
-_FLAGS = st.fixed_dictionaries({name: st.booleans() for name in ("lstrip", "rstrip", "normalized", "special")})
-_TEXT = st.lists(
-    st.sampled_from(
-        [
-            *SPECIAL,
-            "<tool>",
-            "apple",
-            "apples",
-            "2023",
-            " ",
-            "  ",
-            "\n",
-            "é",
-            "É",
-            "中",
-            "😀",
-            ".",
-            " ,",
-            "'s",
-            "x",
-            "\u2028",
-            "ﬁ",
-        ]
-    ),
-    min_size=1,
-    max_size=8,
-).map("".join)
-_CLASSES = st.sampled_from(
-    [
-        None,
-        "LlamaTokenizerFast",
-        "LlamaTokenizer",
-        "GPT2Tokenizer",
-        "Qwen2Tokenizer",
-        "PreTrainedTokenizerFast",
-        "BertTokenizer",
-    ]
-)
-
-
-@st.composite
-def random_tokenizers(draw: st.DrawFn) -> Tokenizer:
-    table = json.loads(TRAINED[draw(st.sampled_from(KINDS))])
-    flagged = draw(st.dictionaries(st.sampled_from(SPECIAL[1:]), _FLAGS, max_size=2))
-    for token in table["added_tokens"]:
-        token |= flagged.get(token["content"], {})
-    tokenizer = Tokenizer.from_str(json.dumps(table))
-    more = draw(_NORMALIZERS)
-    if more:
-        tokenizer.normalizer = normalizers.Sequence([*more, *([] if tokenizer.normalizer is None else [tokenizer.normalizer])])
-    first = draw(_PRE_TOKENIZERS)
-    if first is not None:
-        parts = [first, *([] if tokenizer.pre_tokenizer is None else [tokenizer.pre_tokenizer])]
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
-    if (around := draw(_AROUND)) is not None:
-        ids = [(text, tokenizer.token_to_id(text)) for text in ("<bos>", "<eos>")]
-        tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
-    tokenizer.add_tokens(draw(_ADDED))
-    if draw(st.booleans()) and isinstance(tokenizer.decoder, decoders.ByteLevel):
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=draw(st.booleans()))
-    if draw(st.booleans()):
-        tokenizer.enable_padding(length=50)
-    return tokenizer
+from tests.unit.small_tokenizers import CLASSES, KINDS, TEXT, TRAINED, random_tokenizers, write_folder
 
 
 def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
@@ -139,9 +35,9 @@ def _encoded(tokenizer: Tokenizer, text: str) -> Encoding:
 @settings(max_examples=examples(400), deadline=None)
 @given(
     tokenizer=random_tokenizers(),
-    text=_TEXT,
-    completion=_TEXT,
-    name=_CLASSES,
+    text=TEXT,
+    completion=TEXT,
+    name=CLASSES,
     family=st.sampled_from(["llama", "olmo2", "qwen2", "gemma3"]),
 )
 def test_ids_and_texts_are_those_of_tokenizer_json(

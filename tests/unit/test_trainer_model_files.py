@@ -13,7 +13,8 @@ from tasuki.models.tokenizer import read_stop_token_ids
 from tasuki.trainer.durable.model_folder import ARCHITECTURES, load_shards, read_model_config
 from tasuki.weights.export import Shard
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
-from tests.models import EOS, char_tokenizer, make_model, quantize_experts, quantize_matrices, save_checkpoint
+from tests.models import EOS, char_tokenizer, make_model, save_checkpoint
+from tests.quantized import quantize_experts, quantize_matrices
 from tests.slices import part_of
 
 
