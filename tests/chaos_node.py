@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasuki.client import Client, Phase, SamplingParams, Stage, StageStatus, TrainingSample
+from tasuki.client import Client, Phase, SamplingParams, StageStatus, TrainingSample
 from tasuki.config.paths import log_path, socket_dir
 from tasuki.coordinator import phases
 from tasuki.rpc.failpoints import Action, plant
@@ -39,6 +39,28 @@ class Recovery:
     signal: str
     detected_s: float
     recovered_s: float
+
+
+@contextmanager
+def when_started(watcher: Client, stage: phases.Stage, action: Callable[[], object]) -> Iterator[None]:
+    """Calls `action` once, on the first event that reports the start of `stage`. watcher: a client of the block alone."""
+    ready, done = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        for watched in watcher.watch():
+            ready.set()
+            event = watched.event
+            if (event.stage, event.status) == (stage.number, StageStatus.STARTED.number):
+                action()
+                done.set()
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    yield
+    assert done.wait(1), f"{stage} has not begun"
+    thread.join(10)
 
 
 class ChaosNode:
@@ -77,6 +99,25 @@ class ChaosNode:
         assert self.greedy() == tokens
         assert_clean_audit(self.node.state_dir)
 
+    def recovers(self, process: str, stage: phases.Stage, number: signal.Signals) -> Recovery:
+        """Strikes amid the stage. Checks that the phase is reached and that nothing trained is lost."""
+        self.client.acquire(Phase.TRAIN)
+        is_to_rollout = stage in phases.path(phases.Stage.LOAD_TRAINER, phases.Phase.ROLLOUT)
+        version = self.step() + is_to_rollout
+        self.client.acquire(Phase.ROLLOUT)
+        tokens = self.greedy()
+        recovery = self.strike(process, stage, number)
+        if is_to_rollout:
+            tokens = self.greedy()
+        self.client.acquire(Phase.TRAIN)
+        assert self.client.trainer_state().policy_version == version
+        assert self.log_probs() == self.learned
+        self.client.acquire(Phase.ROLLOUT)
+        assert self.client.state().policy_version == version
+        # The same weights as before the strike, or after another sync.
+        assert self.greedy() == tokens
+        return recovery
+
     def strike(self, process: str, stage: phases.Stage, number: signal.Signals) -> Recovery:
         """Sends the signal while `stage` runs, and returns once the phase is reached."""
         service = phases.RULES[stage].service
@@ -89,7 +130,10 @@ class ChaosNode:
         plant(socket_dir(self.node.state_dir), service, stage, Action.SLOW)
         (pid,) = self.pids(process)
         struck: list[float] = []
-        with self._when_started(stage, lambda: (struck.append(time.time()), os.kill(pid, number))):
+        with (
+            Client(state_dir=self.node.state_dir) as watcher,
+            when_started(watcher, stage, lambda: (struck.append(time.time()), os.kill(pid, number))),
+        ):
             self.client.acquire(target)
         (when,) = struck
         recovered_s = time.time() - when
@@ -100,28 +144,6 @@ class ChaosNode:
 
     def greedy(self) -> list[list[int]]:
         return [sample.token_ids.tolist() for sample in self.client.generate(PROMPTS, GREEDY)]
-
-    @contextmanager
-    def _when_started(self, stage: Stage, action: object) -> Iterator[None]:
-        """Calls `action` once, on the first event that reports the start of `stage`."""
-        ready, done = threading.Event(), threading.Event()
-
-        def watch() -> None:
-            with Client(state_dir=self.node.state_dir) as watcher:
-                for watched in watcher.watch():
-                    ready.set()
-                    event = watched.event
-                    if (event.stage, event.status) == (stage.number, StageStatus.STARTED.number):
-                        action()
-                        done.set()
-                        return
-
-        thread = threading.Thread(target=watch, daemon=True)
-        thread.start()
-        assert ready.wait(10)
-        yield
-        assert done.wait(1), f"{stage} has not begun"
-        thread.join(10)
 
     def _detected(self, process: str, struck: float) -> float:
         """Seconds until the supervisor logged a restart of the service; the changeover itself may not have needed it."""

@@ -7,14 +7,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import grpc
 
-from tasuki.client import Client, Phase, Stage
+from tasuki.client import Client, Phase
 from tasuki.config.paths import socket_dir
 from tasuki.coordinator import phases
 from tasuki.rpc.failpoints import Action, plant
@@ -24,6 +24,7 @@ from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_blocking_channel
 from tasuki.wire.stages import Phase as RingPhase
 from tasuki.wire.stages import Stage as RingStage
+from tests.chaos_node import when_started
 from tests.fleet.nodes import RealFleet
 from tests.pulses import pids
 
@@ -52,32 +53,12 @@ def strike(fleet: RealFleet, client: Client, *, rank: int, process: str, stage: 
     plant(socket_dir(state_dir), phases.RULES[stage].service, stage, Action.SLOW)
     (pid,) = pids(state_dir, process)
     struck: list[float] = []
-    with when_started(fleet.target, stage, lambda: (struck.append(time.monotonic()), os.kill(pid, number))):
+    with (
+        Client(fleet.target) as watcher,
+        when_started(watcher, stage, lambda: (struck.append(time.monotonic()), os.kill(pid, number))),
+    ):
         client.acquire(Phase.ROLLOUT if stage in TO_ROLLOUT else Phase.TRAIN)
     return time.monotonic() - struck[0]
-
-
-@contextmanager
-def when_started(target: str, stage: RingStage, action: Callable[[], object]) -> Iterator[None]:
-    """Calls `action` once, on the first event that reports the start of `stage`."""
-    ready, done = threading.Event(), threading.Event()
-
-    def watch() -> None:
-        with Client(target) as watcher:
-            for watched in watcher.watch():
-                ready.set()
-                event = watched.event
-                if event is not None and event.stage is Stage(stage) and event.status == "STARTED":
-                    action()
-                    done.set()
-                    return
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    assert ready.wait(10)
-    yield
-    assert done.wait(1), f"{stage} has not begun"
-    thread.join(10)
 
 
 class ServedWatch:

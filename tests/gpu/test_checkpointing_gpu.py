@@ -3,15 +3,12 @@
 Needs `make native` and a CUDA GPU.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import AutoModelForCausalLM, Qwen2Config
+from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.planner.node import Checkpointing
@@ -19,33 +16,14 @@ from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
 from tasuki.v1.types_pb2 import TrainingSample
+from tests.gpu.conftest import VOCAB_SIZE
 from tests.integration.learning import learn, start_learner, whole_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-VOCAB_SIZE, MAX_TOKENS, NUM_STEPS = 4096, 8192, 50
+MAX_TOKENS, NUM_STEPS = 8192, 50
 RUNGS = {"none": "none", "none once more": "none"} | {str(rung): str(rung) for rung in list(Checkpointing)[1:]}
 """Checkpointing by case; "none once more" shows that the kernels themselves are deterministic."""
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    config = Qwen2Config(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=16,
-        vocab_size=VOCAB_SIZE, max_position_embeddings=1024, dtype=torch.bfloat16,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 def samples_of(step: int) -> Samples:

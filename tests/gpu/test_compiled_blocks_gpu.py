@@ -19,11 +19,10 @@ from tasuki.trainer.learner import Learner
 from tasuki.trainer.modules.compiled_blocks import num_graphs
 from tasuki.trainer.wire import Role
 from tasuki.wire.stages import MemoryTag
-from tests.gpu.test_checkpointing_gpu import MAX_TOKENS, mesh, model, samples_of
+from tests.gpu.test_checkpointing_gpu import MAX_TOKENS, samples_of
 from tests.integration.learning import fsdp, learn, start_learner, whole_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-__all__ = ["mesh", "model"]
 
 NUM_STEPS = 50
 # Relative error in norm: both round to bfloat16, at different points.

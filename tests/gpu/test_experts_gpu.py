@@ -23,11 +23,12 @@ from tasuki.trainer.modules.experts import ParallelExperts
 from tasuki.trainer.modules.routing import EXPERTS
 from tasuki.trainer.wire import Role
 from tasuki.wire.stages import MemoryTag
-from tests.gpu.test_checkpointing_gpu import MAX_TOKENS, VOCAB_SIZE, mesh, samples_of
+from tests.gpu.conftest import VOCAB_SIZE
+from tests.gpu.test_checkpointing_gpu import MAX_TOKENS, samples_of
 from tests.integration.learning import learn, metric, start_learner, whole_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-__all__ = ["mesh"]
+
 
 DEVICE, NUM_TOKENS, NUM_CHOSEN = "cuda", 4096, 4
 _SIZES: dict[str, Any] = {

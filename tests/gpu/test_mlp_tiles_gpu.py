@@ -14,11 +14,10 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.trainer.data.micro_batch import MicroBatch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.wire import Role
-from tests.gpu.test_checkpointing_gpu import MAX_TOKENS, mesh, model, samples_of
+from tests.gpu.test_checkpointing_gpu import MAX_TOKENS, samples_of
 from tests.integration.learning import micro_batches, start_learner, whole_gradients, with_denominator
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-__all__ = ["mesh", "model"]
 
 TILE_TOKENS, NUM_LAYERS, WIDTH, HIDDEN = 1024, 8, 2816, 1024
 # Relative error in norm, in bfloat16: a weight's gradient is rounded after each tile, and other shapes may use other kernels.

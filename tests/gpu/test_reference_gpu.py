@@ -3,14 +3,11 @@
 Needs `make native` and a CUDA GPU.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import AutoModelForCausalLM, Qwen2Config
+from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
@@ -21,26 +18,6 @@ from tests.integration.learning import fsdp, start_learner
 from tests.integration.plain_critic import value_samples
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    config = Qwen2Config(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=16,
-        vocab_size=4096, max_position_embeddings=1024, dtype=torch.bfloat16,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 def weights_bytes(learner: Learner) -> int:

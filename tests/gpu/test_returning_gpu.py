@@ -18,7 +18,8 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.wire import Role
 from tasuki.wire.stages import MemoryTag
-from tests.gpu.test_checkpointing_gpu import VOCAB_SIZE, samples_of
+from tests.gpu.conftest import VOCAB_SIZE
+from tests.gpu.test_checkpointing_gpu import samples_of
 from tests.integration.learning import learn, start_learner, whole_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
