@@ -22,7 +22,7 @@ from tasuki.trainer.learner import Learner
 from tasuki.trainer.wire import Role
 from tests.integration.launched import run_ranks
 from tests.integration.one_rank import mesh
-from tests.integration.test_megatron import KINDS, NUM_STEPS, SETTINGS, VOCAB_SIZE, parameters, start, steps
+from tests.integration.test_megatron import DENSE, NUM_STEPS, SETTINGS, VOCAB_SIZE, parameters, start, steps
 from tests.models import make_model, save_checkpoint
 from tests.saved_tensors import kept_bytes
 from tests.unit.test_plan_step import LiveTokens
@@ -74,7 +74,7 @@ NUM_TOKENS = 514
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     sizes = {"vocab_size": 4 * VOCAB_SIZE, "hidden_size": 192, "intermediate_size": 448}
-    return {kind: save_checkpoint(make_model(kind, seed=3, **sizes), folder / kind) for kind in KINDS}
+    return {kind: save_checkpoint(make_model(kind, seed=3, **sizes), folder / kind) for kind in DENSE}
 
 
 def test_three_clipped_steps_are_those_of_fsdp(mesh: DeviceMesh, models: dict[str, Path]) -> None:

@@ -240,7 +240,7 @@ def details(planned: Plan, advice: Advice) -> list[str]:
     if disk_bytes:
         kept = f" and up to {num_checkpoints} checkpoints of {gb(checkpoint_bytes(node))} GB" if num_checkpoints else ""
         lines.append(f"Disk: {gb(disk_bytes)} GB for the model{kept}.")
-    if node.trainer.expert_ranks > 1:
+    if node.trainer.spreads_experts:
         lines.append(_experts(node))
     size = f"{gb(planned.kv_pool.num_bytes)} GB {'on a GPU' if node.device == 'cuda' else 'of a rank'}"
     lines.append(f"KV cache: {planned.kv_pool.num_tokens:,} tokens for each engine, {size}.")
@@ -335,7 +335,7 @@ def headline(node: Node) -> str:
     is_kept = bool(node.kept_layers) and node.checkpointing is not Checkpointing.NONE
     kept = f" ({node.kept_layers} layers kept)" if is_kept else ""
     how = f"LoRA rank {node.lora.rank}" if node.lora is not None else "all parameters"
-    how += ", expert parallel" if node.trainer.expert_ranks > 1 else ""
+    how += ", expert parallel" if node.trainer.spreads_experts else ""
     how += ", one base for both services" if node.shares_base else ""
     ranks = "rank" if node.num_ranks == 1 else "ranks"
     return (

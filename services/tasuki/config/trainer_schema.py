@@ -252,6 +252,10 @@ class TrainerConfig(OptimizerConfig):
         return self.num_ranks if self.expert_parallel else 1 if self.megatron is None else self.megatron.expert_parallel
 
     @property
+    def spreads_experts(self) -> bool:
+        return self.expert_parallel or self.expert_ranks > 1
+
+    @property
     def ranks_per_micro_batch(self) -> int:
         """Ranks that share each micro-batch."""
         return self.sequence_parallel * self.tensor_parallel

@@ -190,7 +190,7 @@ def _flowing_in_mlp(node: Node, index: int) -> int:
         # With tensor parallelism also at the product of `down`: the whole gradient of its result, and that of the factor.
         whole = model.intermediate_size + num_sharing * model.hidden_size if num_sharing > 1 else 0
         return max((1 if node.fuses_mlp else 2) * model.intermediate_size, whole)
-    if node.trainer.expert_ranks == 1:
+    if not node.trainer.spreads_experts:
         return 2 * model.experts_per_token * model.expert_size
     widest_row = max(model.hidden_size, model.expert_size)
     return max(3 * model.experts_per_token * model.hidden_size, 2 * node.rows_per_token * widest_row)
@@ -296,7 +296,7 @@ def _layer_activations(node: Node, index: int) -> int:
     model, num_shared, each = node.model, node.trainer.sequence_parallel, kept_per_token(node, index)
     if node.mlp_tokens < node.rank_tokens:
         each -= kept_in_mlp(node, index)
-    if node.trainer.expert_ranks > 1 and model.is_sparse(index):
+    if node.trainer.spreads_experts and model.is_sparse(index):
         each += kept_in_parallel_experts(node) - kept_in_mlp(node, index)
     if num_shared > 1:  # attention's output on its way back, and repeated key heads
         repeats = max(1, num_shared // model.num_kv_heads)
