@@ -22,7 +22,7 @@ _LONG = {
         "adapter_steps certified_names checkpointing compiled_blocks critic_exactness dashboard_live dashboard_page exiting_processes "
         "expert_load expert_parallel fleet fleet_doctor fleet_rollout_front fleet_trainer fleet_trainer_front "
         "gloo_peers grpcurl hub journal_kills launch loss_curves loss_cuts many_changeovers megatron model_copy node_replicas "
-        "node_restarts port_attacks port_reload port_roles port_server prefix_sharing prometheus quantized_adamw rank_store "
+        "megatron_lora node_restarts port_attacks port_reload port_roles port_server prefix_sharing prometheus quantized_adamw rank_store "
         "recorded_ahead reference_on_host replayed_steps replicas reward_processes "
         "gathered_layers old_policy_replay rollout_adapter router_replay rollout_great_calls rollout_images rollout_process "
         "rpc_faults streamed_adamw tracing trainer_critic trainer_lifetime trainer_lora trainings watchdog"

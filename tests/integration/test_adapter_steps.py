@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tasuki.trainer.backends.fsdp.lora.adapters import Dropout, adapter_tensors, in_file
+from tasuki.trainer.backends.fsdp.lora.adapters import adapter_tensors
 from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
+from tasuki.trainer.modules.lora import Dropout, in_file
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
 from tests.integration import trainer_samples as plain

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.planner.choose import chosen
@@ -40,9 +41,10 @@ NAMES = {
     "parallel_state.get_expert_model_parallel_group": "",
     "parallel_state.get_expert_data_parallel_group": "",
     "tensor_parallel.VocabParallelEmbedding": "init_method reduce_scatter_embeddings config tp_group",
-    "tensor_parallel.gather_from_sequence_parallel_region": "group",
+    "tensor_parallel.gather_from_sequence_parallel_region": "tensor_parallel_output_grad group",
     "tensor_parallel.reduce_scatter_to_sequence_parallel_region": "group",
-    "tensor_parallel.RowParallelLinear": "",
+    "tensor_parallel.RowParallelLinear": "skip_bias_add",
+    "tensor_parallel.ColumnParallelLinear": "skip_bias_add",
     "tensor_parallel.random.CudaRNGStatesTracker.fork": "",
     "tensor_parallel.random.model_parallel_cuda_manual_seed": "",
     "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec": "qk_layernorm normalization",
@@ -174,3 +176,26 @@ def test_a_rank_has_the_bytes_of_the_plan(mesh: DeviceMesh, models: dict[str, Pa
 @pytest.mark.parametrize(("num_ranks", "tensor_parallel"), [(1, 1), (2, 2), (2, 1), (4, 2)])
 def test_ranks_have_the_bytes_of_the_plan(models: dict[str, Path], num_ranks: int, tensor_parallel: int) -> None:
     run_ranks(check_bytes, models, tensor_parallel, CASES, num_ranks=num_ranks)
+
+
+def test_clipped_steps_of_adapters_are_those_of_fsdp(mesh: DeviceMesh, model: Path, tmp_path: Path) -> None:
+    results = []
+    for tensor_parallel in (None, 1):
+        output = tmp_path / str(tensor_parallel)
+        lora = {"rank": 4, "use_dora": True, "rank_pattern": {"1.*.o_proj": 3}}
+        learner = start(model, mesh=mesh, tensor_parallel=tensor_parallel, lora=lora, max_grad_norm=0.1)
+        facts = steps(learner, 2)
+        learner.backend.export_model(output)
+        learner.backend.close()
+        files = [load_file(output / name) for name in ("adapter/adapter_model.safetensors", "model.safetensors")]
+        results.append((facts, *files, (output / "adapter" / "adapter_config.json").read_text()))
+    (expected, others, merged, config), (found, adapters, ours, same_config) = results
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=2e-4, abs=1e-6)
+    assert min(step["grad_norm"] for step in expected) > 0.1
+    assert config == same_config
+    assert adapters.keys() == others.keys() and ours.keys() == merged.keys()
+    for name, tensor in others.items():
+        torch.testing.assert_close(adapters[name], tensor, rtol=0, atol=2e-6, msg=name)
+    for name, tensor in merged.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=2**-7, atol=2e-6, msg=name)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tasuki.models.known import read_model_shape
 from tasuki.models.routes import RouteShape
 from tasuki.models.shape import EXPERTS
-from tasuki.trainer.backends.fsdp.lora.adapters import in_file
+from tasuki.trainer.modules.lora import in_file
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
 from tasuki.v1.types_pb2 import TrainingSample, VersionSpan

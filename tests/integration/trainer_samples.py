@@ -69,6 +69,10 @@ class PlainStep:
     parameters: dict[str, torch.Tensor]
 
 
+def plain_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY)
+
+
 def plain_step(folder: Path, samples: list[TrainingSample]) -> PlainStep:
     """Makes one clipped AdamW step in float32 by the formulas, one sample at a time."""
     return plain_step_of(_plain_model(folder, dtype=torch.float32), samples)
@@ -77,7 +81,8 @@ def plain_step(folder: Path, samples: list[TrainingSample]) -> PlainStep:
 def plain_step_of(
     model: torch.nn.Module, samples: list[TrainingSample], *, optimizer: torch.optim.Optimizer | None = None
 ) -> PlainStep:
-    """Makes a plain step of a float32 model; frozen parameters stay unchanged."""
+    """Makes a plain step of a float32 model, by default its first; frozen parameters stay unchanged."""
+    model.zero_grad()
     rows = [_token_rows(model, sample) for sample in samples]
     log_probs, old, advantages, ref, mask, entropy = (torch.cat(parts) for parts in zip(*rows, strict=True))
     num_tokens = mask.sum()
@@ -89,8 +94,7 @@ def plain_step_of(
     named = {_short(name): param for name, param in model.named_parameters()}
     gradients = {name: param.grad.clone() for name, param in named.items() if param.requires_grad}
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=WEIGHT_DECAY)
-    optimizer.step()
+    (optimizer or plain_optimizer(model)).step()
     gap = (log_probs - old).abs() * mask
     return PlainStep(
         loss=loss.item(),

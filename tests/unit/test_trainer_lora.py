@@ -22,10 +22,11 @@ from tasuki.planner.kept_bytes import width
 from tasuki.planner.node import GB, node_of
 from tasuki.planner.trainer_bytes import trained_shards
 from tasuki.trainer.backends.fsdp.lora import merged_weights
-from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, base_parameters, set_dropout, trained_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, base_parameters, trained_parameters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import _grouped
 from tasuki.trainer.durable.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
 from tasuki.trainer.modules.experts import replace_experts
+from tasuki.trainer.modules.lora import set_dropout
 from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.sealed_json import sealed

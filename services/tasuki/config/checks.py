@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from tasuki.algorithms.loss_types import OldPolicy
 from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.table import MAX_GPUS, UNIX, UUID
-from tasuki.models.adapter_folder import check_adapter, is_end, is_match
+from tasuki.models.adapter_folder import FUSED, check_adapter, is_end, is_match
 from tasuki.models.known import find_family
 from tasuki.models.shape import EXPERTS
 from tasuki.wire.address import is_beyond_loopback, is_same_port
@@ -75,15 +75,38 @@ def _conflicts(config: "NodeConfig") -> Iterator[_Problem]:
         for key, what in (("experts", "adapters of experts"), ("use_dora", "DoRA")):
             if getattr(served, key):
                 yield "rollout.lora", f'= "adapter" cannot serve {what} (trainer.lora.{key}); leave it at "merged"'
-        if unserved := [name for name in UNSERVED_LINEAR if name in served.target_modules]:
+        if unserved := [name for name in UNSERVED_LINEAR if name in served.targets]:
             yield "rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(unserved)}; leave it at "merged"'
     if lora is not None and lora.path is not None and config.has_kl:
         problem = (
             "starts the policy, but the KL reference would be the model without it; merge it into the model with PEFT, or "
         )
         yield "trainer.lora.path", f"{problem}set kl_coef = 0"
+    yield from _conflicts_of_lora(config)
     yield from _conflicts_of_megatron(config)
     yield from _conflicts_of_runs(config)
+
+
+def _conflicts_of_lora(config: "NodeConfig") -> Iterator[_Problem]:
+    """Words of one backend's adapters in the other's."""
+    lora = config.trainer.lora
+    if lora is None:
+        return
+    if lora.type == "vlm_lora":
+        yield (
+            "trainer.lora.type",
+            '= "vlm_lora" is not offered: for a vision tower set trainer.lora.tower, with backend = "fsdp"',
+        )
+    words: tuple[tuple[str, str, bool, str], ...] = (
+        ("megatron", "type", lora.type != "canonical_lora", "leave it out, or set use_dora for DoRA"),
+        ("megatron", "dropout_position", lora.dropout_position != "pre", "leave it out"),
+        ("megatron", "target_modules", lora.targets != lora.target_modules, "give PEFT's names"),
+        ("megatron", "exclude_modules", lora.excluded != lora.exclude_modules, "give PEFT's names"),
+        ("fsdp", "tower", lora.tower, "leave it out"),
+    )
+    for backend, key, is_used, advice in words:
+        if is_used and config.trainer.backend != backend:
+            yield f"trainer.lora.{key}", f'is for trainer.backend = "{backend}" here: {advice}, or use that'
 
 
 def _conflicts_of_megatron(config: "NodeConfig") -> Iterator[_Problem]:
@@ -100,7 +123,6 @@ def _conflicts_of_megatron(config: "NodeConfig") -> Iterator[_Problem]:
         "sequence_parallel": (1, "set trainer.megatron.tensor_parallel, which splits samples too"),
         "expert_parallel": (False, "set trainer.megatron.expert_parallel"),
         "critic": (None, "use an estimator without one"),
-        "lora": (None, "train all parameters"),
         "mlp_tile_tokens": (None, "raise trainer.megatron.tensor_parallel"),
         "compile": ("none", "remove it"),
         "train_tower": (False, "remove it"),
@@ -115,6 +137,8 @@ def _conflicts_of_megatron(config: "NodeConfig") -> Iterator[_Problem]:
         yield "trainer.prefix_sharing", '= true is not for trainer.backend = "megatron": remove it, or use "fsdp"'
     if trainer.checkpointing == "offloaded":
         yield "trainer.checkpointing", '= "offloaded" is not for trainer.backend = "megatron": set "full", or use "fsdp"'
+    if config.fleet is not None and config.fleet.num_nodes > 1:
+        yield "trainer.backend", '= "megatron" is for a single node: use "fsdp" in a fleet'
 
 
 def _conflicts_of_runs(config: "NodeConfig") -> Iterator[_Problem]:
@@ -218,12 +242,14 @@ def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShap
     if critic is not None:
         check_critic_model(config, model, critic)
     if trainer.lora is not None:
-        check_lora_targets(model, trainer.lora.target_modules)
-        _raise_first(chain(_problems_of_lora_layers(trainer.lora, model), _problems_of_lora_experts(config, models)))
+        check_lora_targets(model, trainer.lora.targets)
+        is_whole = trainer.lora.is_fused or (trainer.lora.use_dora and trainer.backend == "megatron")
+        problems = _problems_of_lora_layers(trainer.lora, model, is_whole=is_whole)
+        _raise_first(chain(problems, _problems_of_lora_experts(config, models)))
         if trainer.lora.path is not None:
             check_adapter(trainer.lora.path, model, trainer.lora)
     if critic is not None and trainer.critic_lora is not None:
-        check_lora_targets(critic, trainer.critic_lora.target_modules)
+        check_lora_targets(critic, trainer.critic_lora.targets)
     _raise_first(_problems_of_models(config, models))
     tokens, longest = rollout.engine.get(MAX_TOKENS), rollout.context_length or model.context_length
     if longest > model.context_length:
@@ -364,16 +390,32 @@ def check_lora_targets(model: "ModelShape", targets: Sequence[str]) -> None:
         raise InvalidArgument("trainer.lora.target_modules", f"{model.architecture} has no linear {', '.join(missing)}; {has}")
 
 
-def _problems_of_lora_layers(lora: "LoraConfig", model: "ModelShape") -> Iterator[_Problem]:
-    """Names and patterns without effect."""
+def _problems_of_fused_layers(lora: "LoraConfig", adapted: Iterable[str]) -> Iterator[_Problem]:
+    """Layers that megatron-core computes as one, of which only some have an adapter, or have others' rank or scale."""
+    for layer in adapted:
+        before, _, last = layer.rpartition(".")
+        parts = [f"{before}.{part}" for fused in FUSED.values() if last in fused for part in fused]
+        for part in parts:
+            if part not in adapted:
+                problem = f"leaves out {part}, which is computed with {layer}; "
+                yield "trainer.lora.target_modules", f'{problem}name both or neither, or type = "canonical_lora" without DoRA'
+            for key, value in (("rank_pattern", lora.rank_of), ("alpha_pattern", lora.scaling_of)):
+                if value(part) != value(layer):
+                    yield f"trainer.lora.{key}", f"differs in {layer} and {part}, which share an A; give both the same"
+
+
+def _problems_of_lora_layers(lora: "LoraConfig", model: "ModelShape", *, is_whole: bool) -> Iterator[_Problem]:
+    """Names and patterns without effect. is_whole: whether layers that megatron-core computes as one have adapters only together."""
     adapted, targeted = lora.layers(model), lora.model_copy(update={"exclude_modules": ()}).layers(model)
-    for name in lora.exclude_modules:
+    for name in lora.excluded:
         if not any(is_end(name, layer) for layer in targeted):
             problem = f"{name} is no layer of target_modules, nor the end of one such as {next(iter(targeted))}"
             yield "trainer.lora.exclude_modules", problem
     if not adapted:
         yield "trainer.lora.exclude_modules", "leaves no layer with an adapter; name fewer"
         return
+    if is_whole:
+        yield from _problems_of_fused_layers(lora, adapted)
     experts = [name for name in model.parameters() if lora.experts and name.endswith(EXPERTS)]
     for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:

@@ -3,13 +3,13 @@
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
 from tasuki.config.checks import UNSERVED_LINEAR
 from tasuki.config.table import Bool, Devices, Distinct, Float, Int, PositiveFloat, PositiveInt, Schema
-from tasuki.models.adapter_folder import is_end, is_match
+from tasuki.models.adapter_folder import is_end, is_match, unfused
 from tasuki.models.tower import TOWER
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ LinearName = Literal[
     "gate_proj", "up_proj", "gate_up_proj", "down_proj",
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj",
 ]  # fmt: skip
+FusedName = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
 
 def _check_pattern(pattern: str) -> str:
@@ -37,6 +38,9 @@ Pattern = Annotated[str, AfterValidator(_check_pattern)]
 class LoraConfig(Schema):
     """LoRA adapters B A on the linear layers of a frozen model."""
 
+    type: Literal["lora", "canonical_lora", "dora", "vlm_lora"] = "canonical_lora"
+    """Which layers share an A. "canonical_lora": none, as in PEFT. With `backend = "megatron"` also "lora", one A for queries, keys and
+    values, and one for gates and ups; "dora" adds magnitudes to that ([trainer.md](trainer.md#megatron))."""
     rank: PositiveInt = 32
     """Rank of the adapters: rows of A and columns of B. Without this table all parameters are trained."""
     alpha: PositiveFloat = 32.0
@@ -48,18 +52,20 @@ class LoraConfig(Schema):
     dropout: Float = Field(default=0.0, ge=0, lt=1)
     """Share of the adapters' inputs that are dropped in training; never in rollout, nor where log-probs are only computed. Not for
     experts."""
+    dropout_position: Literal["pre", "post"] = "pre"
+    """With `backend = "megatron"`: "post" drops their outputs instead."""
     path: Path | None = None
     """Adapter to start from, a folder of PEFT's with the same rank, alpha, scaling and layers. Without it the policy is the model."""
-    init: Literal["default", "gaussian"] = "default"
-    """First values of A without a `path`, as PEFT's of these names: uniform, or normal with a standard deviation of `1 / rank`. B is 0.
-    PiSSA: see [the guide](../guides/lora.md#pissa)."""
-    target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1), Distinct] = tuple(
+    init: Literal["default", "gaussian", "xavier"] = "default"
+    """First values of A without a `path`: PEFT's of these names, uniform or normal with a standard deviation of `1 / rank`, or Megatron's,
+    normal with `sqrt(2 / (rank + inputs))`. B is 0. PiSSA: see [the guide](../guides/lora.md#pissa)."""
+    target_modules: Annotated[tuple[LinearName | FusedName, ...], Field(min_length=1), Distinct] = tuple(
         name for name in get_args(LinearName) if name not in UNSERVED_LINEAR
     )
     """Linear layers that get an adapter, in every layer of the model. Those of experts: `experts`. Phi 3 has "qkv_proj" and "gate_up_proj"
     in the place of their parts, GLM 4 the latter. Latent attention has "kv_a_proj_with_mqa", "kv_b_proj" and either "q_proj", or "q_a_proj"
     and "q_b_proj". Gated delta nets have "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a" and "out_proj", which the default leaves
-    out."""
+    out. With `backend = "megatron"` also "linear_qkv", "linear_proj", "linear_fc1" and "linear_fc2"."""
     experts: Bool = False
     """Whether the experts of a mixture get adapters, too, each its own: PEFT's `target_parameters`. Merged only."""
     tower: Bool = False
@@ -71,8 +77,15 @@ class LoraConfig(Schema):
     alpha_pattern: dict[Pattern, PositiveFloat] = Field(default={})
     """Their `alpha`, likewise."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _dora_has_magnitudes(cls, given: Any) -> Any:
+        return {"use_dora": True, **given} if isinstance(given, dict) and given.get("type") == "dora" else given
+
     @model_validator(mode="after")
     def _starts_once(self) -> "LoraConfig":
+        if self.type in ("lora", "dora") and self.use_dora is not (self.type == "dora"):
+            raise ValueError(f'use_dora = {str(self.use_dora).lower()} contradicts type = "{self.type}"; remove it')
         if self.path is not None and self.init != "default":
             raise ValueError(f'init = "{self.init}" has no effect with path, which has A and B; remove one of them')
         for key in ("use_dora", "dropout"):
@@ -83,10 +96,25 @@ class LoraConfig(Schema):
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether layers that megatron-core computes as one share an A."""
+        return self.type in ("lora", "dora")
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """`target_modules`, as in checkpoints."""
+        return tuple(part for name in self.target_modules for part in unfused(name))
+
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """`exclude_modules`, as in checkpoints. Towers have layers of megatron-core's names."""
+        return tuple(part for name in self.exclude_modules for part in ([name] if self.tower else unfused(name)))
+
     def adapts(self, layer: str) -> bool:
         """Whether a linear layer of this name, such as `model.layers.0.self_attn.q_proj`, gets an adapter."""
-        is_meant = self.tower if layer.startswith(TOWER) else layer.rpartition(".")[2] in self.target_modules
-        return is_meant and not any(is_end(name, layer) for name in self.exclude_modules)
+        is_meant = self.tower if layer.startswith(TOWER) else layer.rpartition(".")[2] in self.targets
+        return is_meant and not any(is_end(name, layer) for name in self.excluded)
 
     def layers(self, model: "ModelShape") -> dict[str, tuple[int, ...]]:
         """Linear layers that get an adapter, in the model's order, with the shapes [out, in] of their weights."""
@@ -292,6 +320,7 @@ class TrainerConfig(OptimizerConfig):
                 "path": None,
                 "rank_pattern": {},
                 "alpha_pattern": {},
+                "type": "canonical_lora",
                 "use_dora": False,
                 "dropout": 0.0,
                 "tower": False,

@@ -34,6 +34,20 @@ _NO_MATTER = {
 """Keys that are compared, or that change only how an adapter is made."""
 _KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights whose adapter belongs to the unchanged model."""
+FUSED = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""megatron-core's linear layers, and those of a checkpoint that each computes."""
+
+
+def unfused(name: str) -> list[str]:
+    """Names in a checkpoint for the name of a linear layer, or the end of one, which may be megatron-core's."""
+    before, dot, last = name.rpartition(".")
+    before = before.replace("self_attention", "self_attn").replace("decoder", "model")
+    return [f"{before}{dot}{part}" for part in FUSED[last]] if last in FUSED else [name]
 
 
 def is_end(name: str, layer: str) -> bool:
@@ -94,7 +108,7 @@ def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
             wanted[f"{inside}.lora_magnitude_vector"] = (num_rows,)
     for name, shape in model.parameters().items():
         if lora.experts and name.endswith(EXPERTS):
-            # See trainer/backends/fsdp/lora/adapters.py.
+            # See trainer/modules/lora.py.
             wrapped = in_peft(name.rpartition(".")[0], decoder=decoder) + (".base_layer" if name.endswith(EXPERTS[0]) else "")
             stacked = shape[0] * lora.rank
             wanted |= {f"{wrapped}.lora_A.weight": (stacked, shape[-1]), f"{wrapped}.lora_B.weight": (shape[1], stacked)}

@@ -108,6 +108,7 @@ def may_share_base(config: NodeConfig, model: ModelShape) -> bool:
     trainer, rollout = config.trainer, config.rollout
     return (
         config.device == "cuda"
+        and trainer.backend == "fsdp"
         and config.served_adapter is not None
         and (rollout.tp_size, config.dp_size, rollout.devices) == (trainer.num_ranks, 1, trainer.devices)
         and trainer.compute_dtype == rollout.dtype

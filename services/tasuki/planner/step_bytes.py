@@ -187,10 +187,9 @@ def _flowing_in_mlp(node: Node, index: int) -> int:
     """
     model, num_sharing = node.model, node.trainer.tensor_parallel
     if not model.is_sparse(index):
-        # With tensor parallelism also at the product of `down`: the whole gradient of its result, and that of the factor. megatron-core
-        # computes gates and ups as one tensor, whose gradient joins theirs.
+        # With tensor parallelism also at the product of `down`: the whole gradient of its result, and that of the factor.
         whole = model.intermediate_size + num_sharing * model.hidden_size if num_sharing > 1 else 0
-        return max((1 if node.fuses_mlp and node.gathers_layers else 2) * model.intermediate_size, whole)
+        return max((1 if node.fuses_mlp else 2) * model.intermediate_size, whole)
     if not node.trainer.spreads_experts:
         return 2 * model.experts_per_token * model.expert_size
     widest_row = max(model.hidden_size, model.expert_size)
@@ -222,7 +221,7 @@ def _whole_gradients(node: Node, numel: int) -> int:
 
     Each micro-batch's are reduced before the next group's. megatron-core's are added to buffers parameter by parameter.
     """
-    if not node.gathers_layers:
+    if not node.gathers_layers and node.lora is None:
         parts = layer_parts(node.model, node.trainer.tensor_parallel, node.trainer.expert_ranks)
         return max(map(math.prod, parts)) * node.compute_bytes
     sent = _FLOAT32 * (2 if node.num_ranks == 1 else 1)

@@ -8,8 +8,9 @@ from itertools import chain
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.memory.granularity import ALIGNMENT, CPU_MIN_TENSOR, arena_bytes, export_bytes, rounded_up
+from tasuki.models.adapter_folder import FUSED
 from tasuki.models.images import MAX_FILE_PIXELS, MAX_PATCH_BYTES
-from tasuki.models.shape import EXPERTS, ModelShape
+from tasuki.models.shape import EXPERTS, SPLIT_BY_COLUMNS, ModelShape
 from tasuki.planner.kv_tokens import longest_sample
 from tasuki.planner.node import Node, Part
 from tasuki.wire.errors import InvalidArgument
@@ -50,13 +51,14 @@ def frozen_bytes(node: Node) -> int:
 
 
 def gradient_bytes(node: Node) -> int:
-    """Gradients that rank 0 steps, of all trained networks, without an arena's rounding."""
-    return sum(size for network in node.networks() for size in _sizes(trained_shards(network), node.param_bytes))
+    """Gradients of rank 0, of all trained networks, without an arena's rounding."""
+    return sum(size for network in node.networks() for size in _kept_tensors(network)[1])
 
 
 def checkpoint_bytes(node: Node) -> int:
     """A checkpoint: trained weights and optimizer state of all networks and ranks."""
-    return node.num_ranks * (gradient_bytes(node) + sum(_moments(node)))
+    trained = (size for network in node.networks() for size in _sizes(trained_shards(network), node.param_bytes))
+    return node.num_ranks * (sum(trained) + sum(_moments(node)))
 
 
 def run_disk(node: Node) -> tuple[int, int]:
@@ -153,14 +155,7 @@ def export_arena(node: Node) -> int:
 def shards(node: Node) -> _Shapes:
     """Rank 0's part of every parameter, in order of creation. FSDP2 splits dim 0 and pads all ranks alike."""
     if node.trainer.backend == "megatron":
-        tensor, experts = node.trainer.tensor_parallel, node.trainer.expert_ranks
-        # Rows of experts one after another, over the ranks that have the same ones.
-        return tuple(
-            _rows((shape[0] * shape[1], shape[2]), node.num_ranks // experts)
-            if len(shape) == len("EOI")
-            else _rows(shape, node.num_ranks // tensor)
-            for shape in layer_parts(node.model, tensor, experts)
-        )
+        return _stepped(layer_parts(node.model, node.trainer.tensor_parallel, node.trainer.expert_ranks), node)
     return _shards(node.model, node.num_ranks) + _tower_shards(node.model, node.num_ranks)
 
 
@@ -177,15 +172,40 @@ def layer_parts(model: ModelShape, tensor_parallel: int, expert_ranks: int) -> _
     return tuple(_rows(shape, num_parts(name, shape)) for name, shape in model.parameters().items())
 
 
+def _stepped(parts: _Shapes, node: Node) -> _Shapes:
+    """Rows of these parts that rank 0 steps: of experts one after another, over the ranks that have the same ones."""
+    return tuple(
+        _rows((shape[0] * shape[1], shape[2]), node.num_ranks // node.trainer.expert_ranks)
+        if len(shape) == len("EOI")
+        else _rows(shape, node.num_ranks // node.trainer.tensor_parallel)
+        for shape in parts
+    )
+
+
 def _rows(shape: tuple[int, ...], num_parts: int) -> tuple[int, ...]:
     return (-(-shape[0] // num_parts), *shape[1:])
 
 
+@lru_cache
+def adapter_parts(model: ModelShape, tensor_parallel: int, expert_ranks: int, lora: LoraConfig) -> _Shapes:
+    """The same of every adapter: of A or B each rank has all. Those that megatron-core's layers share come once."""
+    shapes: list[tuple[int, ...]] = []
+    for layer, (rows, columns) in lora.layers(model).items():
+        rank, is_row = lora.rank_of(layer), f"{layer}.weight".endswith(SPLIT_BY_COLUMNS)
+        rows, columns = (rows, columns // tensor_parallel) if is_row else (rows // tensor_parallel, columns)
+        is_tied = lora.is_fused and any(layer.endswith(parts[1:]) for parts in FUSED.values())
+        shapes += [*([] if is_tied else [(rank, columns)]), (rows, rank), *([(rows,)] if lora.use_dora else [])]
+    return tuple(shapes) + (_expert_adapter_shards(model, expert_ranks, lora.rank) if lora.experts else ())
+
+
 def _kept_parts(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """As _kept_tensors, of the megatron-core backend: whole parts in compute dtype and their gradients, and the rows that a rank steps."""
-    parts = layer_parts(node.model, node.trainer.tensor_parallel, node.trainer.expert_ranks)
-    stepped = () if node.param_bytes == node.compute_bytes else _sizes(shards(node), node.param_bytes)
-    return _sizes(parts, node.compute_bytes) + stepped, _sizes(parts, node.param_bytes)
+    layout = node.trainer.tensor_parallel, node.trainer.expert_ranks
+    frozen, trained = _Shapes(), layer_parts(node.model, *layout)
+    if node.lora is not None:
+        frozen, trained = trained, adapter_parts(node.model, *layout, node.lora)
+    stepped = () if node.param_bytes == node.compute_bytes else _sizes(trained_shards(node), node.param_bytes)
+    return _sizes(frozen + trained, node.compute_bytes) + stepped, _sizes(trained, node.param_bytes)
 
 
 @lru_cache
@@ -209,6 +229,8 @@ def trained_shards(node: Node) -> _Shapes:
             if node.trainer.train_tower or node.trainer.backend == "megatron"
             else _shards(node.model, node.num_ranks)
         )
+    if node.trainer.backend == "megatron":
+        return _stepped(adapter_parts(node.model, node.trainer.tensor_parallel, node.trainer.expert_ranks, node.lora), node)
     linear = _adapter_shards(node.model, node.num_ranks, node.lora)
     return linear + (_expert_adapter_shards(node.model, node.num_ranks, node.lora.rank) if node.lora.experts else ())
 

@@ -117,7 +117,7 @@ def _adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_lora_rank": adapter.max_rank,
-        "lora_target_modules": list(adapter.target_modules),
+        "lora_target_modules": list(adapter.targets),
         "lora_backend": LORA_BACKEND,
         # Two slots, the adapter's and the one of requests without an adapter, so that neither evicts the other.
         "max_loras_per_batch": 2,

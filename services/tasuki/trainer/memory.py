@@ -4,7 +4,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tasuki.memory.arena import Arena, Keep, NativeAllocator
+from tasuki.memory.arena import Arena, Keep, NativeAllocator, freeze
 from tasuki.memory.device_usage import device_usage, torch_pool
 from tasuki.planner.node import Node, Part
 from tasuki.planner.plan import TRAINER_TAGS
@@ -98,6 +98,12 @@ class TrainerMemory:
     def region(self, tag: MemoryTag) -> AbstractContextManager[None]:
         """Allocates tensors created in the block under `tag`."""
         return self._allocator.region(tag)
+
+    def freeze(self, tensors: Iterable[Tensor]) -> None:
+        """Declares tensors constant for the life of the process: each is copied to the host once, not at every pause."""
+        for tensor in tensors:
+            if tensor.numel():
+                freeze(tensor.data_ptr(), tensor.nbytes)
 
     def clear_at_resume(self, gradients: list[Tensor]) -> None:
         """Declares tensors of tag GRADIENTS, whose content no pause keeps. They are zeros from now on."""

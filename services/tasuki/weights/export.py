@@ -1,7 +1,7 @@
 """The trainer's side of the weight exchange: one arena per rank, updated at every publish."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,14 @@ class Shard:
     local: torch.Tensor
     keeps_dtype: bool = False
     """Whether it is published and exported in its own dtype."""
+    write: Callable[[torch.Tensor], None] | None = None
+    """Writes other content than `local`'s. May be collective: a publication calls those of all shards in order."""
+
+    def copy_to(self, held: torch.Tensor) -> None:
+        if self.write is None:
+            held.copy_(self.local)
+        else:
+            self.write(held)
 
     @property
     def box(self) -> Box:
@@ -200,9 +208,12 @@ class WeightExport:
         names = frozenset[str]() if replaced is None else replaced.names
         assert names <= {shard.name for shard in self._shards}, "what is replaced must be published"
         if self._prepared is None or self._prepared.names != names:
-            sources = [shard.local.detach() for shard in self._shards]
+            sources = [shard.local.detach() if shard.write is None else None for shard in self._shards]
             self._prepared = _Prepared(self._arena, sources, names=names, device=self._device)
         self._header.write_state(ArenaState.WRITING)
+        for shard, held in zip(self._shards, self._arena.tensors, strict=True):
+            if shard.write is not None:
+                shard.write(held)
         sums = self._prepared.fill(replaced)
         self._header.write_published(version, sums)
         return sum(entry.num_bytes for entry in self._arena.manifest.entries)
@@ -268,7 +279,7 @@ class _Prepared:
     """A way to fill an arena from tensors and to sum it. names: of shards that are written otherwise."""
 
     def __init__(
-        self, arena: WeightArena, sources: Sequence[torch.Tensor], *, names: frozenset[str], device: torch.device
+        self, arena: WeightArena, sources: Sequence[torch.Tensor | None], *, names: frozenset[str], device: torch.device
     ) -> None:
         self.names = names
         entries = arena.manifest.entries
@@ -276,10 +287,10 @@ class _Prepared:
         self._replaced = {entry.name: place for entry, place in zip(entries, places, strict=True) if entry.name in names}
         self._slots = {entry.name: slot for slot, entry in enumerate(entries) if entry.name in names}
         copies = [
-            # Tensors in place are only summed.
+            # Tensors in place, or already written, are only summed.
             ViewCopy(
                 held=held,
-                source=None if held.data_ptr() == source.data_ptr() else source,
+                source=None if source is None or held.data_ptr() == source.data_ptr() else source,
                 where=where,
                 counted=held.dtype,
                 slot=slot,

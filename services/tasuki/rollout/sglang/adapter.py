@@ -45,7 +45,7 @@ def serve_adapter(manager: LoRAManager, config: LoraConfig, *, tp_rank: int) -> 
         "peft_type": "LORA",
         "r": config.max_rank,
         "lora_alpha": config.alpha,
-        "target_modules": list(config.target_modules),
+        "target_modules": list(config.targets),
     }
     ref = LoRARef(lora_id=ADAPTER_ID, lora_name=ADAPTER_ID, lora_path=ADAPTER_ID, pinned=True)
     result = manager.load_lora_adapter_from_tensors(ref, {}, settings)

@@ -47,7 +47,7 @@ from tasuki.wire.regular_file import read_regular
 from tasuki.wire.sealed_json import is_intact, sealed
 
 _FORMAT = 4
-_MORE = {"use_dora", "dropout", "exclude_modules", "rank_pattern", "alpha_pattern"}
+_MORE = {"type", "dropout_position", "use_dora", "dropout", "exclude_modules", "rank_pattern", "alpha_pattern"}
 _INDEX_SUM = "tensors_crc32"
 _RANDOM_STATE = "random_state."
 _Version = Annotated[int, Field(ge=0, le=2**53)]

@@ -29,7 +29,7 @@ from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.backend import Progress
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing, tile_mlps
 from tasuki.trainer.backends.fsdp.checkpoint import Trained, training_state
-from tasuki.trainer.backends.fsdp.lora.adapters import adapters_off, set_dropout, trained_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import adapters_off, trained_parameters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.memory import FsdpMemory, HostActivations, HostShards
 from tasuki.trainer.backends.fsdp.model import (
@@ -54,6 +54,7 @@ from tasuki.trainer.durable.checkpoint import (
 from tasuki.trainer.durable.model_folder import read_model_config
 from tasuki.trainer.memory import Publication
 from tasuki.trainer.modules.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
+from tasuki.trainer.modules.lora import set_dropout
 from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.replicas import NodeReplicas, mesh_device
 from tasuki.trainer.resident_tags import ExportChoice, ResidentTags, choose_handles

@@ -14,13 +14,14 @@ from tasuki.models.known import find_family, read_model_shape
 from tasuki.models.shape import ROUTER_BIAS
 from tasuki.models.tower import TOWER
 from tasuki.trainer.adamw import ShardedAdamW
-from tasuki.trainer.backends.fsdp.lora.adapters import adapter_names, in_file, trained_parameters, write_adapter
+from tasuki.trainer.backends.fsdp.lora.adapters import adapter_names, trained_parameters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import merge, merged_experts
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
 from tasuki.trainer.durable.atomic_folder import cannot_write, delete_aside, folder_bytes, rename_into_place, start_aside
 from tasuki.trainer.durable.checkpoint import RoleFacts, computing_settings, read_facts, read_tensors
 from tasuki.trainer.durable.checkpoint_files import TensorReader
 from tasuki.trainer.durable.model_folder import SafetensorsWriter, copy_other_files, load_shards, read_model_config
+from tasuki.trainer.modules.lora import in_file, write_adapter
 from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.wire import Role
 from tasuki.weights.export import Shard, checkpoint_shards

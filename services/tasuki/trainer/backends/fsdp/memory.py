@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from tasuki.memory import arena as native
 from tasuki.memory.granularity import ALIGNMENT, rounded_up
 from tasuki.memory.host import host_memory
 from tasuki.trainer.memory import TrainerMemory
@@ -28,12 +27,8 @@ from tasuki.wire.stages import MemoryTag
 class FsdpMemory(TrainerMemory):
     """Pausable memory of one rank's shards. Each FSDP group's forward pass waits, on the GPU, for its own."""
 
-    def freeze(self, parameters: Iterable[Parameter]) -> None:
-        """Declares parameters constant for the life of the process: each is copied to the host once, not at every pause."""
-        for parameter in parameters:
-            local = cast(DTensor, parameter.data).to_local()
-            if local.numel():
-                native.freeze(local.data_ptr(), local.nbytes)
+    def freeze(self, tensors: Iterable[Tensor]) -> None:
+        super().freeze(cast(DTensor, tensor.data).to_local() for tensor in tensors)
 
     def make_gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Allocates zero gradients for all parameters, into which FSDP2 then accumulates in place. Returns this rank's shards."""

@@ -25,11 +25,11 @@ from tasuki.trainer.backends.fsdp.lora.adapters import (
     adapter_tensors,
     base_parameters,
     family_of,
-    write_adapter,
 )
 from tasuki.trainer.backends.fsdp.lora.merged_weights import merged
 from tasuki.trainer.durable.atomic_folder import on_first_rank
 from tasuki.trainer.durable.model_folder import write_model
+from tasuki.trainer.modules.lora import write_adapter
 from tasuki.weights.export import Shard, checkpoint_shards
 from tasuki.weights.manifest import Entry
 from tasuki.weights.shared_base import SharedBase, await_base

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
-    RowParallelLinear,
     VocabParallelEmbedding,
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -70,7 +69,7 @@ class _Mlp(MLP):
         """hidden_states: [t, 1, H], of this rank's tokens. Returns as much, and no bias."""
         gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
         down: Any = self.linear_fc2
-        if type(down) is not RowParallelLinear:  # with adapters
+        if hasattr(down, "lora"):
             return down_projected(gate, up, lambda product: down(product)[0], "silu"), None
         summand = down_projected(gate, up, down.weight, "silu")
         if self.config.sequence_parallel:

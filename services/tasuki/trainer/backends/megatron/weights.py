@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tasuki.models.shape import EXPERTS, ModelShape
+from tasuki.models.shape import ModelShape
 from tasuki.trainer.backends.megatron.groups import Groups
 from tasuki.weights.export import Shard
 
@@ -35,6 +35,9 @@ _NAMES = {
     "mlp.linear_fc2": "mlp.down_proj",
 }
 _COLUMNS = {"self_attention.linear_proj", "mlp.linear_fc2"}
+IN_EXPERTS = ".mlp.experts."
+_ADAPTER = re.compile(r"(.+)\.lora\.(a|b|magnitude)\.([\w+]+)")
+_KINDS = {"a": "lora_A", "b": "lora_B", "magnitude": "lora_magnitude_vector"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +51,32 @@ class Band:
     """Of the first row."""
     num_rows: int
 
+    @property
+    def layer(self) -> str:
+        """Name of the tensor's layer."""
+        return self.name.rpartition(".")[0]
 
-def bands_of(name: str, model: ModelShape, *, rank: int, size: int) -> list[Band]:
-    """The bands of a parameter, in order. name: in the module `Policy`. rank, size: of the group that splits it."""
+    @property
+    def part(self) -> str:
+        """Its last part, as in `q_proj`."""
+        return self.layer.rpartition(".")[2]
+
+
+def bands_of(name: str, model: ModelShape, *, shape: Sequence[int] = (), rank: int, size: int) -> list[Band]:
+    """The bands of a parameter, in order. name: in the module `Policy`. rank, size: of the group that splits it.
+
+    shape: of the parameter, for those of experts and adapters.
+    """
     shapes = model.parameters()
-    if name.endswith(EXPERTS):
-        tensor = f"model.{name.removeprefix('decoder.')}"
-        num_experts, num_rows, _ = shapes[tensor]
-        own = range(rank * num_experts // size, (rank + 1) * num_experts // size)
-        return [Band(tensor, shapes[tensor], (expert, 0, 0), num_rows) for expert in own]
+    if IN_EXPERTS in name:
+        tensor, num = f"model.{name.removeprefix('decoder.')}", shape[0]
+        return [
+            Band(tensor, (num * size, *shape[1:]), (expert, 0, 0), shape[1]) for expert in range(rank * num, (rank + 1) * num)
+        ]
+    if (found := _ADAPTER.fullmatch(name)) is not None:
+        layer, kind, parts = found.groups()
+        by_part = {band.part: band for band in reversed(bands_of(f"{layer}.weight", model, rank=rank, size=size))}
+        return [_adapter_band(by_part[part], kind, shape) for part in parts.split("+")]
 
     def rows(tensor: str, *, first: int, num: int) -> Band:
         shape = shapes[tensor]
@@ -90,6 +110,14 @@ def bands_of(name: str, model: ModelShape, *, rank: int, size: int) -> list[Band
     return [rows(tensor, first=0, num=shapes[tensor][0])]
 
 
+def _adapter_band(base: Band, kind: str, shape: Sequence[int]) -> Band:
+    """All of a layer's A, B or magnitudes in a parameter of this shape. base: the first of the layer's weight."""
+    (rows, columns), (row, column) = base.shape, base.offsets
+    whole = {"a": (shape[0], columns), "b": (rows, shape[-1]), "magnitude": (rows,)}[kind]
+    offsets = {"a": (0, column), "b": (row, 0), "magnitude": (row,)}[kind]
+    return Band(f"{base.layer}.{_KINDS[kind]}.weight", whole, offsets, shape[0])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """A parameter of one rank, by rows: those of experts one after another. Ranks that have the same one each step some, and gather the
@@ -104,15 +132,20 @@ class Part:
     weights: Tensor
     """[c, ...] in the dtype of the optimizer: this rank's rows, at most C. A view of `buffer` if that has the same dtype."""
     bands: Sequence[Band]
+    """Cover its rows in order, and again for each further tensor that is tied in them."""
     is_shared: bool
-    """Whether every tensor-parallel rank has all of it, and sees a part of its gradient: norms and routers."""
+    """Whether every tensor-parallel rank has all of it, and sees a part of its gradient: norms, routers, A or B of adapters."""
 
     data: dist.ProcessGroup
     """Ranks that have the same parameter, with other tokens."""
 
     def whole(self, buffer: Tensor) -> Tensor:
         """What `parameter` is of `buffer`, of another of its shape."""
-        return buffer[: sum(band.num_rows for band in self.bands)].view_as(self.parameter)
+        return buffer[: self.num_rows].view_as(self.parameter)
+
+    @property
+    def num_rows(self) -> int:
+        return self.parameter.numel() // self.buffer[0].numel()
 
     def own(self, buffer: Tensor) -> Tensor:
         """[C, ...]: this rank's part of `buffer`, or of another of its shape."""
@@ -130,18 +163,18 @@ class Part:
                     shards.append(Shard(band.name, band.shape, (first, low - start, 0), local.unsqueeze(0)))
                 else:
                     shards.append(Shard(band.name, band.shape, (first + low - start, *others), local))
-            start += band.num_rows
+            start = (start + band.num_rows) % self.num_rows
         return shards
 
 
 def make_parts(
     network: nn.Module, model: ModelShape, groups: Groups, *, dtype: torch.dtype, region: AbstractContextManager[None]
 ) -> list[Part]:
-    """Allocates the parameters of a network on the meta device, without values. dtype: of what the optimizer steps."""
+    """Allocates the parameters of a network on the meta device, zeros. dtype: of what the optimizer steps; what is frozen keeps its own."""
     parts: list[Part] = []
     with region:
         for name, meta in list(network.named_parameters()):
-            is_expert = name.endswith(EXPERTS)
+            is_expert = IN_EXPERTS in name
             split = groups.experts.get_group() if is_expert else groups.tensor
             data = groups.same_experts if is_expert else groups.data
             local = meta.to_local() if isinstance(meta, DTensor) else meta
@@ -150,14 +183,14 @@ def make_parts(
             buffer = torch.zeros((own * data.size(), *rows.shape[1:]), dtype=meta.dtype, device=groups.device)
             first = own * data.rank()
             weights = buffer[first : min(first + own, num_rows)]
-            if dtype != meta.dtype:
+            if meta.requires_grad and dtype != meta.dtype:
                 weights = torch.zeros_like(weights, dtype=dtype)
             parameter = nn.Parameter(buffer[:num_rows].view(local.shape), requires_grad=meta.requires_grad)
             owner, _, attribute = name.rpartition(".")
             network.get_submodule(owner).register_parameter(attribute, parameter)
-            bands = bands_of(name, model, rank=split.rank(), size=split.size())
-            is_shared = not is_expert and split.size() > 1 and len(bands) == 1 and parameter.shape == bands[0].shape
-            parts.append(Part(parameter, buffer, first, weights, bands, is_shared, data))
+            bands = bands_of(name, model, shape=local.shape, rank=split.rank(), size=split.size())
+            is_whole = all((*local.shape, num_rows) == (*band.shape, band.num_rows) for band in bands)
+            parts.append(Part(parameter, buffer, first, weights, bands, split.size() > 1 and not is_expert and is_whole, data))
     return parts
 
 

@@ -4,13 +4,11 @@ PEFT renames parameters: `q_proj.weight` becomes `q_proj.base_layer.weight`, nex
 `q_proj.lora_B.default.weight` [out, rank]. Only this module knows these names.
 """
 
-import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -19,29 +17,32 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import linear
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.models.adapter_folder import ADAPTER_FILE, in_peft, stored_decoder
+from tasuki.models.adapter_folder import ADAPTER_FILE, stored_decoder
 from tasuki.models.family import Family
 from tasuki.models.known import find_family
 from tasuki.models.shape import EXPERTS
-from tasuki.trainer.durable.model_folder import save_tensors
 from tasuki.trainer.modules.experts import GroupedExperts
-
-if TYPE_CHECKING:
-    from peft import LoraConfig as PeftConfig
+from tasuki.trainer.modules.lora import (
+    EXPERT_A,
+    EXPERT_B,
+    Dropout,
+    adapt_experts,
+    from_file,
+    in_file,
+    initial_a,
+    peft_config,
+    row_norms,
+)
 
 _BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight"
-_EXPERT_A, _EXPERT_B = "_lora_A", "_lora_B"
-"""Ends of names of experts' adapters: `experts.gate_up_proj_lora_A` [E, rank, in] and `..._lora_B` [E, out, rank]."""
 _MAGNITUDE = ".lora_magnitude_vector.default.weight"
-_TOWER_LINEAR = "qkv|proj|gate_proj|up_proj|down_proj|linear_fc1|linear_fc2|mlp\\.[02]"
-"""Ends of the names of linear layers in a vision tower, and of a patch's convolution."""
-_ADAPTERS = (_A, _B, _EXPERT_A, _EXPERT_B, _MAGNITUDE)
+_ADAPTERS = (_A, _B, EXPERT_A, EXPERT_B, _MAGNITUDE)
 
 
 def adapter_names(weight: str) -> tuple[str, str, str]:
     """Names of A and B of an adapted weight, and of DoRA's magnitudes."""
     layer = weight.removesuffix(".weight")
-    ends = (_EXPERT_A, _EXPERT_B) if weight.endswith(EXPERTS) else (_A, _B)
+    ends = (EXPERT_A, EXPERT_B) if weight.endswith(EXPERTS) else (_A, _B)
     return layer + ends[0], layer + ends[1], layer + _MAGNITUDE
 
 
@@ -54,53 +55,6 @@ def _decoder_of(causal_lm: nn.Module) -> str:
     return family_of(causal_lm).adapter_decoder(has_tower=hasattr(causal_lm, "visual"))
 
 
-def in_file(name: str, param: Tensor, *, decoder: str = "model") -> tuple[str, Tensor]:
-    """Name and values of an adapter's whole parameter in PEFT's file. decoder: of Family.adapter_decoder.
-
-    PEFT wraps the experts of a layer once for each of their matrices, gate_up_proj inside. It stacks rows of A by expert and then by rank,
-    columns of B by rank and then by expert.
-    """
-    if not name.endswith((_EXPERT_A, _EXPERT_B)):
-        name = name.removesuffix(".weight") if ".lora_magnitude_vector." in name else name
-        return in_peft(name.replace(".default", ""), decoder=decoder), param
-    experts, _, matrix = name.rpartition(".")
-    inside = _BASE if matrix.startswith("gate_up_proj") else ""
-    stacked = param.flatten(0, 1) if name.endswith(_EXPERT_A) else param.permute(1, 2, 0).flatten(1)
-    return in_peft(f"{experts}{inside}.lora_{name[-1]}.weight", decoder=decoder), stacked.contiguous()
-
-
-def _from_file(name: str, stored: Tensor, shape: Sequence[int]) -> Tensor:
-    """Inverse of `in_file`. shape: of the whole parameter."""
-    if name.endswith(_EXPERT_B):
-        return stored.view(shape[1], shape[2], shape[0]).permute(2, 0, 1).contiguous()
-    return stored.view(*shape)
-
-
-def _peft_config(config: LoraConfig, *, has_tower: bool) -> "PeftConfig":
-    """has_tower: whether the model has a vision tower, some of whose layers are named as the text's."""
-    # Takes two seconds to import, so only when needed.
-    from peft import LoraConfig as PeftConfig
-
-    alpha, targets = cast(int, config.alpha), [*map(str, config.target_modules)]
-    experts = list[str](EXPERTS) if config.experts else None
-    unnamed = [r"(visual|vision_tower)\.(patch_embed\..*)" if config.tower else r"(visual|vision_tower)\..*"]
-    excluded = "|".join([*map(re.escape, config.exclude_modules), *unnamed])
-    named = rf"(?!(.*\.)?visual\.).*\.({'|'.join(targets)})|(.*\.)?visual\..*\.({_TOWER_LINEAR})"
-    return PeftConfig(
-        r=config.rank,
-        lora_alpha=alpha,
-        use_rslora=config.use_rslora,
-        use_dora=config.use_dora,
-        lora_dropout=config.dropout,
-        target_modules=named if config.tower else targets,
-        target_parameters=experts,
-        exclude_modules=rf"(.*\.)?({excluded})" if has_tower else list(config.exclude_modules) or None,
-        rank_pattern=config.rank_pattern,
-        alpha_pattern=config.alpha_pattern,
-        init_lora_weights="gaussian" if config.init == "gaussian" else True,
-    )
-
-
 def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
     """Freezes the model and adds adapters, in float32 and uninitialized, to the layers that `config` names.
 
@@ -110,24 +64,16 @@ def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
     from peft.tuners.lora import LoraLayer
 
     named = config.model_copy(update={"experts": False})
-    inject_adapter_in_model(_peft_config(named, has_tower=hasattr(causal_lm, "visual")), causal_lm)
+    inject_adapter_in_model(peft_config(named, has_tower=hasattr(causal_lm, "visual")), causal_lm)
     for index, module in enumerate(causal_lm.modules()):
         if config.dropout and isinstance(module, LoraLayer):
             module.lora_dropout["default"] = Dropout(config.dropout, index)
         if config.use_dora and isinstance(module, LoraLayer):
             module.lora_variant["default"] = cast(Any, Dora)
         if config.experts and isinstance(module, GroupedExperts):
-            _adapt(module, config)
+            adapt_experts(module, config)
     for _, param in trained_parameters(causal_lm):
         param.data = param.data.float()
-
-
-def _adapt(experts: GroupedExperts, config: LoraConfig) -> None:
-    experts.scaling = config.scaling_of("")
-    for name, param in list(experts.named_parameters()):
-        num_rows, num_columns = param.shape[1:]
-        for end, shape in ((_EXPERT_A, (config.rank, num_columns)), (_EXPERT_B, (num_rows, config.rank))):
-            experts.add(name + end, torch.empty(experts.num_experts, *shape))
 
 
 @torch.no_grad()
@@ -135,16 +81,12 @@ def initialize_adapters(causal_lm: nn.Module, *, init: str, seed: int) -> None:
     """Initializes A as LoraConfig.init says and B to zero, so that the policy equals the base model. Independent of the number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     for name, param in causal_lm.named_parameters():
-        if name.endswith((_A, _EXPERT_A)):
-            whole, bound = torch.empty(param.shape), 1 / math.sqrt(param.shape[-1])
-            if init == "gaussian":
-                whole.normal_(std=1 / param.shape[-2], generator=generator)
-            else:
-                whole.uniform_(-bound, bound, generator=generator)
-            sharded, whole = cast(DTensor, param), whole.to(param.device)
+        if name.endswith((_A, EXPERT_A)):
+            sharded = cast(DTensor, param)
+            whole = initial_a(param.shape, init=init, generator=generator).to(param.device)
             # Every rank generates the whole tensor: nothing is sent.
             param.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None))
-        elif name.endswith((_B, _EXPERT_B)):
+        elif name.endswith((_B, EXPERT_B)):
             param.zero_()
 
 
@@ -167,7 +109,7 @@ def load_adapters(causal_lm: nn.Module, folder: Path) -> None:
             sharded = cast(DTensor, param)
             named, _ = in_file(name, torch.empty(param.shape, device="meta"), decoder=decoder)
             stored = file.get_tensor(named).to(param.device, param.dtype)
-            whole = _from_file(name, stored, param.shape)
+            whole = from_file(name, stored, param.shape)
             param.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None))
 
 
@@ -210,10 +152,10 @@ def adapted_parameters(causal_lm: nn.Module) -> dict[str, Adapter]:
             scaling = cast(Any, causal_lm.get_submodule(layer)).scaling["default"]
             factors = params[f"{layer}{_BASE}.weight"], params[name], params[layer + _B]
             found[f"{layer}.weight"] = Adapter(f"{layer}.weight", *factors, scaling, params.get(layer + _MAGNITUDE))
-        elif name.endswith(_EXPERT_A):
-            weight = name.removesuffix(_EXPERT_A)
+        elif name.endswith(EXPERT_A):
+            weight = name.removesuffix(EXPERT_A)
             scaling = cast(Any, causal_lm.get_submodule(weight.rpartition(".")[0])).scaling
-            found[weight] = Adapter(weight, params[weight], params[name], params[weight + _EXPERT_B], scaling)
+            found[weight] = Adapter(weight, params[weight], params[name], params[weight + EXPERT_B], scaling)
     return found
 
 
@@ -227,41 +169,6 @@ def adapter_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
     params = ((name, cast(DTensor, param.detach())) for name, param in adapter_parameters(causal_lm))
     decoder = _decoder_of(causal_lm)
     return dict(in_file(name, param.full_tensor().cpu(), decoder=decoder) for name, param in params)
-
-
-def write_adapter(folder: Path, tensors: dict[str, Tensor], *, config: LoraConfig, source: Path) -> None:
-    """Writes a folder that PEFT loads. tensors: of `adapter_tensors`. source: the model folder."""
-    folder.mkdir()
-    save_tensors(tensors, folder / "adapter_model.safetensors")
-    settings = _peft_config(config, has_tower=any(".language_model." in name for name in tensors))
-    settings.base_model_name_or_path, settings.task_type, settings.inference_mode = str(source), "CAUSAL_LM", True
-    if not config.tower:
-        settings.target_modules = sorted(config.target_modules)  # PEFT's is a set, in another order in each process
-    settings.save_pretrained(str(folder))
-
-
-class Dropout(nn.Module):
-    """Dropout of an adapter's input. Its mask depends on the layer and on `set_dropout`'s seed alone, so that recomputation repeats it."""
-
-    def __init__(self, probability: float, index: int) -> None:
-        """index: other layers have others."""
-        super().__init__()
-        self._probability, self._index = probability, index
-        self.seed: int | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.seed is None:
-            return x
-        generator = torch.Generator(x.device).manual_seed((self.seed + self._index) % 2**63)
-        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(self._probability, generator=generator)
-        return x.masked_fill(mask, 0.0) / (1 - self._probability)
-
-
-def set_dropout(causal_lm: nn.Module, seed: int | None) -> None:
-    """Drops inputs of adapters in the next passes, and their recomputation, by this seed; None drops none."""
-    for module in causal_lm.modules():
-        if isinstance(module, Dropout):
-            module.seed = seed
 
 
 @contextmanager
@@ -300,16 +207,3 @@ class Dora:
         kept = own if dropped is x else linear(dropped, base.weight)
         added = scaling * b(a(dropped))
         return result + added + (factor - 1).to(result.dtype) * (kept + added)
-
-
-@torch.no_grad()
-def row_norms(base: Tensor, a: Tensor, b: Tensor, *, scaling: float) -> Tensor:
-    """Norms of the rows of W + scaling B A, [out] float32, from products of the size of A and B. W and B may be a rank's rows.
-
-    Rounded to the dtype of W, as are magnitudes: a new adapter changes nothing, and merging computes the same as training.
-    """
-    a, b = a.to(base.dtype), b.to(base.dtype).float()
-    squares = torch.linalg.vector_norm(base, dim=1, dtype=torch.float32).square()
-    squares += 2 * scaling * ((base @ a.T).float() * b).sum(dim=1)
-    squares += scaling**2 * (b @ (a.float() @ a.float().T) * b).sum(dim=1)
-    return squares.sqrt().to(base.dtype).float()

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tasuki.trainer.backends.fsdp.lora.adapters import Adapter, adapted_parameters, family_of, row_norms
+from tasuki.trainer.backends.fsdp.lora.adapters import Adapter, adapted_parameters, family_of
+from tasuki.trainer.modules.lora import row_norms
 from tasuki.weights.checksum import MODULUS
 from tasuki.weights.copies import ViewCopy, prepare_copies
 from tasuki.weights.export import Place, checkpoint_shards
