@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from itertools import cycle, islice, product
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations, cycle, islice, product
 from typing import Any
 
 import pytest
@@ -52,6 +52,17 @@ def crossed(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
         return list(product(*values))
     longest = max(map(len, values))
     return list(zip(*(islice(cycle(axis), longest) for axis in values), strict=True))
+
+
+def covering(cases: Sequence[dict[str, Any]], *, size: int) -> list[dict[str, Any]]:
+    """Returns few of the cases, by greed, that have every combination of `size` values that occurs."""
+    held = [{repr(some) for some in combinations(case.items(), size)} for case in cases]
+    missing, chosen = set[str]().union(*held), list[dict[str, Any]]()
+    while missing:
+        best = max(range(len(cases)), key=lambda index: len(held[index] & missing))
+        missing -= held[best]
+        chosen.append(cases[best])
+    return chosen
 
 
 def repeated(cases: Iterable[tuple[Any, ...]], *, is_repeat: Callable[..., bool]) -> list[Any]:

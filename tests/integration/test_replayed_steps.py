@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from tasuki.trainer.modules.lora import in_file
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
 from tasuki.v1.types_pb2 import TrainingSample, VersionSpan
-from tests.extent import IS_WHOLE
+from tests.extent import IS_WHOLE, covering
 from tests.integration import trainer_samples as plain
 from tests.integration.launched import run_ranks
 from tests.integration.learning import learn, metric, start_learner, whole_gradients
@@ -119,22 +119,8 @@ def is_possible(case: dict[str, Any]) -> bool:
     return not (case["router_aux_loss_coef"] and case["prefix_sharing"] and case["sequence_parallel"] == 1)
 
 
-def covering() -> list[dict[str, Any]]:
-    """Cases that have every possible pair of values, few by greed; all possible ones in `make chaos`."""
-    every = [dict(zip(AXES, values, strict=True)) for values in product(*AXES.values())]
-    possible = [case for case in every if is_possible(case)]
-    if IS_WHOLE:
-        return possible
-    pairs = [set(combinations(case.items(), 2)) for case in possible]
-    missing, chosen = set[Any]().union(*pairs), list[dict[str, Any]]()
-    while missing:
-        best = max(range(len(possible)), key=lambda index: len(pairs[index] & missing))
-        missing -= pairs[best]
-        chosen.append(possible[best])
-    return chosen
-
-
-CASES = covering()
+POSSIBLE = [case for values in product(*AXES.values()) if is_possible(case := dict(zip(AXES, values, strict=True)))]
+CASES = POSSIBLE if IS_WHOLE else covering(POSSIBLE, size=2)
 
 
 @pytest.fixture(scope="module")
