@@ -34,6 +34,11 @@ CASES: dict[str, tuple[dict[str, Any], str, float]] = {
         'sequence_parallel = 2\ncheckpointing = "attention"\nmlp_tile_tokens = 5\nprefix_sharing = true\n',
         3e-2,
     ),
+    "qwen3_moe-megatron": (
+        {"num_experts": 8, "vocab_size": 132},
+        'backend = "megatron"\nmegatron = { tensor_parallel = 2, expert_parallel = 2 }\ncheckpointing = "full"\n',
+        3e-2,
+    ),
     "mixtral": ({"num_local_experts": 300}, 'checkpointing = "none"\n', 1e-3),
 }
 """Settings of the model and of [trainer], and a learning rate that moves routes in one step."""
@@ -50,8 +55,10 @@ class Case:
 @pytest.fixture(scope="module", params=CASES)
 def process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any, float]]:
     sizes, settings, rate = CASES[request.param]
+    if "megatron" in request.param:
+        pytest.importorskip("megatron.core")
     folder = tmp_path_factory.mktemp("node")
-    model = save_checkpoint(make_model(request.param, seed=3, **sizes), folder / "model")
+    model = save_checkpoint(make_model(request.param.partition("-")[0], seed=3, **sizes), folder / "model")
     with serving_trainer(folder / "node", model, num_ranks=2, settings=COMMON + settings) as trainer:
         yield model, trainer, rate
 
