@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import grpc.aio
@@ -96,6 +97,28 @@ async def test_two_nodes_learn_as_one(folder: Path, model: Path, alone: TrainerP
     # The front of another life of the leader, asked again for what all nodes have done.
     async with fleet_of(nodes, model) as again:
         assert (await again.optim_step(request_id=f"step {NUM_STEPS - 1}")).version == NUM_STEPS
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
+async def test_two_nodes_of_tensor_parallel_ranks_learn_as_one_rank(tmp_path: Path) -> None:
+    vocab_size, layout = 132, 'backend = "megatron"\nmegatron.tensor_parallel = 2\n'
+    model = save_checkpoint(make_model("llama", seed=3, vocab_size=vocab_size), tmp_path / "model")
+    alone = start_trainer(tmp_path / "alone", model, num_ranks=1, settings=SETTINGS)
+    try:
+        with nodes_of(tmp_path, model, num_nodes=2, num_ranks=2, settings=layout + SETTINGS) as nodes:
+            alone.wait_until_serving()
+            async with fleet_of(nodes, model, num_ranks=2) as fleet, connect(alone) as channel:
+                one = TrainerClient(channel)
+                for step in range(3):
+                    samples = samples_of(step)
+                    expected, got = await one.forward_backward(samples), await fleet.forward_backward(samples)
+                    assert got.loss == pytest.approx(expected.loss, abs=1e-5)
+                    stepped = await fleet.optim_step(request_id=f"step {step}")
+                    assert stepped.grad_norm == pytest.approx((await one.optim_step()).grad_norm, rel=1e-4)
+                scores = [await client.log_probs(samples_of(99)) for client in fleet.clients]
+                assert scores[0] == scores[1]
+    finally:
+        alone.stop()
 
 
 async def test_a_refused_share_leaves_no_node_with_gradients(model: Path, nodes: list[TrainerProcess]) -> None:

@@ -137,8 +137,6 @@ def _conflicts_of_megatron(config: "NodeConfig") -> Iterator[_Problem]:
         yield "trainer.prefix_sharing", '= true is not for trainer.backend = "megatron": remove it, or use "fsdp"'
     if trainer.checkpointing == "offloaded":
         yield "trainer.checkpointing", '= "offloaded" is not for trainer.backend = "megatron": set "full", or use "fsdp"'
-    if config.fleet is not None and config.fleet.num_nodes > 1:
-        yield "trainer.backend", '= "megatron" is for a single node: use "fsdp" in a fleet'
 
 
 def _conflicts_of_runs(config: "NodeConfig") -> Iterator[_Problem]:

@@ -51,14 +51,13 @@ def frozen_bytes(node: Node) -> int:
 
 
 def gradient_bytes(node: Node) -> int:
-    """Gradients of rank 0, of all trained networks, without an arena's rounding."""
-    return sum(size for network in node.networks() for size in _kept_tensors(network)[1])
+    """Gradients that rank 0 steps, of all trained networks, without an arena's rounding."""
+    return sum(size for network in node.networks() for size in _sizes(trained_shards(network), node.param_bytes))
 
 
 def checkpoint_bytes(node: Node) -> int:
     """A checkpoint: trained weights and optimizer state of all networks and ranks."""
-    trained = (size for network in node.networks() for size in _sizes(trained_shards(network), node.param_bytes))
-    return node.num_ranks * (sum(trained) + sum(_moments(node)))
+    return node.num_ranks * (gradient_bytes(node) + sum(_moments(node)))
 
 
 def run_disk(node: Node) -> tuple[int, int]:

@@ -45,14 +45,15 @@ def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool
         nodes_rate = None if replicas is None else replicas.measure_rate()
         nodes_transport = "" if replicas is None else replicas.transport()
         start.end("meeting")
-        choices, more = read_choices(config.state_dir), {"mesh": mesh, "heartbeat": heartbeat, "ended": start.end}
+        choices = read_choices(config.state_dir)
+        more = {"mesh": mesh, "replicas": replicas, "heartbeat": heartbeat, "ended": start.end}
         if trainer.backend == "megatron":
             megatron.check_installed()
             from tasuki.trainer.backends.megatron.backend import MegatronBackend
 
             backend = MegatronBackend(config, choices, **more)
         else:
-            backend = FsdpBackend(config, choices, replicas=replicas, **more)
+            backend = FsdpBackend(config, choices, **more)
         cleanup.callback(backend.close)
         backend.warm_up()
         start.end("kernels")

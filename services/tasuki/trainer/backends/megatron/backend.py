@@ -53,7 +53,7 @@ from tasuki.trainer.durable.model_folder import load_shards, read_model_config, 
 from tasuki.trainer.memory import Publication, TrainerMemory
 from tasuki.trainer.modules.lora import in_file, in_module, set_dropout, write_adapter
 from tasuki.trainer.modules.routing import ExpertLoad
-from tasuki.trainer.replicas import mesh_device
+from tasuki.trainer.replicas import NodeReplicas, mesh_device
 from tasuki.trainer.resident_tags import ExportChoice, ResidentTags, choose_handles
 from tasuki.trainer.wire import Role
 from tasuki.v1.ranks_pb2 import RankPublished
@@ -80,10 +80,11 @@ class MegatronBackend:
         choices: Choices,
         *,
         mesh: DeviceMesh,
+        replicas: NodeReplicas | None = None,
         heartbeat: Heartbeat | None = None,
         ended: Callable[[str], None] = lambda part: None,
     ) -> None:
-        """Loads the initial weights. mesh: of this node. ended: told of each part. heartbeat: shows the progress of background work.
+        """Loads the initial weights. See FsdpBackend.
 
         Raises the errors of read_model_config, check_model, node_of, check_stored and load_shards.
         """
@@ -91,7 +92,7 @@ class MegatronBackend:
         self.device, self.num_ranks = mesh_device(mesh), mesh.size()
         if node.memory.host_budget_bytes is not None:
             set_host_budget(node.memory.host_budget_bytes // mesh.size())
-        self._node, self._mesh = node, mesh
+        self._node, self._mesh, self._replicas = node, mesh, replicas
         self._model_path = model_source(node)
         self._model_config = read_model_config(self._model_path)
         self._model = read_model(self._model_config.to_dict())
@@ -174,10 +175,11 @@ class MegatronBackend:
             self._expert_load.discard_call()
 
     def check_alike(self, numbers: Mapping[str, float]) -> None:
-        """There is one node."""
+        if self._replicas is not None:
+            self._replicas.check_alike(numbers)
 
     def clip_gradients(self, role: Role) -> float:
-        return self._optimizer.clip()
+        return self._optimizer.clip(self._replicas)
 
     def step_optimizer(self, role: Role, *, learning_rate: float) -> None:
         self._optimizer.step(learning_rate=learning_rate)
