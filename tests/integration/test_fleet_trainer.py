@@ -107,8 +107,7 @@ async def test_two_nodes_of_tensor_parallel_ranks_learn_as_one_rank(tmp_path: Pa
     try:
         with nodes_of(tmp_path, model, num_nodes=2, num_ranks=2, settings=layout + SETTINGS) as nodes:
             alone.wait_until_serving()
-            async with fleet_of(nodes, model, num_ranks=2) as fleet, connect(alone) as channel:
-                one = TrainerClient(channel)
+            async with fleet_of(nodes, model, num_ranks=2) as fleet, connect(alone) as one:
                 for step in range(3):
                     samples = samples_of(step)
                     expected, got = await one.forward_backward(samples), await fleet.forward_backward(samples)

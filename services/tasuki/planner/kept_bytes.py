@@ -47,8 +47,7 @@ def width(lora: LoraConfig, model: ModelShape, layer: int, *, dim: int) -> int:
 def kept_in_mlp(node: Node, layer: int) -> int:
     """The part of it inside the MLP: gate, up, their product unless it is recomputed, and the activation unless fused."""
     model, compute = node.model, node.compute_bytes
-    # megatron-core also keeps ups plus an offset of 0.
-    parts = 2 + node.keeps_product + (node.device == "cpu") if node.gathers_layers else 5
+    parts = 2 + node.keeps_product + (node.device == "cpu")
     if not model.is_sparse(layer):
         return parts * model.intermediate_size * compute
     # Per chosen expert: the token, gate and up, their product, the result and its weight; four indices and a mask for sorting.

@@ -166,12 +166,13 @@ class Node:
     @property
     def fuses_mlp(self) -> bool:
         """Whether MLPs use our own kernels."""
-        return self.device == "cuda" and self.trainer.compile != "blocks" and self.gathers_layers
+        return self.device == "cuda" and self.trainer.compile != "blocks"
 
     @property
     def keeps_product(self) -> bool:
-        """Whether MLPs keep activation(gate) * up for backward: an adapter needs it, and NONE keeps everything."""
-        return not self.fuses_mlp or self.lora is not None or self.checkpointing is Checkpointing.NONE
+        """Whether MLPs keep activation(gate) * up for backward: an adapter needs it, and FSDP2's NONE keeps everything."""
+        keeps_all = self.checkpointing is Checkpointing.NONE and self.gathers_layers
+        return not self.fuses_mlp or self.lora is not None or keeps_all
 
     @property
     def rows_per_token(self) -> int:
