@@ -178,12 +178,12 @@ def test_ranks_have_the_bytes_of_the_plan(models: dict[str, Path], num_ranks: in
     run_ranks(check_bytes, models, tensor_parallel, CASES, num_ranks=num_ranks)
 
 
-def test_clipped_steps_of_adapters_are_those_of_fsdp(mesh: DeviceMesh, model: Path, tmp_path: Path) -> None:
+def test_clipped_steps_of_adapters_are_those_of_fsdp(mesh: DeviceMesh, models: dict[str, Path], tmp_path: Path) -> None:
     results = []
     for tensor_parallel in (None, 1):
         output = tmp_path / str(tensor_parallel)
         lora = {"rank": 4, "use_dora": True, "rank_pattern": {"1.*.o_proj": 3}}
-        learner = start(model, mesh=mesh, tensor_parallel=tensor_parallel, lora=lora, max_grad_norm=0.1)
+        learner = start(models["qwen3"], mesh=mesh, tensor_parallel=tensor_parallel, lora=lora, max_grad_norm=0.1)
         facts = steps(learner, 2)
         learner.backend.export_model(output)
         learner.backend.close()
