@@ -1,5 +1,10 @@
-"""A whole node whose trainer is megatron-core with two tensor-parallel ranks."""
+"""Whole nodes, and a trainer that is killed, on megatron-core with two tensor-parallel ranks."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from tasuki.client import Client, Phase, SamplingParams, TrainingSample
-from tests.conftest import RunningNode, started_node
+from tests.conftest import ENVIRONMENT, ROOT, RunningNode, started_node
+from tests.integration.trainer_process import TrainerClient, connect, serving_trainer, start_trainer
+from tests.integration.trainer_samples import make_samples
+from tests.models import make_model, save_checkpoint
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the extra megatron")
 
@@ -39,3 +47,48 @@ def test_a_node_generates_trains_syncs_and_exports(split: RunningNode, tmp_path:
     before, after = (load_file(folder / "model.safetensors") for folder in (split.model, tmp_path / "model"))
     assert before.keys() == after.keys()
     assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+
+
+async def step(client: TrainerClient, version: int) -> None:
+    await client.forward_backward(make_samples(9, vocab_size=132, seed=version, policy_version=version))
+    assert (await client.optim_step()).version == version + 1
+
+
+async def test_a_killed_trainer_resumes_bit_for_bit_and_its_checkpoint_in_another_layout(tmp_path: Path) -> None:
+    model = save_checkpoint(make_model("qwen3", seed=3, vocab_size=132), tmp_path / "model")
+    settings = 'backend = "megatron"\ncompute_dtype = "float32"\nlearning_rate = 0.01\neps = 0.001\nmegatron.tensor_parallel = '
+    samples = make_samples(4, vocab_size=132, seed=9)
+    with serving_trainer(tmp_path / "straight", model, num_ranks=2, settings=f"{settings}2") as straight:
+        async with connect(straight) as client:
+            for version in range(3):
+                await step(client, version)
+            expected = await client.log_probs(samples)
+    killed = start_trainer(tmp_path / "killed", model, num_ranks=2, settings=f"{settings}2")
+    killed.wait_until_serving()
+    async with connect(killed) as client:
+        for version in range(2):
+            await step(client, version)
+        for pid in (killed.process.pid, *killed.rank_pids()):
+            os.kill(pid, signal.SIGKILL)
+    assert killed.process.wait(60) != 0
+    with serving_trainer(tmp_path / "killed", model, num_ranks=2, settings=f"{settings}2") as again:
+        async with connect(again) as client:
+            await client.save(tmp_path / "checkpoint")
+            await step(client, 2)
+            assert await client.log_probs(samples) == expected
+    with serving_trainer(tmp_path / "one", model, num_ranks=1, settings=f"{settings}1") as one:
+        async with connect(one) as client:
+            assert (await client.load(tmp_path / "checkpoint")).policy_version == 2
+            await step(client, 2)
+            for ours, theirs in zip(await client.log_probs(samples), expected, strict=True):
+                assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.timeout(1200)
+def test_the_demo_ends_at_its_held_out_score(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "client" / "examples" / "demo" / "run.py", "--output", tmp_path / "demo"]
+    settings = [f"--set={override}" for override in (*OVERRIDES[:2], "trainer.num_ranks=2")]
+    ran = subprocess.run([*command, *settings], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    summary = json.loads(next((tmp_path / "demo").rglob("summary.json")).read_text())
+    assert summary["eval"][-1] > 0.95
