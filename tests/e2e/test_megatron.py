@@ -91,4 +91,5 @@ def test_the_demo_ends_at_its_held_out_score(tmp_path: Path) -> None:
     ran = subprocess.run([*command, *settings], env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     summary = json.loads(next((tmp_path / "demo").rglob("summary.json")).read_text())
-    assert summary["eval"][-1] > 0.95
+    # FSDP2's ends at 0.992; rounding moves a few answers.
+    assert summary["eval_score_before"] < 0.3 and summary["eval_score_after"] > 0.97

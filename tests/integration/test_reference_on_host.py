@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.memory.host import HostMemory, host_memory
 from tasuki.planner.trainer_bytes import host_reference
-from tasuki.trainer.backends.fsdp import memory
+from tasuki.trainer import host_buffers
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.resident_tags import TAGS
@@ -87,7 +87,7 @@ def test_a_host_without_room_refuses_and_the_learner_goes_on(
 ) -> None:
     learner = start_learner(model, mesh=mesh, **settings)
     with monkeypatch.context() as patch, pytest.raises(InvalidArgument, match=text) as refused:
-        patch.setattr(memory, "host_memory", lambda: HostMemory(total_bytes=1 << 40, available_bytes=4096))
+        patch.setattr(host_buffers, "host_memory", lambda: HostMemory(total_bytes=1 << 40, available_bytes=4096))
         reference_scores(learner)
     assert "4096 are available" in str(refused.value) and int(refused.value.metadata["needed_bytes"]) > 4096
     assert host_memory().available_bytes > 4096

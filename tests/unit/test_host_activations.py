@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tasuki.trainer.backends.fsdp.memory import HostActivations, pin
+from tasuki.trainer.backends.fsdp.memory import HostActivations
+from tasuki.trainer.host_buffers import pin
 
 
 class Runtime:

@@ -42,7 +42,6 @@ def config(*, fleet: dict[str, Any] | None = None, **trainer: Any) -> NodeConfig
         {"mlp_tile_tokens": 64},
         {"compile": "blocks"},
         {"moments": "8bit"},
-        {"moments": "host"},
         {"reference_on_host": True},
         {"prefix_sharing": True},
         {"checkpointing": "offloaded"},

@@ -128,13 +128,14 @@ def _conflicts_of_megatron(config: "NodeConfig") -> Iterator[_Problem]:
         "train_tower": (False, "remove it"),
         "router_bias_update_rate": (0.0, "remove it"),
         "reference_on_host": (None, "raise trainer.num_ranks or trainer.megatron.tensor_parallel"),
-        "moments": ("gpu", "raise trainer.num_ranks"),
     }
     for key, (lacking, advice) in instead.items():
         if getattr(trainer, key) != lacking:
             yield f"trainer.{key}", f'is not for trainer.backend = "megatron": {advice}, or use "fsdp"'
     if trainer.prefix_sharing is True:
         yield "trainer.prefix_sharing", '= true is not for trainer.backend = "megatron": remove it, or use "fsdp"'
+    if trainer.optimizer_8bit:
+        yield "trainer.moments", '= "8bit" is not for trainer.backend = "megatron": set "host", or use "fsdp"'
     if trainer.checkpointing == "offloaded":
         yield "trainer.checkpointing", '= "offloaded" is not for trainer.backend = "megatron": set "full", or use "fsdp"'
 

@@ -24,7 +24,7 @@ from tasuki.planner.choose import chosen
 from tasuki.planner.node import Checkpointing, node_of
 from tasuki.planner.step_bytes import TRIAL_TOKENS, offloaded_per_token
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.trainer.adamw import ShardedAdamW
+from tasuki.trainer.adamw import ShardedAdamW, StreamedAdamW
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.backend import Progress
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing, tile_mlps
@@ -41,7 +41,7 @@ from tasuki.trainer.backends.fsdp.model import (
     load_policy,
     reshard,
 )
-from tasuki.trainer.backends.fsdp.optimizer import QuantizedAdamW, StreamedAdamW
+from tasuki.trainer.backends.fsdp.optimizer import QuantizedAdamW
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, constant_shards, export_model, local_shards, map_base
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
 from tasuki.trainer.durable.checkpoint import (

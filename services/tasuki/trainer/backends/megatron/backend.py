@@ -37,7 +37,7 @@ from tasuki.trainer.backends.megatron.lora import (
     merges,
 )
 from tasuki.trainer.backends.megatron.model import Policy, set_checkpointing
-from tasuki.trainer.backends.megatron.optimizer import PartsAdamW
+from tasuki.trainer.backends.megatron.optimizer import PartsAdamW, StreamedPartsAdamW
 from tasuki.trainer.backends.megatron.weights import Part, gather_weights, make_parts
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
 from tasuki.trainer.durable.atomic_folder import on_first_rank
@@ -124,7 +124,8 @@ class MegatronBackend:
         self._expert_load = ExpertLoad(
             self._policy.policy, mesh=mesh, device=self.device, aux_loss_coef=config.router_aux_loss_coef
         )
-        self._optimizer = PartsAdamW(self._trained, groups=self._groups, config=config, memory=self.memory, mesh=mesh)
+        kind = StreamedPartsAdamW if config.optimizer_on_host else PartsAdamW
+        self._optimizer = kind(self._trained, groups=self._groups, config=config, memory=self.memory, mesh=mesh)
         ended("memory")
 
     @property
@@ -231,9 +232,10 @@ class MegatronBackend:
         return write_model(path, self._whole_tensors(dtype), source=source, digests=self._digests, dtype=dtype, last=last)
 
     def close(self) -> None:
-        """Closes the export, so that no one else receives the weights, and leaves the groups."""
+        """Closes the export, so that no one else receives the weights, frees host memory, and leaves the groups."""
         self.memory.close()
         self.publication.close()
+        self._optimizer.close()
         self._groups.leave()
 
     def _network(self, role: Role) -> _Network:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
 
 from tasuki.config.trainer_schema import OptimizerConfig
-from tasuki.trainer.adamw import ShardedAdamW
+from tasuki.trainer.adamw import ShardedAdamW, StreamedAdamW
 from tasuki.trainer.backends.megatron.groups import Groups
 from tasuki.trainer.backends.megatron.weights import Part, gather_weights
 from tasuki.trainer.memory import TrainerMemory
@@ -65,6 +65,10 @@ class PartsAdamW(ShardedAdamW):
         if self._groups.tensor.rank() == 0:
             return self._gradients
         return [gradient for part, gradient in zip(self._parts, self._gradients, strict=True) if not part.is_shared]
+
+
+class StreamedPartsAdamW(PartsAdamW, StreamedAdamW):
+    """PartsAdamW with moments in host memory, and the same results."""
 
 
 def _accumulate(parameter: Parameter, gradient: Tensor) -> None:
