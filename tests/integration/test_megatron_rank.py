@@ -23,7 +23,7 @@ from tasuki.trainer.learner import Learner
 from tasuki.trainer.wire import Role
 from tests.integration.launched import run_ranks
 from tests.integration.one_rank import mesh
-from tests.integration.test_megatron import DENSE, NUM_STEPS, SETTINGS, VOCAB_SIZE, parameters, start, steps
+from tests.integration.test_megatron import DENSE, NUM_STEPS, SETTINGS, SPARSE, VOCAB_SIZE, parameters, start, steps
 from tests.models import make_model, save_checkpoint
 from tests.saved_tensors import kept_bytes
 from tests.unit.test_plan_step import LiveTokens
@@ -199,3 +199,15 @@ def test_clipped_steps_of_adapters_are_those_of_fsdp(mesh: DeviceMesh, models: d
         torch.testing.assert_close(adapters[name], tensor, rtol=0, atol=2e-6, msg=name)
     for name, tensor in merged.items():
         torch.testing.assert_close(ours[name], tensor, rtol=2**-7, atol=2e-6, msg=name)
+
+
+def check_experts(mesh: DeviceMesh, model: Path) -> None:
+    learner = start(model, mesh=mesh, tensor_parallel=2, expert_parallel=2)
+    check_tags(learner)
+    learner.backend.close()
+
+
+@pytest.mark.long
+def test_ranks_with_experts_have_the_bytes_of_the_plan(tmp_path: Path) -> None:
+    model = save_checkpoint(make_model(SPARSE, seed=3, vocab_size=VOCAB_SIZE, num_experts=4), tmp_path / "model")
+    run_ranks(check_experts, model, num_ranks=4)

@@ -274,11 +274,11 @@ def parts_on_gpu(node: Node, sizes: Sizes, stage: PlanStage, gpu: int) -> Mappin
         parts |= {part: size for part, size in sizes.engine.items() if part in has_engine}
     if node.device == "cuda":
         # Ranks that share sequences, if not all ranks do, have an additional communicator; megatron-core's have one for each axis.
-        num_sharing = node.trainer.tensor_parallel
-        more = 1 < node.trainer.sequence_parallel < node.num_ranks
+        num_more = int(1 < node.trainer.sequence_parallel < node.num_ranks)
         if not node.gathers_layers:
-            more = (num_sharing > 1) + (num_sharing < node.num_ranks)
-        contexts = TRAINER_CONTEXT + NCCL * (1 + more) if node.has_rank(gpu) else 0
+            sizes_of_groups = [node.trainer.tensor_parallel] + [node.trainer.expert_ranks] * (node.model.num_experts > 0)
+            num_more = sum((size > 1) + (size < node.num_ranks) for size in sizes_of_groups)
+        contexts = TRAINER_CONTEXT + NCCL * (1 + num_more) if node.has_rank(gpu) else 0
         if node.has_engine(gpu) and Part.ENGINE_STEP in has_engine:
             contexts += _ROLLOUT_CACHED + _engine_context(node)
         parts[Part.CONTEXTS] = contexts
