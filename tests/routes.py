@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, one_hot
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-_ROUTERS = ("Qwen3MoeTopKRouter", "MixtralTopKRouter", "GptOssTopKRouter")
+_ROUTERS = ("Qwen3MoeTopKRouter", "Qwen3_5MoeTopKRouter", "MixtralTopKRouter", "GptOssTopKRouter")
 
 
 def own_routes(model: nn.Module, token_ids: Sequence[int]) -> NDArray[np.int64]:

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], str, float]] = {
         'backend = "megatron"\nmegatron = { tensor_parallel = 2, expert_parallel = 2 }\ncheckpointing = "full"\n',
         3e-2,
     ),
+    "qwen3_5_moe": ({"num_experts": 8}, 'expert_parallel = true\ncheckpointing = "attention"\n', 3e-2),
     "mixtral": ({"num_local_experts": 300}, 'checkpointing = "none"\n', 1e-3),
 }
 """Settings of the model and of [trainer], and a learning rate that moves routes in one step."""
