@@ -28,7 +28,7 @@ from tasuki.v1.weights_pb2 import PublishedWeights
 from tasuki.weights.export import checkpoint_shards
 from tasuki.weights.imported_weights import import_weights
 from tests.integration.launched import run_ranks
-from tests.integration.learning import learn, start_learner, whole_parameters
+from tests.integration.learning import learn, micro_batches, start_learner, whole_parameters, with_denominator
 from tests.integration.trainer_samples import LOSS, TEMPERATURE, make_samples, plain_step_of
 from tests.models import make_model, save_checkpoint
 
@@ -38,11 +38,13 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the
 VOCAB_SIZE = 132
 DENSE, SPARSE, BALANCED = ("qwen3", "qwen2_tied", "llama"), "qwen3_moe", "qwen3_moe_balanced"
 """The last is SPARSE with an auxiliary loss, which is over the micro-batches of all ranks, and with given routes."""
+GROUPED = "qwen3_grouped"
+"""Samples of one prompt, which megatron-core's layers compute once, and FSDP's for each."""
 Layout = tuple[int, int, int] | None
 """Ranks, and those that split layers and that share experts; None: one rank of FSDP."""
 LAYOUTS: dict[tuple[int, int, int], Sequence[str]] = {
-    (1, 1, 1): (*DENSE, SPARSE, BALANCED),
-    (2, 2, 1): (*DENSE, BALANCED),
+    (1, 1, 1): (*DENSE, GROUPED, SPARSE, BALANCED),
+    (2, 2, 1): (*DENSE, GROUPED, BALANCED),
     (2, 1, 1): ("qwen3", SPARSE),
     (2, 1, 2): (SPARSE,),
     (2, 2, 2): (SPARSE, BALANCED),
@@ -58,6 +60,7 @@ NUM_STEPS = 3
 def start(model: Path, *, mesh: DeviceMesh, tensor_parallel: int | None, expert_parallel: int = 1, **more: Any) -> Learner:
     if tensor_parallel is not None:
         more |= {"backend": "megatron", "megatron": {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}}
+    more |= {"prefix_sharing": model.name == GROUPED and tensor_parallel is not None}
     if model.name == BALANCED:
         more |= {"router_aux_loss_coef": 0.1}
     return start_learner(model, mesh=mesh, **SETTINGS | more)
@@ -87,6 +90,10 @@ def parameters(learner: Learner) -> dict[str, Tensor]:
 
 def samples_for(model: Path) -> Samples:
     messages = make_samples(17, vocab_size=VOCAB_SIZE, temperature=TEMPERATURE)
+    if model.name == GROUPED:
+        for index, message in enumerate(messages):
+            prompt = messages[index % 3].prompt_token_ids
+            message.prompt_token_ids[:] = [*prompt, *range(3, 13)] if index < 3 else prompt
     if model.name != BALANCED:
         return decode_samples(messages)
     shape = RouteShape.of(read_model_shape(model))
@@ -114,6 +121,11 @@ def run_steps(mesh: DeviceMesh, output: Path, models: Sequence[Path], layout: La
         learner = start_as(layout, model, mesh=mesh)
         facts = steps(learner, NUM_STEPS)
         tensors = parameters(learner)
+        if model.name == GROUPED and layout is not None:
+            batches = micro_batches(
+                learner, samples_for(model), config=with_denominator(LOSS, samples_for(model)), max_tokens=64
+            )
+            assert any(batch.tokens.prompts is not None for batch in batches)
         if model.name == BALANCED:
             batch = token_batch(samples_for(model), device=torch.device("cpu")).choosing(4)
             learner.score(Role.POLICY, [batch])
@@ -131,6 +143,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     sizes = {"vocab_size": VOCAB_SIZE}
     dense = {kind: save_checkpoint(make_model(kind, seed=3, **sizes), folder / kind) for kind in DENSE}
+    dense[GROUPED] = save_checkpoint(make_model("qwen3", seed=3, **sizes), folder / GROUPED)
     experts = make_model(SPARSE, seed=3, **sizes, num_experts=4)
     return dense | {kind: save_checkpoint(experts, folder / kind) for kind in (SPARSE, BALANCED)}
 

@@ -43,7 +43,6 @@ def config(*, fleet: dict[str, Any] | None = None, **trainer: Any) -> NodeConfig
         {"compile": "blocks"},
         {"moments": "8bit"},
         {"reference_on_host": True},
-        {"prefix_sharing": True},
         {"checkpointing": "offloaded"},
         {"router_bias_update_rate": 0.1},
         {"megatron": {"tensor_parallel": 2}, "num_ranks": 3},

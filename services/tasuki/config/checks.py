@@ -132,8 +132,6 @@ def _conflicts_of_megatron(config: "NodeConfig") -> Iterator[_Problem]:
     for key, (lacking, advice) in instead.items():
         if getattr(trainer, key) != lacking:
             yield f"trainer.{key}", f'is not for trainer.backend = "megatron": {advice}, or use "fsdp"'
-    if trainer.prefix_sharing is True:
-        yield "trainer.prefix_sharing", '= true is not for trainer.backend = "megatron": remove it, or use "fsdp"'
     if trainer.optimizer_8bit:
         yield "trainer.moments", '= "8bit" is not for trainer.backend = "megatron": set "host", or use "fsdp"'
     if trainer.checkpointing == "offloaded":

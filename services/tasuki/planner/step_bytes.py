@@ -288,8 +288,7 @@ def _attention_per_token(node: Node) -> int:
 
     If prompts are shared, of two calls: continuations, which query their prompt in the second one, may be almost all tokens.
     """
-    is_shared = node.trainer.prefix_sharing is not False and node.gathers_layers
-    num_calls = 2 if is_shared and node.model.delta is None else 1
+    num_calls = 2 if node.trainer.prefix_sharing is not False and node.model.delta is None else 1
     return num_calls * max(kept_with_attention(node, layer) for layer in range(node.model.num_layers))
 
 

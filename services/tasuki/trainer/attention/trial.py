@@ -78,6 +78,19 @@ def _unsupported(shape: ModelShape, attention: Attention, *, dtype: torch.dtype,
     return None
 
 
+def choose_sharing(backend: AttentionBackend, wanted: Literal["auto"] | bool, **settings: Any) -> bool:
+    """Whether micro-batches may have shared prompts, by trial for "auto". settings: as of choose_kernel, whose result is `backend`.
+
+    Raises InvalidArgument if that is wanted and not possible.
+    """
+    if wanted is False:
+        return False
+    fault = fault_with_shared_prompts(backend, **settings)
+    if fault is not None and wanted is True:
+        raise InvalidArgument("trainer.prefix_sharing", f"true is not possible here: {fault}")
+    return fault is None
+
+
 @functools.cache
 def fault_with_shared_prompts(
     backend: AttentionBackend, *, shape: ModelShape, attention: Attention, dtype: torch.dtype, device: torch.device

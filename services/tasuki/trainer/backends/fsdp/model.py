@@ -22,7 +22,7 @@ from tasuki.models.known import read_model
 from tasuki.models.stored_tensors import check_head, read_stored
 from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
-from tasuki.trainer.attention.trial import choose_delta, choose_kernel, fault_with_shared_prompts
+from tasuki.trainer.attention.trial import choose_delta, choose_kernel, choose_sharing
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters, initialize_magnitudes, load_adapters
 from tasuki.trainer.backends.fsdp.memory import HostShards
 from tasuki.trainer.backends.fsdp.shards import constant_shards, engine_placement, head_shards, local_shards, views_in
@@ -37,7 +37,7 @@ from tasuki.trainer.modules.rotary import fuse_rotation
 from tasuki.trainer.modules.routing import EXPERTS, Routers, replace_routers
 from tasuki.trainer.replicas import mesh_device
 from tasuki.weights.shared_base import SharedBase
-from tasuki.wire.errors import InvalidArgument, UnsupportedModel
+from tasuki.wire.errors import UnsupportedModel
 
 
 class LmHead(nn.Module):
@@ -195,12 +195,8 @@ def _attention(source: NetworkSource) -> PackedAttention:
         assert source.sharing is None and source.prefix_sharing is not True, "check_model refuses both"
         delta = choose_delta(model.shape.delta, dtype=source.compute_dtype, device=mesh_device(source.mesh))
         return PackedAttention(backend, model.attention, delta=delta)
-    if source.prefix_sharing is False:
-        return PackedAttention(backend, model.attention, source.sharing)
-    fault = fault_with_shared_prompts(backend, **settings)
-    if fault is not None and source.prefix_sharing is True:
-        raise InvalidArgument("trainer.prefix_sharing", f"true is not possible here: {fault}")
-    return PackedAttention(backend, model.attention, source.sharing, shares_prompts=fault is None)
+    shares_prompts = choose_sharing(backend, source.prefix_sharing, **settings)
+    return PackedAttention(backend, model.attention, source.sharing, shares_prompts=shares_prompts)
 
 
 def _on_meta(source: NetworkSource) -> PreTrainedModel:

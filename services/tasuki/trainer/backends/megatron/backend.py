@@ -26,7 +26,8 @@ from tasuki.planner.choose import chosen
 from tasuki.planner.node import Checkpointing, node_of
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.trainer.adamw import MOMENTS
-from tasuki.trainer.attention.trial import choose_kernel
+from tasuki.trainer.attention.packed import PackedAttention
+from tasuki.trainer.attention.trial import choose_kernel, choose_sharing
 from tasuki.trainer.backend import Progress
 from tasuki.trainer.backends.megatron.groups import Groups
 from tasuki.trainer.backends.megatron.lora import (
@@ -142,7 +143,7 @@ class MegatronBackend:
 
     @property
     def shares_prompts(self) -> bool:
-        return False
+        return self._policy.policy.attention.shares_prompts
 
     def num_parameters(self, role: Role) -> int:
         return self._model.shape.num_parameters
@@ -254,7 +255,9 @@ class MegatronBackend:
         part = replace(shape, num_heads=shape.num_heads // size, num_kv_heads=shape.num_kv_heads // size)
         settings = {"shape": part, "attention": model.attention, "dtype": self._compute_dtype, "device": self.device}
         kernel = choose_kernel(self._node.trainer.attention_backend, **settings)
-        policy = Policy(self._model_config, model, self._groups, dtype=self._compute_dtype, kernel=kernel)
+        shares_prompts = choose_sharing(kernel, self._node.trainer.prefix_sharing, **settings)
+        attention = PackedAttention(kernel, model.attention, shares_prompts=shares_prompts)
+        policy = Policy(self._model_config, model, self._groups, dtype=self._compute_dtype, attention=attention)
         if lora is not None:
             add_adapters(policy, shape, lora, self._groups)
         region = self.memory.region(MemoryTag.WEIGHTS)

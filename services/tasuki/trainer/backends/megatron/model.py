@@ -28,7 +28,7 @@ from tasuki.algorithms.lm_head import VocabularyShard, token_log_probs
 from tasuki.models.family import Model
 from tasuki.models.shape import QkNorm
 from tasuki.planner.node import Checkpointing
-from tasuki.trainer.attention.packed import AttentionBackend, LayerAttention, PackedAttention, attention_operators
+from tasuki.trainer.attention.packed import LayerAttention, PackedAttention, attention_operators
 from tasuki.trainer.backends.megatron.groups import Groups
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.modules.experts import GroupedExperts, ParallelExperts
@@ -135,12 +135,12 @@ class Policy(nn.Module):
     """Scores completion tokens. Only positions that predict one pass through the LM head, whose logits never exist whole."""
 
     def __init__(
-        self, config: PreTrainedConfig, model: Model, groups: Groups, *, dtype: torch.dtype, kernel: AttentionBackend
+        self, config: PreTrainedConfig, model: Model, groups: Groups, *, dtype: torch.dtype, attention: PackedAttention
     ) -> None:
         """Makes the layers on the meta device. config: of the same model, as transformers reads it."""
         super().__init__()
         shape, size = model.shape, groups.tensor.size()
-        self._groups, self._attention, self._current = groups, PackedAttention(kernel, model.attention), _Current()
+        self._groups, self.attention, self._current = groups, attention, _Current()
         layers = layer_config(model, eps=config.rms_norm_eps, dtype=dtype, tensor_parallel=size)
         spec = get_gpt_layer_local_spec(qk_layernorm=layers.qk_layernorm, normalization="RMSNorm")
         parts: Any = spec.submodules
@@ -175,7 +175,7 @@ class Policy(nn.Module):
         """Log-probs [N] with gradient, and entropies [N]; float32, the same on every tensor-parallel rank."""
         size = self._groups.tensor.size()
         padded = _padded(batch, multiple=size)
-        self._current.attention = self._attention.over(padded)
+        self._current.attention = self.attention.over(padded)
         self._routers.begin(padded, first_token=self._groups.tensor.rank() * len(padded.input_ids_T) // size)
         like = padded.input_ids_T.new_empty(0, dtype=self._dtype)
         cos, sin = self._rotary(like, padded.position_ids_T.unsqueeze(0))
@@ -199,7 +199,7 @@ class Policy(nn.Module):
             own_TR = padded.routes_TR.chunk(size)[self._groups.tensor.rank()].view(torch.uint8)
             whole_TR = self._groups.gather_tensor(own_TR).flatten(0, 1).view(torch.int16)
             batch.routes_TR.copy_(whole_TR[: len(batch.routes_TR)])
-        log_probs_N, entropy_N = self._attention.gather(*scores_N, batch=batch)
+        log_probs_N, entropy_N = self.attention.gather(*scores_N, batch=batch)
         return log_probs_N, entropy_N
 
 
