@@ -231,3 +231,15 @@ def test_measured_runs_name_the_fastest_split_and_what_others_cost(node: Path, c
     assert json.loads(capsys.readouterr().out)["generation"] == {"4 x TP 1": 20.0, "2 x TP 2": None, "1 x TP 4": None}
     assert main(["plan", str(node), *GPUS, "--set", "train.group_size=4", *runs]) == USER_ERROR
     assert "measured" in capsys.readouterr().err
+
+
+def test_both_backends_are_compared_where_both_have_the_model(node: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", str(node), *GPUS, "--json"])
+    table = json.loads(capsys.readouterr().out)
+    backends = table["backends"]
+    assert backends.keys() == {"fsdp", "megatron TP 1", "megatron TP 2"}
+    parts = {device["device"]: device["needed_bytes"] for device in table["stages"][0]["devices"]}
+    assert backends["fsdp"] == {"bytes": parts["cuda:0"], "fits": True}
+    assert backends["megatron TP 1"]["bytes"] > backends["megatron TP 2"]["bytes"]
+    main(["plan", str(node), *GPUS, "--set", "trainer.compile=blocks"])
+    assert "megatron" not in capsys.readouterr().out

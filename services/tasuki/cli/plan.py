@@ -27,7 +27,7 @@ from tasuki.memory.host import host_memory
 from tasuki.models.known import read_model_shape
 from tasuki.models.shape import ModelShape
 from tasuki.node.model_folder import check_model_folder, check_model_folders, has_weights, with_local_files
-from tasuki.planner.advice import Advice, advise
+from tasuki.planner.advice import Advice, advise, backend_plans
 from tasuki.planner.choose import choose
 from tasuki.planner.node import GB, MARGIN, Checkpointing, Node, Part, Strategy, gb, node_of
 from tasuki.planner.plan import Plan, plan
@@ -56,15 +56,18 @@ def run(arguments: argparse.Namespace) -> int:
     traffic = node_traffic(node, num_nodes=num_nodes)
     planned = plan(choose(node))
     advice = advise(planned)
-    rates = generation_rates(node, arguments.measured)
+    rates, backends = generation_rates(node, arguments.measured), backend_plans(planned) if node.device == "cuda" else {}
     not_counted = [f"rollout.engine.{name}" for name in uncounted_arguments(node.config.rollout.engine)]
     if arguments.json:
         table = plan_table(planned, advice) | traffic_table(traffic, rate) | {"not_counted": not_counted}
+        table["backends"] = {
+            name: {"bytes": one.stage(Phase.TRAIN).gpu_bytes, "fits": one.fits} for name, one in backends.items()
+        }
         table["generation"] = {f"{num} x TP {tp}": rate for (num, tp), rate in rates.items()}
         sys.stdout.write(json.dumps(table, indent=2) + "\n")
     else:
         show(planned, advice, console=open_console())
-        for line in (*generation_lines(rates), *traffic_lines(traffic, rate, fits=planned.fits)):
+        for line in (*backend_lines(backends), *generation_lines(rates), *traffic_lines(traffic, rate, fits=planned.fits)):
             sys.stdout.write(f"{line}\n")
         for key in not_counted:
             sys.stdout.write(f"Not counted: {key}. Its memory is taken from the KV cache or may be missing; try it.\n")
@@ -269,6 +272,17 @@ def _experts(node: Node) -> str:
         f"Experts: {each} of {sparse.num_experts} on each rank. Counted are {rows:,} rows, the most that can reach one rank: when all "
         f"tokens of all ranks choose its experts. Even routing brings {node.rank_tokens * sparse.experts_per_token:,}."
     )
+
+
+def backend_lines(plans: Mapping[str, Plan]) -> list[str]:
+    """What a step needs on each backend; empty if there is no choice."""
+    parts = [
+        f"{name} {gb(one.stage(Phase.TRAIN).gpu_bytes)} GB with {one.node.micro_batch_tokens:,} tokens, {one.node.checkpointing}"
+        f"{'' if one.fits else ', does not fit'}"
+        for name, one in plans.items()
+    ]
+    known = "keep fsdp for speed, since no step of megatron has been measured on a GPU"  # docs/benchmarks.md
+    return [f"TRAIN by trainer.backend: {'; '.join(parts)}. Known: {known}."] if len(parts) > 1 else []
 
 
 def generation_rates(node: Node, runs: Sequence[Path]) -> dict[tuple[int, int], float | None]:

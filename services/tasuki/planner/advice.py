@@ -3,6 +3,7 @@
 import json
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import combinations, product
@@ -48,6 +49,22 @@ class Advice:
 def advise(planned: Plan) -> Advice:
     """Advice for the node. Every change makes its open choices again."""
     return Advice(max_kv_ratio=largest_kv_ratio(planned.node), ladder=() if planned.fits else climb(planned))
+
+
+def backend_plans(planned: Plan) -> dict[str, Plan]:
+    """The plan on FSDP2 and on every layout of megatron-core that is not refused, with open choices made again, by name."""
+    node, plans = planned.node, dict[str, Plan]()
+    sizes = [1 << power for power in range(node.num_ranks.bit_length()) if node.num_ranks % (1 << power) == 0]
+    layouts: dict[str, dict[str, object]] = {"fsdp": {"trainer.megatron": None, "trainer.backend": "fsdp"}}
+    for size in sizes:
+        keys = {"trainer.backend": "megatron", "trainer.megatron.tensor_parallel": size}
+        layouts[f"megatron TP {size}"] = keys
+    for name, values in layouts.items():
+        with suppress(InvalidArgument):
+            config = changed(node.config, values)
+            sized = node_of(config, node.model, gpu_bytes=node.gpu_bytes, host_bytes=node.host_bytes, num_gpus=node.num_gpus)
+            plans[name] = plan(choose(replace(sized, strategy=node.strategy)))
+    return plans
 
 
 def climb(planned: Plan) -> tuple[Rung, ...]:
