@@ -127,3 +127,11 @@ def test_requests_that_a_step_never_makes_are_no_loss():
     )
     assert (few["rollout.max_running_requests"].cost, few["rollout.max_running_requests"].values) == (Cost.NOTHING, (64,))
     assert "rollout.max_running_requests" not in many
+
+
+def test_layouts_of_the_configured_backend_are_tried() -> None:
+    layout = {"tensor_parallel": 2, "expert_parallel": 2}
+    node = node_with("qwen3-30b-a3b", num_ranks=8, trainer={"backend": "megatron", "megatron": layout})
+    tried = {choice.key: choice.values for choice in choices(plan(node))}
+    assert tried["trainer.megatron.expert_parallel"] == tried["trainer.megatron.tensor_parallel"] == (4, 8)
+    assert not {"trainer.sequence_parallel", "trainer.expert_parallel"} & tried.keys()

@@ -225,8 +225,7 @@ def choices(planned: Plan) -> list[Choice]:
         Choice(
             Cost.SPEED, "trainer.micro_batch_tokens", _halves(tokens, least=rollout.context_length or MIN_TOKENS), saves=True
         ),
-        Choice(Cost.SPEED, "trainer.sequence_parallel", _doubles(trainer.sequence_parallel, most=node.num_ranks)),
-        Choice(Cost.SPEED, "trainer.expert_parallel", (True,) if node.model.num_experts else ()),
+        *(_fsdp_layout(node) if node.gathers_layers else _megatron_layout(node)),
         Choice(Cost.SPEED, "rollout.dp_size", _halves(rollout.dp_size or 1, least=1)),
         Choice(Cost.SPEED, "rollout.tp_size", _doubles(node.tp_size, most=node.num_gpus) if is_gpu else ()),
         Choice(Cost.SPEED, "rollout.engine.disable_cuda_graph", (True,) if is_gpu else (), saves=True),
@@ -241,6 +240,21 @@ def choices(planned: Plan) -> list[Choice]:
     ]
     kept = [replace(one, values=tuple(v for v in one.values if v != value_at(config, one.key))) for one in every]
     return sorted((choice for choice in kept if choice.values), key=lambda choice: choice.cost)
+
+
+def _fsdp_layout(node: Node) -> list[Choice]:
+    sizes = _doubles(node.trainer.sequence_parallel, most=node.num_ranks)
+    return [
+        Choice(Cost.SPEED, "trainer.sequence_parallel", sizes),
+        Choice(Cost.SPEED, "trainer.expert_parallel", (True,) if node.model.num_experts else ()),
+    ]
+
+
+def _megatron_layout(node: Node) -> list[Choice]:
+    sizes = {"tensor_parallel": node.trainer.tensor_parallel} | (
+        {"expert_parallel": node.trainer.expert_ranks} if node.model.num_experts else {}
+    )
+    return [Choice(Cost.SPEED, f"trainer.megatron.{key}", _doubles(size, most=node.num_ranks)) for key, size in sizes.items()]
 
 
 def _halves(value: int, *, least: int) -> tuple[int, ...]:
