@@ -161,7 +161,7 @@ CASES = [
 def check_bytes(mesh: DeviceMesh, models: dict[str, Path], tensor_parallel: int, cases: Sequence[tuple[str, str, str]]) -> None:
     for kind, dtype, checkpointing in cases:
         choices = {"checkpointing": checkpointing, "micro_batch_tokens": NUM_TOKENS, "kept_layers": 0}
-        settings = {"compute_dtype": dtype, "checkpointing": checkpointing}
+        settings = {"compute_dtype": dtype, "checkpointing": checkpointing, "prefix_sharing": False}
         learner = start(models[kind], mesh=mesh, tensor_parallel=tensor_parallel, choices=choices, **settings)
         check_tags(learner)
         check_step(learner)
