@@ -20,7 +20,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.config import paths
-from tasuki.config.load import load_config
+from tasuki.config.load import load_config, save_config
 from tasuki.v1 import (
     memory_pb2,
     memory_pb2_grpc,
@@ -203,11 +203,11 @@ def start_rollout(
     state_dir.mkdir(parents=True, exist_ok=True)
     config = state_dir / "node.toml"
     config.write_text(f'state_dir = "{state_dir}"\n[model]\npath = "{model}"\n[rollout]\nengine.max_total_tokens = 4096\n')
-    write_plan(load_config(config, overrides=overrides))
+    effective = load_config(config, overrides=overrides)
+    save_config(effective, config)
+    write_plan(effective)
     log = state_dir / "rollout.log"
     command = [sys.executable, "-m", "tasuki.rollout", "--config", str(config)]
-    for override in overrides:
-        command += ["--set", override]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stderr=output, stdout=output, env={**ENVIRONMENT, **environment}, start_new_session=True

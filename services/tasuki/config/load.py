@@ -1,5 +1,6 @@
 """Loads a NodeConfig from TOML and `--set a.b=c`, and writes it as TOML. Every error names the key and what to do."""
 
+import argparse
 import json
 import re
 import tomllib
@@ -38,6 +39,13 @@ _WANTED = {
     "bool_type": "give true or false, without quotes",
 }
 """Advice by pydantic's problem type, where its message names Python's types."""
+
+
+def config_argument(service: str) -> Path:
+    """The file that the command line of a service's process names."""
+    parser = argparse.ArgumentParser(prog=f"tasuki.{service}")
+    parser.add_argument("--config", type=Path, required=True)
+    return parser.parse_args().config
 
 
 def load_config(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:

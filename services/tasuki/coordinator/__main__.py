@@ -1,6 +1,5 @@
-"""Runs the coordinator of one node: python -m tasuki.coordinator --config node.toml [--set a.b=c]..."""
+"""Runs the coordinator of one node: python -m tasuki.coordinator --config node.toml"""
 
-import argparse
 import asyncio
 import logging
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import uvloop
 
 from tasuki.config.choices import read_choices
-from tasuki.config.load import load_config
+from tasuki.config.load import config_argument, load_config
 from tasuki.config.lock import StateLock, read_instance
 from tasuki.config.paths import journal_path, memory_record_path, node_targets, restart_request_path, socket_dir
 from tasuki.config.schema import NodeConfig
@@ -39,14 +38,11 @@ _log = logging.getLogger("tasuki.coordinator")
 _GRACE_S = 3.0
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tasuki.coordinator")
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
-    arguments = parser.parse_args(argv)
+def main() -> int:
+    path = config_argument("coordinator")
     configure_logging("coordinator")
     try:
-        config = load_config(arguments.config, overrides=arguments.overrides)
+        config = load_config(path)
         with StateLock.take(config.state_dir, name="coordinator"):
             uvloop.run(_serve(config))
     except TasukiError as error:

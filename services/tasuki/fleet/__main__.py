@@ -1,9 +1,8 @@
-"""Runs a node's fleet service: python -m tasuki.fleet --config node.toml [--set a.b=c]...
+"""Runs a node's fleet service: python -m tasuki.fleet --config node.toml
 
 Node 0 leads. Every node joins, sends heartbeats, and exits with FLEET_ENDED after the fleet has ended.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import uvloop
 
-from tasuki.config.load import load_config
+from tasuki.config.load import config_argument, load_config
 from tasuki.config.lock import StateLock, read_instance
 from tasuki.config.paths import REQUESTED_BY, exit_path, socket_dir
 from tasuki.config.schema import NodeConfig
@@ -32,14 +31,11 @@ from tasuki.wire.printable import printable
 _log = logging.getLogger("tasuki.fleet")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tasuki.fleet")
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
-    arguments = parser.parse_args(argv)
+def main() -> int:
+    path = config_argument("fleet")
     configure_logging("fleet")
     try:
-        config = load_config(arguments.config, overrides=arguments.overrides)
+        config = load_config(path)
         if config.fleet is None:
             raise InvalidArgument("fleet", "the configuration has no table [fleet]; `tasuki fleet up` writes it")
         with StateLock.take(config.state_dir, name="fleet"):

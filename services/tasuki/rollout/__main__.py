@@ -1,9 +1,8 @@
-"""python -m tasuki.rollout --config node.toml [--set a.b=c]...
+"""python -m tasuki.rollout --config node.toml
 
 Spawned engine ranks import this file again, so `main` does the heavy imports. It sets the variables that SGLang reads when imported.
 """
 
-import argparse
 import logging
 import os
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 from tasuki.config import paths
 from tasuki.config.environment import cpu_threads
 from tasuki.config.gpus import show_gpus
-from tasuki.config.load import load_config
+from tasuki.config.load import config_argument, load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.model import ModelFacts, read_model
@@ -133,12 +132,9 @@ _log = logging.getLogger(__name__)
 
 def main() -> int:
     """Runs the service until SIGTERM or SIGINT. Returns the exit code: 0 after a requested stop."""
-    parser = argparse.ArgumentParser(prog="tasuki.rollout", description="Rollout service of one tasuki node.")
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
-    arguments = parser.parse_args()
+    path = config_argument("rollout")
     try:
-        config = load_config(arguments.config, overrides=arguments.overrides)
+        config = load_config(path)
         configure_logging("rollout")
         logging.getLogger("sglang").setLevel(logging.WARNING)
         return _serve(config, StartupDeadline(config.coordinator.stage_timeout_s), StartSeconds(os.environ))

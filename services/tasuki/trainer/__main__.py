@@ -1,11 +1,10 @@
 """Runs one rank of the trainer; rank 0 also serves:
 
-python -m tasuki.trainer.launch --num-ranks N -- -m tasuki.trainer --config node.toml [--set a.b=c]...
+python -m tasuki.trainer.launch --num-ranks N -- -m tasuki.trainer --config node.toml
 
 A spawned rank reports errors in its configuration before it imports anything heavy.
 """
 
-import argparse
 import logging
 import os
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from tasuki.config.choices import read_choices
 from tasuki.config.gpus import show_gpus
-from tasuki.config.load import load_config
+from tasuki.config.load import config_argument, load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.paths import FIRST_START_VARIABLE, nccl_log_path, node_targets
 from tasuki.config.schema import NodeConfig
@@ -25,16 +24,13 @@ from tasuki.wire.errors import InvalidArgument, TasukiError
 from tasuki.wire.stages import Service
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tasuki.trainer")
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
-    arguments = parser.parse_args(argv)
+def main() -> int:
+    path = config_argument("trainer")
     configure_logging("trainer")
     start = StartSeconds(os.environ)
     try:
         launch = read_launch(os.environ)
-        config = load_config(arguments.config, overrides=arguments.overrides)
+        config = load_config(path)
         os.environ |= socket_variables(config.fleet)
         if config.device == "cuda":
             os.environ |= nccl_log_variables(config.fleet, path=_fresh_nccl_log(config, launch))

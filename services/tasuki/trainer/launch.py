@@ -1,6 +1,6 @@
 """Starts the ranks of a trainer on this machine and ends them together:
 
-python -m tasuki.trainer.launch --num-ranks N [--preload MODULE] -- -m tasuki.trainer --config node.toml [--set a.b=c]...
+python -m tasuki.trainer.launch --num-ranks N [--preload MODULE] -- -m tasuki.trainer --config node.toml
 
 torchrun's ranks meet through a TCP store, which accepts keys from every user of the machine and unpickles some of them. These ranks
 meet in a file that only their user can open.
