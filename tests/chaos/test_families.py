@@ -141,7 +141,7 @@ async def _train(
                 learner.optim_step(Role.POLICY)
             async with connected(rollout) as client:
                 version = next(VERSIONS)
-                handle = fsdp(learner).publish(policy_version=version).handle
+                handle = fsdp(learner).publication.publish(version).handle
                 await client.wake(PublishedWeights(policy_version=version, boot_id=str(output), handles=[handle]))
                 settings = {"num_samples": 4, "max_new_tokens": 12, "temperature": TEMPERATURE, "ignore_eos": True}
                 made = await client.generate(PROMPTS, **settings)

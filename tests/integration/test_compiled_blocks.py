@@ -135,7 +135,7 @@ def test_weights_that_left_and_came_back_and_a_checkpoint_are_the_same_to_compil
     for step in range(3):
         loss, gradients = step_of(awake, Role.POLICY, step)
         sleeper.publish()
-        fsdp(sleeper).withdraw()
+        fsdp(sleeper).publication.withdraw()
         sleeper.backend.memory.pause_tags([MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER])
         sleeper.backend.memory.resume_tags([MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER])
         slept_loss, slept_gradients = step_of(sleeper, Role.POLICY, step)

@@ -59,7 +59,7 @@ def test_an_export_has_the_bits_and_the_dtype_that_rollout_serves(
     exported = load_file(tmp_path / "model" / "model.safetensors")
     assert {tensor.dtype for tensor in exported.values()} == {written}
     assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == str(written).removeprefix("torch.")
-    published = PublishedWeights(policy_version=0, handles=[backend.publish(policy_version=0).handle])
+    published = PublishedWeights(policy_version=0, handles=[backend.publication.publish(0).handle])
     imported = import_weights(published, timeout_s=5)
     for name, tensor in exported.items():
         assert torch.equal(imported.gathered(name), tensor) or given != "auto", name
@@ -164,7 +164,7 @@ def test_adapters_are_published_and_exported_as_peft_merges_them(
     backend = fsdp(learner)
     backend.export_model(tmp_path / "model")
     exported, start = (load_file(path / "model.safetensors") for path in (tmp_path / "model", folder))
-    published = PublishedWeights(policy_version=0, handles=[backend.publish(policy_version=0).handle])
+    published = PublishedWeights(policy_version=0, handles=[backend.publication.publish(0).handle])
     imported = import_weights(published, timeout_s=5)
     auto: Any = AutoModelForImageTextToText if "tower" in options else AutoModelForCausalLM
     base = auto.from_pretrained(folder, dtype=torch.float32)
@@ -193,7 +193,7 @@ def test_biases_that_a_step_moves_are_published_exported_and_loaded(mesh: Device
     fsdp(learner).export_model(tmp_path / "model")
     options = {"source": folder, "held": torch.float32, "dtype": torch.float32, "told": lambda *_: None}
     _export(tmp_path / "checkpoint", tmp_path / "again", **options)
-    published = PublishedWeights(policy_version=1, handles=[fsdp(learner).publish(policy_version=1).handle])
+    published = PublishedWeights(policy_version=1, handles=[fsdp(learner).publication.publish(1).handle])
     imported = import_weights(published, timeout_s=5)
     ours, again = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "again"))
     name = next(name for name in start if name.endswith(ROUTER_BIAS))

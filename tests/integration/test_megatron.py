@@ -249,7 +249,7 @@ def run_publication(mesh: DeviceMesh, model: Path, output: Path, layout: Layout)
             save_file({name: imported.gathered(name) for name in imported.entries}, output / f"published-{version}.safetensors")
             imported.close()
         dist.barrier()
-        learner.backend.withdraw()
+        learner.backend.publication.withdraw()
         if version == 1:
             memory = cast(Any, learner.backend).memory
             before = [part.weights.clone() for part in cast(Any, learner.backend)._policy.parts]
@@ -264,7 +264,7 @@ def run_publication(mesh: DeviceMesh, model: Path, output: Path, layout: Layout)
 
 def publish_to_all(learner: Learner, version: int) -> PublishedWeights:
     """Publishes; returns the handles of all ranks."""
-    handle = learner.backend.publish(policy_version=version).handle
+    handle = learner.backend.publication.publish(version).handle
     handles: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(handles, handle.SerializeToString())
     return PublishedWeights(boot_id="one", policy_version=version, handles=[type(handle).FromString(each) for each in handles])

@@ -133,7 +133,7 @@ def publish_rounds(learner: Learner, *, engine_dtype: str = "bfloat16") -> dict[
         )
         facts["num_imports"].append(native.totals().imported_bytes)
         fsdp(learner).memory.resume_tags(TAGS)
-        learner.backend.withdraw()
+        learner.backend.publication.withdraw()
         train_step(learner)
     assert reader is not None
     reader.close()

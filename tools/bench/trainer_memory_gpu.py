@@ -47,6 +47,7 @@ def make_model(folder: Path, *, is_tiny: bool) -> None:
 def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
     """Returns losses, gradient norms and seconds of NUM_STEPS steps; optionally all tags sleep between any two steps."""
     from tasuki.algorithms.loss_types import LossConfig
+    from tasuki.models.known import read_model_shape
     from tasuki.trainer.data.micro_batch import micro_batch
     from tasuki.trainer.launch import read_launch
     from tasuki.trainer.replicas import start_mesh
@@ -61,7 +62,7 @@ def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
     learner = start_learner(model, mesh=mesh, compute_dtype="bfloat16", learning_rate=1e-4, checkpointing="full")
     memory = fsdp(learner).memory
     config = LossConfig(denominator=NUM_SAMPLES * SAMPLE_TOKENS // 2)
-    made = decode_samples(samples(learner.backend.vocab_size))
+    made = decode_samples(samples(read_model_shape(model).vocab_size))
     batches = [
         micro_batch(made.select([index]), config=config, policy_version=0, device=learner.backend.device)
         for index in range(NUM_SAMPLES)

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from tasuki.algorithms.batch import Metric
 from tasuki.trainer.data.micro_batch import SequencePart, TokenBatch
+from tasuki.trainer.memory import Publication, TrainerMemory
 from tasuki.trainer.wire import Role
-from tasuki.v1.memory_pb2 import PauseRequest, PauseResponse, ResumeRequest, ResumeResponse
-from tasuki.v1.ranks_pb2 import RankPublished
-from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
 
 
 class Progress(NamedTuple):
@@ -27,28 +25,18 @@ class Progress(NamedTuple):
     """Version at which its schedule starts."""
 
 
-class Memory(Protocol):
-    """A rank's memory by tag."""
-
-    def pause(self, request: PauseRequest) -> PauseResponse:
-        """Gives pages back, of tags that stay only when it makes room."""
-        ...
-
-    def resume(self, request: ResumeRequest) -> ResumeResponse:
-        """Takes pages at the same addresses. Raises OutOfGpuMemory with every tag asleep as before."""
-        ...
-
-    def usage(self) -> list[TagUsage]: ...
-    def device_usage(self, *, skip_torch_cache: bool = False) -> DeviceUsage: ...
-
-
 class Backend(Protocol):
     """One rank's part of every network of a node."""
 
     @property
     def device(self) -> torch.device: ...
     @property
-    def memory(self) -> Memory: ...
+    def memory(self) -> TrainerMemory: ...
+    @property
+    def publication(self) -> Publication:
+        """The policy's weights for rollout."""
+        ...
+
     @property
     def num_ranks(self) -> int: ...
     @property
@@ -60,11 +48,6 @@ class Backend(Protocol):
     def shares_prompts(self) -> bool:
         """Whether samples of a micro-batch may share the computation of their prompt."""
         ...
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def context_length(self) -> int: ...
 
     def num_parameters(self, role: Role) -> int:
         """Parameters of the whole network, over all ranks."""
@@ -103,15 +86,6 @@ class Backend(Protocol):
     def clear_gradients(self, role: Role) -> None: ...
     def reset_optimizer(self, role: Role) -> None:
         """Resets optimizer state to that before the first step."""
-        ...
-
-    def publish(self, *, policy_version: int) -> RankPublished:
-        """Makes the policy's weights available for rollout to map. Raises OutOfGpuMemory."""
-        ...
-
-    def withdraw(self) -> None: ...
-    def damage_published(self) -> None:
-        """Injects a fault for tests of recovery."""
         ...
 
     def save_checkpoint(self, path: Path, *, progress: Mapping[Role, Progress], save_id: str | None = None) -> int:

@@ -139,7 +139,7 @@ class Learner:
 
     def publish(self) -> RankPublished:
         """Makes the policy's weights available for rollout to map. Raises OutOfGpuMemory."""
-        return self.backend.publish(policy_version=self.policy_version)
+        return self.backend.publication.publish(self.policy_version)
 
     def save_checkpoint(self, path: Path, *, save_id: str | None = None) -> int:
         """Saves a checkpoint or, with `save_id`, writes one for a later publication. Returns the bytes written."""

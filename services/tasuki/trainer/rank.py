@@ -14,8 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from tasuki.config.choices import read_choices
 from tasuki.config.environment import cpu_threads
 from tasuki.config.gpus import gpus_of
-from tasuki.config.paths import socket_dir
+from tasuki.config.paths import model_source, socket_dir
 from tasuki.config.schema import NodeConfig
+from tasuki.models.known import read_model_shape
+from tasuki.models.shape import ModelShape
 from tasuki.rpc.failpoints import PUBLISHED, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.memory import usage_response
@@ -70,7 +72,8 @@ def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool
         heartbeat.beat_in_thread()
         freeze_started()
         commands = RankCommands(learner, failpoints=failpoints)
-        return commands.ready(nodes_rate=nodes_rate, nodes_transport=nodes_transport), commands.handlers()
+        shape = read_model_shape(model_source(config))
+        return commands.ready(shape, nodes_rate=nodes_rate, nodes_transport=nodes_transport), commands.handlers()
 
     with ExitStack() as cleanup:
         heartbeat = Heartbeat(config.state_dir, f"trainer{launch.rank}")
@@ -128,12 +131,12 @@ class RankCommands:
             "get_usage": self.get_usage,
         }
 
-    def ready(self, *, nodes_rate: float | None, nodes_transport: str) -> RankReady:
+    def ready(self, shape: ModelShape, *, nodes_rate: float | None, nodes_transport: str) -> RankReady:
         """nodes_rate: bytes a second to other nodes; nodes_transport: how they get there."""
         return RankReady(
             roles=_roles(self._learner),
-            vocab_size=self._backend.vocab_size,
-            context_length=self._backend.context_length,
+            vocab_size=shape.vocab_size,
+            context_length=shape.context_length,
             shares_prompts=self._backend.shares_prompts,
             nodes_rate=nodes_rate,
             nodes_transport=nodes_transport,
@@ -188,11 +191,11 @@ class RankCommands:
     def publish_weights(self, _: trainer_pb2.PublishWeightsRequest) -> ranks_pb2.RankPublished:
         published = self._learner.publish()
         if self._failpoints.corrupts(PUBLISHED):
-            self._backend.damage_published()
+            self._backend.publication.damage()
         return published
 
     def withdraw_weights(self, _: trainer_pb2.WithdrawWeightsRequest) -> trainer_pb2.WithdrawWeightsResponse:
-        self._backend.withdraw()
+        self._backend.publication.withdraw()
         return trainer_pb2.WithdrawWeightsResponse()
 
     def save_checkpoint(self, request: trainer_pb2.SaveCheckpointRequest) -> trainer_pb2.SaveCheckpointResponse:

@@ -59,7 +59,6 @@ from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.replicas import NodeReplicas, mesh_device
 from tasuki.trainer.resident_tags import ExportChoice, ResidentTags, choose_handles
 from tasuki.trainer.wire import Role
-from tasuki.v1.ranks_pb2 import RankPublished
 from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.weights.shared_base import SharedBase
 from tasuki.wire.stages import MemoryTag
@@ -134,14 +133,6 @@ class FsdpBackend:
         return self._node.trainer.compile == "blocks"
 
     @property
-    def vocab_size(self) -> int:
-        return self._model_config.vocab_size
-
-    @property
-    def context_length(self) -> int:
-        return self._model_config.max_position_embeddings
-
-    @property
     def sequence_part(self) -> SequencePart:
         return WHOLE if self._sharing is None else self._sharing.part
 
@@ -200,10 +191,6 @@ class FsdpBackend:
     def reset_optimizer(self, role: Role) -> None:
         self._trained[role].optimizer.reset()
 
-    def publish(self, *, policy_version: int) -> RankPublished:
-        """Publishes the shards in the engine's dtype: adapters only, or merged weights."""
-        return self.publication.publish(policy_version)
-
     def warm_up(self) -> None:
         """Compiles for the first passes and, on a GPU, rehearses the first publication.
 
@@ -230,12 +217,6 @@ class FsdpBackend:
 
     def _scores(self, role: Role, batch: TokenBatch) -> Tensor:
         return self.score_values(batch) if role is Role.CRITIC else self.score_tokens(role, batch)[0]
-
-    def withdraw(self) -> None:
-        self.publication.withdraw()
-
-    def damage_published(self) -> None:
-        self.publication.damage()
 
     def save_checkpoint(self, path: Path, *, progress: Mapping[Role, Progress], save_id: str | None = None) -> int:
         self.memory.wait_for_content()
@@ -358,6 +339,7 @@ class FsdpBackend:
         return checkpoint_facts(models, progress=progress, config=self._node.trainer, num_ranks=self._mesh.size())
 
     def _make_export(self, memory: ExportMemory) -> WeightExport:
+        """Of the shards in the engine's dtype: adapters only, or merged weights."""
         rank, causal_lm = self._mesh.get_local_rank(), self._policy.causal_lm
         if self._node.trainer.lora is not None and self._node.served_adapter is None:
             self._merged = MergedWeights(causal_lm)

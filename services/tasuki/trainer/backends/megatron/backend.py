@@ -57,7 +57,6 @@ from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.replicas import NodeReplicas, mesh_device
 from tasuki.trainer.resident_tags import ExportChoice, ResidentTags, choose_handles
 from tasuki.trainer.wire import Role
-from tasuki.v1.ranks_pb2 import RankPublished
 from tasuki.weights.export import ExportMemory, Shard, WeightExport, checkpoint_shards
 from tasuki.wire.stages import MemoryTag
 
@@ -130,14 +129,6 @@ class MegatronBackend:
         ended("memory")
 
     @property
-    def vocab_size(self) -> int:
-        return self._model_config.vocab_size
-
-    @property
-    def context_length(self) -> int:
-        return self._model_config.max_position_embeddings
-
-    @property
     def sequence_part(self) -> SequencePart:
         return WHOLE
 
@@ -192,19 +183,10 @@ class MegatronBackend:
     def reset_optimizer(self, role: Role) -> None:
         self._optimizer.reset()
 
-    def publish(self, *, policy_version: int) -> RankPublished:
-        return self.publication.publish(policy_version)
-
     def warm_up(self) -> None:
         """Rehearses the first publication on a GPU."""
         if self.device.type == "cuda":
             self.publication.try_rehearsal()
-
-    def withdraw(self) -> None:
-        self.publication.withdraw()
-
-    def damage_published(self) -> None:
-        self.publication.damage()
 
     def save_checkpoint(self, path: Path, *, progress: Mapping[Role, Progress], save_id: str | None = None) -> int:
         self.memory.wait_for_content()
