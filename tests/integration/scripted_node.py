@@ -5,14 +5,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.commands import CommandGate, chunks
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import coordinator_pb2 as coordinator
 from tasuki.v1 import coordinator_pb2_grpc, rollout_pb2_grpc, trainer_pb2_grpc, types_pb2
 from tasuki.v1 import rollout_pb2 as rollout
 from tasuki.v1 import trainer_pb2 as trainer
 from tasuki.wire.address import socket_folder, unix_target
+from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import Asleep, InvalidArgument, NoGradients, TasukiError, WrongPhase
+from tasuki.wire.routes import in_parts
 
 # Some RPCs are left out on purpose: the client has no verb for them.
 ADDERS: dict[str, Callable] = {
@@ -167,14 +169,20 @@ class ScriptedNode(
         return response
 
     async def ComputeLogProbs(self, request_iterator, context):
+        """Of the old policy with more experts than a message holds, each with the number of the first completion token."""
         self._need_train()
+        num_routed = 0
         async for message in request_iterator:
+            num_routed += MAX_CHUNK_BYTES * message.header.is_old_policy
             scored = [
-                trainer.TokenLogProbs(log_probs=[-float(token_id) for token_id in sample.completion_token_ids])
+                trainer.TokenLogProbs(
+                    log_probs=[-float(token_id) for token_id in sample.completion_token_ids],
+                    routed_experts=bytes([sample.completion_token_ids[0] % 256]) * num_routed,
+                )
                 for sample in message.samples.samples
             ]
-            if scored:
-                yield trainer.ComputeLogProbsResponse(samples=scored)
+            for chunk in chunks(list(in_parts(scored))):
+                yield trainer.ComputeLogProbsResponse(samples=chunk)
 
     async def ComputeValues(self, request_iterator, context):
         self._need_train()

@@ -17,6 +17,7 @@ from tasuki.v1 import loss_pb2
 from tasuki.v1 import trainer_pb2 as trainer
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub, add_TrainerServiceServicer_to_server
 from tasuki.v1.types_pb2 import ROLE_POLICY, ROLE_REFERENCE, CommandId, TrainingSample
+from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import (
     DiskFull,
     InvalidArgument,
@@ -26,6 +27,7 @@ from tasuki.wire.errors import (
     TasukiError,
     VersionOrder,
 )
+from tasuki.wire.routes import Whole
 from tests.integration.scripted_fleet import ScriptedFleet, scripted_fleet, served
 from tests.integration.scripted_node import ScriptedNode
 from tests.refusal import refused
@@ -270,6 +272,20 @@ async def test_scores_come_in_the_order_of_the_samples(folder: Path) -> None:
         values = [trainer.ComputeValuesRequest(samples=trainer.TrainingSamples(samples=given[:2]))]
         valued = [row async for part in stub.ComputeValues(iter(values), timeout=TIMEOUT_S) for row in part.samples]
         assert [list(row.values) for row in valued] == [[100.0] * 5, [101.0]]
+
+
+async def test_experts_of_the_old_policy_come_with_their_samples_though_they_travel_in_parts(folder: Path) -> None:
+    async with front(folder, num_nodes=3) as (_, stub, _):
+        given = samples([5, 1, 2, 3, 1])
+        messages = [
+            trainer.ComputeLogProbsRequest(header=trainer.ComputeLogProbsHeader(role=ROLE_POLICY, is_old_policy=True)),
+            trainer.ComputeLogProbsRequest(samples=trainer.TrainingSamples(samples=given)),
+        ]
+        whole = Whole()
+        answers = stub.ComputeLogProbs(iter(messages), timeout=TIMEOUT_S)
+        rows = [row async for part in answers for row in whole.samples(part.samples)]
+        assert [len(row.log_probs) for row in rows] == [5, 1, 2, 3, 1]
+        assert [row.routed_experts for row in rows] == [bytes([100 + index]) * MAX_CHUNK_BYTES for index in range(5)]
 
 
 async def test_calls_without_samples_or_with_samples_that_are_not_there_are_refused(folder: Path) -> None:
