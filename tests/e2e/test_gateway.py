@@ -17,8 +17,7 @@ from tasuki.client.dataset import Row
 from tasuki.client.episode import Episodes
 from tasuki.client.episodes import EpisodePool
 from tasuki.gateway.rollout import Rollout
-from tasuki.gateway.server import gateway, serving
-from tasuki.gateway.sessions import Sessions
+from tasuki.gateway.server import Sessions, gateway, serving
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.address import unix_target
 from tasuki.wire.errors import RewardFailed

@@ -24,8 +24,7 @@ from tasuki.client.dataset import Row
 from tasuki.client.episode import Episode
 from tasuki.client.episodes import EpisodePool
 from tasuki.gateway.rollout import Rollout
-from tasuki.gateway.server import gateway, serving
-from tasuki.gateway.sessions import Sessions
+from tasuki.gateway.server import Sessions, gateway, serving
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.address import unix_target
 from tests.conftest import RunningNode, started_node

@@ -15,7 +15,7 @@ from tasuki.config.load import load_config
 from tasuki.config.paths import fleet_target, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.doctor.finding import Verdict
-from tasuki.doctor.fleet import clock_finding, fleet_findings, gradients_finding
+from tasuki.doctor.node import clock_finding, fleet_findings, gradients_finding
 from tasuki.fleet.lead import FleetServicer
 from tasuki.fleet.nodes import FleetNodes
 from tasuki.rpc.port import fleet_port

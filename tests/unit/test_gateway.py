@@ -28,8 +28,7 @@ from tasuki.client.version_spans import stopped
 from tasuki.gateway.app import Refused, answering, application, read_reward
 from tasuki.gateway.chat_completions import read_chat
 from tasuki.gateway.rollout import Rollout
-from tasuki.gateway.server import gateway, serving
-from tasuki.gateway.sessions import MAX_SESSIONS, Sessions
+from tasuki.gateway.server import MAX_SESSIONS, Sessions, gateway, serving
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, PeerUnavailable
 from tasuki.wire.stages import Stage

@@ -15,9 +15,8 @@ from tasuki.cli.node_view import print_text
 from tasuki.config.load import load_beside_node
 from tasuki.config.schema import NodeConfig
 from tasuki.doctor.finding import Finding, Verdict, fail, is_running, ok
-from tasuki.doctor.fleet import fleet_findings, running_config
 from tasuki.doctor.host import check_shared_memory, gpu_findings, host_findings, read_gpu_facts, torch_cuda_version
-from tasuki.doctor.node import check_passing, node_findings
+from tasuki.doctor.node import check_passing, fleet_findings, node_findings, running_config
 from tasuki.node.model_folder import weights_to_fetch, with_local_files
 from tasuki.wire.denied_path import what_to_change
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied, TasukiError
