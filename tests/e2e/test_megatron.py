@@ -24,9 +24,12 @@ pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs the
 OVERRIDES = ("trainer.backend=megatron", "trainer.megatron.tensor_parallel=2", "trainer.learning_rate=0.001")
 
 
-@pytest.fixture(scope="module")
-def split() -> Iterator[RunningNode]:
-    with started_node(overrides=OVERRIDES, vocab_size=132) as node:
+ADAPTER = ("trainer.lora.type=lora", 'trainer.lora.target_modules=["linear_qkv", "linear_fc2"]', "rollout.lora=adapter")
+
+
+@pytest.fixture(scope="module", params=[(), ADAPTER], ids=["full", "adapter"])
+def split(request: pytest.FixtureRequest) -> Iterator[RunningNode]:
+    with started_node(overrides=(*OVERRIDES, *request.param), vocab_size=132) as node:
         yield node
 
 
@@ -46,7 +49,10 @@ def test_a_node_generates_trains_syncs_and_exports(split: RunningNode, tmp_path:
     assert max(gaps) < 0.1
     before, after = (load_file(folder / "model.safetensors") for folder in (split.model, tmp_path / "model"))
     assert before.keys() == after.keys()
-    assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
+    is_adapted = (tmp_path / "model" / "adapter").exists()
+    moved = "layers.0.self_attn.k_proj" if is_adapted else "embed_tokens"
+    assert not torch.equal(before[f"model.{moved}.weight"], after[f"model.{moved}.weight"])
+    assert torch.equal(before["model.norm.weight"], after["model.norm.weight"]) is is_adapted
 
 
 async def step(client: TrainerClient, version: int) -> None:

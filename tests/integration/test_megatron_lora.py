@@ -8,17 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from tasuki.models.adapter_folder import FUSED
+from tasuki.trainer.backends.fsdp.checkpoint import export_checkpoint
+from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
 from tasuki.weights.imported_weights import import_weights
+from tasuki.wire.errors import InvalidArgument
 from tests.integration import trainer_samples as plain
 from tests.integration.launched import run_ranks
 from tests.integration.learning import learn
@@ -87,15 +90,20 @@ def peft_model(model: Path, adapter: Path, *, is_fused: bool) -> PeftModel:
     """PEFT's, with one A for the layers that megatron-core fuses if `is_fused`."""
     base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     theirs = PeftModel.from_pretrained(base, adapter, is_trainable=True)
-    modules = dict(theirs.named_modules())
-    for name, module in modules.items() if is_fused else ():
-        for first, *others in FUSED.values():
-            for other in others:
-                if name.endswith(f"{first}.lora_A.default"):
-                    tied: Any = modules[name.replace(first, other)]
-                    assert torch.equal(tied.weight, module.weight), "they begin as one"
-                    tied.weight = module.weight
+    if is_fused:
+        tie(theirs)
     return theirs
+
+
+def tie(theirs: Any, *, are_equal: bool = True) -> None:
+    """Makes one A of those of layers that megatron-core fuses."""
+    modules: dict[str, Any] = dict(theirs.named_modules())
+    for name, module in modules.items():
+        for first, *others in FUSED.values():
+            for other in others if name.endswith(f"{first}.lora_A.default") else ():
+                tied = modules[name.replace(first, other)]
+                assert torch.equal(tied.weight, module.weight) is are_equal
+                tied.weight = module.weight
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +162,96 @@ def test_adapters_of_experts_are_those_of_fsdp(tmp_path: Path) -> None:
                 torch.testing.assert_close(tensors[name], tensor, atol=2e-6, msg=f"{layout}: {file}: {name}", **tolerance)
         after, resumed = (load_file(found / each / "adapter" / "adapter_model.safetensors") for each in ("after", "resumed"))
         assert all(torch.equal(tensor, resumed[name]) for name, tensor in after.items())
+
+
+FROM_PEFT = {**ALL, "init": "default", "type": "lora"}
+
+
+def run_from_peft(mesh: DeviceMesh, model: Path, output: Path, layout: Layout) -> None:
+    """Starts from `adapter`, publishes and scores it, saves a step; `untied` is refused."""
+    more = {"rollout": {"lora": "adapter", "dtype": "bfloat16"}, "state_dir": output, **SETTINGS}
+    learner = start_as(layout, model, mesh=mesh, lora=FROM_PEFT | {"path": output / "adapter"}, **more)
+    learner.backend.export_model(output / "begun")
+    publication = publish_to_all(learner, 1)
+    if dist.get_rank() == 0:
+        imported = import_weights(publication, timeout_s=30)
+        save_file({name: imported.gathered(name) for name in imported.entries}, output / "published.safetensors")
+        imported.close()
+    dist.barrier()
+    batch = [token_batch(decode_samples(samples_of()), device=torch.device("cpu"))]
+    scores = {str(role): learner.score(role, batch)[0] for role in (Role.POLICY, Role.REFERENCE)}
+    step(learner)
+    learner.save_checkpoint(output / "checkpoint")
+    learner.backend.export_model(output / "stepped")
+    learner.backend.close()
+    if dist.get_rank() == 0:
+        save_file(scores, output / "scores.safetensors")
+    with pytest.raises(InvalidArgument, match="canonical_lora"):
+        start_as(layout, model, mesh=mesh, lora=FROM_PEFT | {"path": output / "untied"}, **more)
+
+
+def test_an_adapter_of_peft_is_continued_and_served_as_it_is(model: Path, tmp_path: Path) -> None:
+    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    targets = [part for parts in FUSED.values() for part in parts]
+    torch.manual_seed(0)
+    theirs = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False))
+    theirs.save_pretrained(tmp_path / "untied")
+    tie(theirs, are_equal=False)
+    theirs.save_pretrained(tmp_path / "adapter")
+    run_ranks(run_from_peft, model, tmp_path, (2, 2, 1), num_ranks=2)
+    given, begun, published = (
+        load_file(tmp_path / f"{each}.safetensors")
+        for each in ("adapter/adapter_model", "begun/adapter/adapter_model", "published")
+    )
+    assert given.keys() == begun.keys() and all(torch.equal(tensor, begun[name]) for name, tensor in given.items())
+    assert {f"base_model.model.{name}" for name in published} == given.keys()
+    for name, tensor in published.items():
+        assert torch.equal(tensor, given[f"base_model.model.{name}"].bfloat16()), name
+    scores = load_file(tmp_path / "scores.safetensors")
+    theirs.merge_and_unload().save_pretrained(tmp_path / "merged")
+    for role, folder in ((Role.POLICY, tmp_path / "merged"), (Role.REFERENCE, model)):
+        rows = plain.plain_log_probs(folder, samples_of(), dtype=torch.float32)
+        expected = torch.tensor([value for row in rows for value in row])
+        torch.testing.assert_close(scores[str(role)], expected, rtol=0, atol=1e-4)
+    # As `tasuki export` does from the checkpoint.
+    export_checkpoint(
+        tmp_path / "checkpoint",
+        tmp_path / "out",
+        source=model,
+        compute_dtype="float32",
+        dtype="bfloat16",
+        told=lambda done, total: None,
+    )
+    for file in ("adapter/adapter_model.safetensors", "model.safetensors"):
+        tensors, wanted = (load_file(tmp_path / each / file) for each in ("out", "stepped"))
+        assert tensors.keys() == wanted.keys()
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in wanted.items() if "adapter" in file)
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=2**-7, atol=1e-6)
+
+
+def run_checkpoints(mesh: DeviceMesh, model: Path, output: Path, layout: Layout) -> None:
+    """Saves after a step, and makes the second one from every checkpoint that is there."""
+    lora = {"rank": 4, "use_dora": True}
+    learner = start_as(layout, model, mesh=mesh, lora=lora, **SETTINGS)
+    if not (output / f"checkpoint-{layout}").exists():
+        step(learner)
+        learner.save_checkpoint(output / f"checkpoint-{layout}")
+    for saved in sorted(path.name.removeprefix("checkpoint-") for path in output.glob("checkpoint-*")):
+        if not (output / f"{layout} from {saved}").exists():
+            learner.load_checkpoint(output / f"checkpoint-{saved}")
+            step(learner)
+            learner.backend.export_model(output / f"{layout} from {saved}")
+    learner.backend.close()
+
+
+def test_checkpoints_of_adapters_continue_in_any_layout_and_backend(model: Path, tmp_path: Path) -> None:
+    for layout in (None, (2, 2, 1), (2, 1, 1), None):
+        run_ranks(run_checkpoints, model, tmp_path, layout, num_ranks=1 if layout is None else layout[0])
+    files = sorted(tmp_path.glob("* from */adapter/adapter_model.safetensors"))
+    first, *others = map(load_file, files)
+    assert len(others) == 7
+    for other in others:
+        assert first.keys() == other.keys()
+        for name, tensor in first.items():
+            torch.testing.assert_close(other[name], tensor, rtol=0, atol=2e-6, msg=name)

@@ -20,6 +20,7 @@ from tasuki.planner.step_bytes import step_moments
 from tasuki.planner.trainer_bytes import _kept_tensors, _moments
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.learner import Learner
+from tasuki.trainer.modules.lora import Dropout
 from tasuki.trainer.wire import Role
 from tests.integration.launched import run_ranks
 from tests.integration.one_rank import mesh
@@ -102,7 +103,8 @@ def planned(learner: Learner) -> Node:
 def check_tags(learner: Learner) -> None:
     """Tensors of weights, gradients and moments have the bytes of the plan, which rounds each arena."""
     optimizer, weights = cast(Any, learner.backend)._optimizer, list[torch.Tensor]()
-    for part in cast(Any, learner.backend)._policy.parts:
+    policy = cast(Any, learner.backend)._policy
+    for part in (*policy.parts, *policy.adapters):
         weights += [part.buffer] if part.buffer.dtype is part.weights.dtype else [part.buffer, part.weights]
     moments = [state[name] for state in optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     node = planned(learner)
@@ -202,12 +204,40 @@ def test_clipped_steps_of_adapters_are_those_of_fsdp(mesh: DeviceMesh, models: d
 
 
 def check_experts(mesh: DeviceMesh, model: Path) -> None:
-    learner = start(model, mesh=mesh, tensor_parallel=2, expert_parallel=2)
-    check_tags(learner)
-    learner.backend.close()
+    for lora in (None, {"rank": 4, "target_modules": ["linear_qkv"], "experts": True}):
+        learner = start(model, mesh=mesh, tensor_parallel=2, expert_parallel=2, lora=lora)
+        check_tags(learner)
+        learner.backend.close()
 
 
 @pytest.mark.long
 def test_ranks_with_experts_have_the_bytes_of_the_plan(tmp_path: Path) -> None:
     model = save_checkpoint(make_model(SPARSE, seed=3, vocab_size=VOCAB_SIZE, num_experts=4), tmp_path / "model")
     run_ranks(check_experts, model, num_ranks=4)
+
+
+@pytest.mark.parametrize("position", ["pre", "post"])
+def test_dropout_is_of_inputs_or_of_outputs_and_recomputed(mesh: DeviceMesh, models: dict[str, Path], position: str) -> None:
+    lora = {"rank": 4, "type": "lora", "dropout": 0.5, "dropout_position": position}
+    settings = {"compute_dtype": "float32", "checkpointing": "full"}
+    learner = start(models["qwen3"], mesh=mesh, tensor_parallel=1, lora=lora, **settings)
+    check_tags(learner)
+    backend: Any = learner.backend
+    layer, outputs, masks = backend._policy.policy.decoder.layers[0].mlp.linear_fc1, list[Any](), list[torch.Tensor]()
+    for part in backend._policy.adapters:
+        part.parameter.data.normal_(std=0.1)
+    (drop,) = (each for each in (layer.lora._before, layer.lora._after) if isinstance(each, Dropout))
+    drop.register_forward_hook(lambda _, inputs, output: masks.append(output / inputs[0]))
+    layer.register_forward_hook(lambda _, inputs, output: outputs.append((inputs[0].detach(), output[0].detach())))
+    log_probs_N, _ = backend.score_tokens(Role.POLICY, one_sequence())
+    backend.backward(Role.POLICY, log_probs_N.sum(), share=1.0)
+    assert len(masks) == len(outputs) == 2 and torch.equal(masks[0], masks[1]) and torch.equal(outputs[0][1], outputs[1][1])
+    assert masks[0].isclose(torch.zeros(())).float().mean().item() == pytest.approx(0.5, abs=0.05)
+    (x, output), mask, (a, b) = outputs[0], masks[0], layer.lora.factors()
+    added = (x * mask if position == "pre" else x) @ a.T @ b.T * (32 / 4)
+    expected = x @ layer.weight.T + (added if position == "pre" else mask * added)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        scores = [backend.score_tokens(Role.POLICY, one_sequence())[0] for _ in range(2)]
+    assert torch.equal(*scores) and len(masks) == 4 and masks[-1].min() == masks[-1].max()
+    learner.backend.close()
