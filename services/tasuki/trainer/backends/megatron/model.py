@@ -145,9 +145,10 @@ class Policy(nn.Module):
         spec = get_gpt_layer_local_spec(qk_layernorm=layers.qk_layernorm, normalization="RMSNorm")
         parts: Any = spec.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = _Norm
-        parts.mlp.module, parts.mlp.params = _Mlp, {"tp_group": groups.tensor}
-        if shape.num_experts:
-            parts.mlp = nn.Identity  # replaced below
+        linear, parts.mlp = (
+            parts.mlp.submodules,
+            nn.Identity,
+        )  # replaced below: megatron-core warns of an MLP that it does not know
         attention = parts.self_attention.submodules
         attention.core_attention = partial(_CoreAttention, self._current)
         if layers.qk_layernorm:
@@ -163,8 +164,9 @@ class Policy(nn.Module):
             )
             block = TransformerBlockSubmodules(layer_specs=[spec] * shape.num_layers, layer_norm=cast(Any, _Norm))
             self.decoder = TransformerBlock(layers, block)
-            for layer in cast(Any, self.decoder.layers) if shape.num_experts else ():
-                layer.mlp = _SparseMlp(config, groups).to(dtype)
+            for layer in cast(Any, self.decoder.layers):
+                mlp = _SparseMlp(config, groups) if shape.num_experts else _Mlp(layers, linear, tp_group=groups.tensor)
+                layer.mlp = mlp.to(dtype)
             if not shape.is_tied:
                 self.head = nn.Parameter(torch.empty(shape.vocab_size // size, shape.hidden_size, dtype=dtype))
         self._is_tied, self._dtype = shape.is_tied, dtype
