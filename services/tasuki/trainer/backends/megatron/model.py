@@ -149,10 +149,10 @@ class Policy(nn.Module):
             parts.mlp.submodules,
             nn.Identity,
         )  # replaced below: megatron-core warns of an MLP that it does not know
-        attention = parts.self_attention.submodules
-        attention.core_attention = partial(_CoreAttention, self._current)
+        inner = parts.self_attention.submodules
+        inner.core_attention = partial(_CoreAttention, self._current)
         if layers.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = _Norm
+            inner.q_layernorm = inner.k_layernorm = _Norm
         with torch.device("meta"):
             self.embedding = VocabParallelEmbedding(
                 shape.vocab_size,
