@@ -145,10 +145,8 @@ class Policy(nn.Module):
         spec = get_gpt_layer_local_spec(qk_layernorm=layers.qk_layernorm, normalization="RMSNorm")
         parts: Any = spec.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = _Norm
-        linear, parts.mlp = (
-            parts.mlp.submodules,
-            nn.Identity,
-        )  # replaced below: megatron-core warns of an MLP that it does not know
+        # Replaced below: megatron-core warns of an MLP that it does not know.
+        linear, parts.mlp = parts.mlp.submodules, nn.Identity
         inner = parts.self_attention.submodules
         inner.core_attention = partial(_CoreAttention, self._current)
         if layers.qk_layernorm:
