@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.server_args import PortArgs, ServerArgs
 
 from tasuki.models.images import Prepared
 from tasuki.rollout.generate import EngineRequest
 from tasuki.rollout.request_queue import Intake
 from tasuki.rollout.serve import Shutdown, warm_up
 from tasuki.rollout.sessions import shares
-from tasuki.rollout.sglang.engine import RolloutEngine
+from tasuki.rollout.sglang.engine import RolloutEngine, launches_of
 from tasuki.rollout.sglang.images import give_images
 from tasuki.rollout.sglang.json_grammar import check_schema
 from tasuki.wire.errors import DeadlineExceeded, InternalError, InvalidArgument
@@ -127,6 +128,18 @@ def test_a_schema_that_refers_to_itself_alone_is_refused(schema: object):
 @pytest.mark.parametrize("schema", [{"properties": {"x": SELF}}, {"anyOf": [SELF, {"type": "null"}]}])
 def test_a_schema_that_ends_somewhere_may_refer_to_itself(schema: object):
     check_schema(json.dumps(schema))
+
+
+def test_each_replica_has_its_own_seed_and_label() -> None:
+    arguments = ServerArgs(model_path="dummy", device="cpu", random_seed=5)
+    if hasattr(arguments, "resolve_once"):  # from 0.5.23 on
+        arguments.resolve_once()
+    launches = [
+        pickle.loads(pickle.dumps(each)) for each, _ in launches_of(arguments, PortArgs.init_new(arguments), num_replicas=3)
+    ]
+    assert [each.random_seed for each in launches] == [5, 6, 7]
+    assert [each.extra_metric_labels for each in launches] == [{"dp_rank": name} for name in "012"]
+    assert (arguments.random_seed, arguments.extra_metric_labels) == (5, None)
 
 
 def test_images_of_a_prompts_samples_are_sent_once_and_each_sample_has_them() -> None:

@@ -139,7 +139,7 @@ READ = [
     ("srt.managers.scheduler_components.pool_stats_observer", "PoolStats.get_kv_token_stats"),
     ("srt.managers.scheduler_components.pool_stats_observer", "SchedulerPoolStatsObserver.get_pool_stats"),
     ("srt.managers.scheduler_components.request_receiver", "SchedulerRequestReceiver.recv_requests"),
-    ("srt.managers.mm_utils", "embedding_cache"),
+    ("srt.managers.mm_utils", "init_mm_embedding_cache"),
     ("srt.mem_cache.multimodal_cache", "MultiModalStaticCache.clear"),
     (MANAGER, "ReqState.event"),
     (MANAGER, "ReqState.finished"),
@@ -159,7 +159,6 @@ READ = [
     ("srt.models.deepseek_common.attention_forward_methods.forward_methods", "AttnForwardMethod.MLA"),
     ("srt.model_executor.runner_utils.pool", "set_global_graph_memory_pool"),
     ("srt.runtime_context", "RuntimeContext.override"),
-    ("srt.server_args", "ServerArgs.override"),
 ]
 
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import replace
 from inspect import iscoroutine
 from multiprocessing.context import ForkProcess, SpawnProcess
 from typing import Any, cast
@@ -42,18 +41,29 @@ Launch = tuple[ServerArgs, PortArgs]
 
 def launches_of(server_args: ServerArgs, port_args: PortArgs, *, num_replicas: int) -> list[Launch]:
     """The first replica uses SGLang's own sockets; the others have their own sockets and seed, and answer to the same front."""
-    launches = [(deepcopy(server_args), port_args)]
-    for replica in range(1, num_replicas):
-        same = {name: getattr(port_args, name) for name in ("tokenizer_ipc_name", "detokenizer_ipc_name", "instance_id")}
-        arguments = deepcopy(server_args)
-        # Otherwise replicas would draw the same samples of a prompt.
-        arguments.override("tasuki", random_seed=(server_args.random_seed or 0) + replica)
-        launches.append((arguments, replace(PortArgs.init_new(server_args), **same)))
-    if num_replicas > 1:
-        for replica, (arguments, _) in enumerate(launches):
-            # SGLang's own label of a replica. Without it the metrics of all would be taken for one's.
-            arguments.override("tasuki", extra_metric_labels={"dp_rank": str(replica)})
+    launches: list[Launch] = []
+    for replica in range(num_replicas):
+        # Otherwise replicas would draw the same samples of a prompt, and the metrics of all would be taken for one's.
+        own = {"random_seed": (server_args.random_seed or 0) + replica, "extra_metric_labels": {"dp_rank": str(replica)}}
+        ports = PortArgs.init_new(server_args) if replica else port_args
+        for name in ("tokenizer_ipc_name", "detokenizer_ipc_name", "instance_id"):
+            setattr(ports, name, getattr(port_args, name))
+        launches.append((changed(server_args, **own if num_replicas > 1 else {}), ports))
     return launches
+
+
+def changed(arguments: ServerArgs, **fields: Any) -> ServerArgs:
+    """A copy of resolved arguments with other values, for which 0.5.23 has no method: it has to be unsealed."""
+    arguments = deepcopy(arguments)
+    if hasattr(arguments, "override"):
+        arguments.override("tasuki", **fields)
+        return arguments
+    state = vars(arguments)
+    is_sealed = state.pop("_resolution_finished")
+    for name, value in fields.items():
+        setattr(arguments, name, value)
+    state["_resolution_finished"] = is_sealed
+    return arguments
 
 
 class ReplicaSockets:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from hashlib import sha256
 from typing import Any, cast
@@ -72,7 +72,7 @@ def image_inputs(prompt: Prepared, *, merge_size: int, max_new_tokens: int) -> M
     patches, values_CL = np.split(prompt.levels_PD, np.cumsum(grids_I3.prod(axis=1))[:-1]), torch.tensor(prompt.values_CL)
     for start, grid, levels_PD in zip(prompt.starts, grids_I3, patches, strict=True):
         item = MultimodalDataItem(
-            Modality.IMAGE,
+            modality=Modality.IMAGE,
             offsets=[(start, start + len(levels_PD) // merge_size**2 - 1)],
             model_specific_data={"image_grid_thw": torch.tensor(grid[None]), _VALUES: values_CL},
         )
@@ -101,8 +101,14 @@ def give_images(tokenized: Sequence[Any], requests: Sequence[EngineRequest], *, 
         if (inputs := made.get(id(prompt))) is None:
             most = cast(int, request.sampling["max_new_tokens"])
             inputs = image_inputs(prompt, merge_size=merge_size, max_new_tokens=most)
-            made[id(prompt)] = replace(inputs, mm_items=[copy(item) for item in inputs.mm_items])
+            made[id(prompt)] = _copied(inputs)
             for item in made[id(prompt)].mm_items:
-                item.feature = cast(Any, _Sent(cast(int, item.hash), None))
+                item.feature = cast(Any, _Sent(cast(_Sent, item.feature).digest, None))
         # It frees the pixels of each item when its request ends.
-        one.mm_inputs = replace(inputs, mm_items=[copy(item) for item in inputs.mm_items])
+        one.mm_inputs = _copied(inputs)
+
+
+def _copied(inputs: MultimodalProcessorOutput) -> MultimodalProcessorOutput:
+    inputs = copy(inputs)
+    inputs.mm_items = [copy(item) for item in inputs.mm_items]
+    return inputs

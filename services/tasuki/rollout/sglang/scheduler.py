@@ -89,8 +89,9 @@ class RankScheduler:
         # Prevents SGLang from collecting garbage and emptying torch's cache, which takes longer than everything else.
         if not self._scheduler.flush_cache(empty_cache=False):
             return False
-        if mm_utils.embedding_cache is not None:  # of a tower that the next weights may change
-            mm_utils.embedding_cache.clear()
+        # Of a tower that the next weights may change. From 0.5.23 on it is in another module.
+        if (cache := mm_utils.init_mm_embedding_cache.__globals__["embedding_cache"]) is not None:
+            cache.clear()
         return True
 
     def forget_slots(self) -> None:
