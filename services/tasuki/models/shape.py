@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -85,6 +85,17 @@ class DeltaNet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """Fields of ModelShape that differ between layers."""
+
+    intermediate_size: int
+    num_kv_heads: int
+    head_dim: int
+    has_own_keys: bool = True
+    has_value_projection: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """Sizes and flags that determine a decoder-only model's memory."""
 
@@ -97,6 +108,12 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     context_length: int
+    layer_sizes: tuple[LayerSizes, ...] = ()
+    """Of each layer, if layers differ; the same fields here are then the largest, of heads for keys the fewest. See `at`."""
+    has_own_keys: bool = True
+    """Whether attention has keys and values of its own, not those of an earlier layer."""
+    has_value_projection: bool = True
+    """Whether values have a linear layer, and are neither projected as keys nor of an earlier layer."""
     is_tied: bool = False
     """Whether the LM head is tied to the embedding."""
     has_qkv_bias: bool = False
@@ -106,6 +123,8 @@ class ModelShape:
     """Norms before attention and before the MLP, each as wide as the hidden states."""
     post_norms: tuple[str, ...] = ()
     """Norms after attention and after the MLP."""
+    has_value_norm: bool = False
+    """Whether values have a norm over each head, without weights."""
     has_float_norms: bool = False
     """Whether norms multiply by their weights in float32, before rounding."""
     has_offset_norms: bool = False
@@ -141,6 +160,10 @@ class ModelShape:
     latent: Latent | None = None
     """Sizes of latent attention; `head_dim` is then that of queries and keys, of which there are as many. None without."""
     delta: DeltaNet | None = None
+    layer_input_size: int = 0
+    """Size of each layer's own input, from a second embedding and a projection of the first; 0 without."""
+    has_layer_scalars: bool = False
+    """Whether each layer's result is multiplied by a constant of the checkpoint."""
     has_output_gate: bool = False
     """Whether attention's result is scaled by a sigmoid, whose inputs are projected beside the queries, head by head."""
     tower: Tower | None = None
@@ -163,8 +186,18 @@ class ModelShape:
 
     @property
     def num_attention_layers(self) -> int:
-        """Layers with keys and values."""
+        """Layers with attention."""
         return self.num_layers - (0 if self.delta is None else len(self.delta.layers))
+
+    @property
+    def cached_layers(self) -> "list[ModelShape]":
+        """The shape `at` each layer whose keys and values are cached, in order."""
+        layers = (self.at(index) for index in range(self.num_layers) if not self.is_delta(index))
+        return [layer for layer in layers if layer.has_own_keys]
+
+    def at(self, index: int) -> "ModelShape":
+        """A model whose layers all have the sizes of layer `index`."""
+        return _at(self, self.layer_sizes[index]) if self.layer_sizes else self
 
     def is_sparse(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
@@ -174,12 +207,16 @@ class ModelShape:
 
     def layer(self, index: int) -> Shapes:
         """Parameters of one decoder layer, an FSDP2 unit."""
-        return _layer(self, self.is_sparse(index), self.is_delta(index))
+        return _layer(self.at(index), self.is_sparse(index), self.is_delta(index))
 
     def root(self) -> Shapes:
         """Parameters outside the layers, which stay gathered for a whole step."""
         table = (self.vocab_size, self.hidden_size)
         shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": table, "norm.weight": (self.hidden_size,)}
+        if self.layer_input_size:
+            width = self.num_layers * self.layer_input_size
+            shapes |= {LAYER_TABLE: (self.vocab_size, width), "per_layer_projection_norm.weight": (self.layer_input_size,)}
+            shapes["per_layer_model_projection.weight"] = (width, self.hidden_size)
         if self.is_critic:
             return shapes | {"value_head.weight": (1, self.hidden_size)}
         return shapes if self.is_tied else shapes | {"lm_head.weight": table}
@@ -203,7 +240,19 @@ class ModelShape:
     def constants(self) -> dict[str, tuple[int, ...]]:
         """Float32 tensors of a checkpoint that are not trained, named as the module's buffers."""
         sparse = filter(self.is_sparse, range(self.num_layers)) if self.has_router_bias else ()
-        return {f"model.layers.{index}.{ROUTER_BIAS}": (self.num_experts,) for index in sparse}
+        scaled = range(self.num_layers) if self.has_layer_scalars else ()
+        return {f"model.layers.{index}.{ROUTER_BIAS}": (self.num_experts,) for index in sparse} | {
+            f"model.layers.{index}.{LAYER_SCALAR}": (1,) for index in scaled
+        }
+
+    def kept_tensors(self) -> frozenset[str]:
+        """Names of tensors that an export copies unchanged: constants in their own dtype, and keys and values that no layer uses."""
+        names = (
+            f"{index}.{name}"
+            for index in range(self.num_layers)
+            for name in (LAYER_SCALAR, *(() if self.at(index).has_own_keys else _UNUSED_KEYS))
+        )
+        return frozenset(f"model.layers.{name}" for name in names) if self.has_layer_scalars else frozenset()
 
     def linear_layers(self, index: int) -> tuple[str, ...]:
         """Last names of the linear layers in decoder layer `index`, which may have adapters: q_proj, ...
@@ -244,6 +293,8 @@ class ModelShape:
         if self.qk_norm is not None:
             widths = (self.head_dim, self.head_dim) if self.qk_norm is QkNorm.HEAD else (query, kv)
             shapes |= {f"self_attn.{name}.weight": (width,) for name, width in zip(("q_norm", "k_norm"), widths, strict=True)}
+        for name in () if self.has_value_projection else ("v_proj",) if self.has_own_keys else ("k_proj", "v_proj", "k_norm"):
+            del shapes[f"self_attn.{name}.weight"]
         return shapes | {"self_attn.sinks": (self.num_heads,)} if self.has_sinks else shapes
 
     def _latent_attention(self, latent: Latent) -> dict[str, tuple[int, ...]]:
@@ -285,9 +336,13 @@ class ModelShape:
         }
 
 
+LAYER_SCALAR, LAYER_TABLE = "layer_scalar", "embed_tokens_per_layer.weight"
+_UNUSED_KEYS = tuple(f"self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
 ROUTER, ROUTER_BIAS = "mlp.gate.weight", "mlp.gate.e_score_correction_bias"
 OSS_ROUTER = "mlp.router"
 ROUTERS = (ROUTER, OSS_ROUTER)
+CONSTANTS = (ROUTER_BIAS, LAYER_SCALAR)
+"""Ends of the names of constants."""
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """Matrices of all experts of a layer, with the expert as first dimension."""
 SPLIT_BY_COLUMNS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
@@ -366,10 +421,21 @@ def decoder_shape(
     )
 
 
+@functools.lru_cache(maxsize=64)
+def _at(model: ModelShape, sizes: LayerSizes) -> ModelShape:
+    return replace(model, layer_sizes=(), **{field.name: getattr(sizes, field.name) for field in fields(sizes)})
+
+
 @functools.lru_cache(maxsize=32)
 def _layer(model: ModelShape, is_sparse: bool, is_delta: bool) -> Shapes:
     mlp = model._experts() if is_sparse else model._mlp()
     mixer = model.delta.parameters(model.hidden_size) if is_delta and model.delta is not None else model._attention()
+    if size := model.layer_input_size:
+        mlp |= {
+            "per_layer_input_gate.weight": (size, model.hidden_size),
+            "per_layer_projection.weight": (model.hidden_size, size),
+        }
+        mlp["post_per_layer_input_norm.weight"] = (model.hidden_size,)
     return {**mixer} | mlp | {f"{norm}.weight": (model.hidden_size,) for norm in model.norms + model.post_norms}
 
 
@@ -386,6 +452,7 @@ def _linear(name: str, rows: int, columns: int, *, has_bias: bool) -> dict[str, 
 def _kind(name: str) -> str:
     for mark, kind in (
         ("embed_tokens", "embedding"),
+        ("per_layer_proj", "mlp"),
         ("lm_head", "vocabulary projection"),
         ("value_head", "value head"),
         ("norm", "norms"),

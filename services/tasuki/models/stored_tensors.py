@@ -187,10 +187,11 @@ def stored_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def untrained_tensors(stored: Mapping[str, StoredTensor], model: ModelShape) -> list[str]:
-    """Names of the stored tensors of layers for speculation and of a vision tower, which an export copies unchanged."""
-    layers = range(model.num_layers, model.num_layers + model.num_draft_layers)
-    starts = (*(f"model.layers.{layer}." for layer in layers), *find_family(model.architecture).untrained)
-    return [name for name in stored if name.startswith(starts)]
+    """Names of the stored tensors of layers for speculation and of a vision tower, and `kept_tensors`: an export copies them unchanged."""
+    layers, family = range(model.num_layers, model.num_layers + model.num_draft_layers), find_family(model.architecture)
+    starts = (*(f"model.layers.{layer}." for layer in layers), *family.untrained)
+    kept = set(map(family.checkpoint.tensor, model.kept_tensors()))
+    return [name for name in stored if name.startswith(starts) or name in kept]
 
 
 def is_computed(name: str) -> bool:

@@ -18,15 +18,18 @@ def kept_per_token(node: Node, layer: int) -> int:
     need; outputs with DoRA; with dropout what is left of the inputs, and a mask. An auxiliary loss over all probabilities of a router, of
     which that of gpt-oss else computes the chosen ones alone.
     """
+    node = node.at(layer)
     model, compute, lora = node.model, node.compute_bytes, node.lora
     norm = kept_of_norm(node)
     # Without a preceding norm, attention and MLP save their input themselves.
     own_inputs = (2 - len(model.norms)) * model.hidden_size * compute
-    post_norm = model.hidden_size * norm + 4
+    post_norm = _kept_of_post_norm(node)
     pre_norm = post_norm + model.hidden_size * compute
     kept = len(model.norms) * pre_norm + len(model.post_norms) * post_norm + own_inputs
     kept += _kept_of_delta_net(node) if model.is_delta(layer) else _kept_of_attention(node, norm=norm)
     kept += kept_in_mlp(node, layer)
+    if model.layer_input_size:
+        kept += kept_after_mlp(node) - post_norm
     if lora is not None:
         scaled = width(lora, model, layer, dim=0) if lora.use_dora else 0
         dropped = width(lora, model, layer, dim=1) if lora.dropout else 0
@@ -38,6 +41,16 @@ def kept_per_token(node: Node, layer: int) -> int:
     return kept
 
 
+def kept_after_mlp(node: Node) -> int:
+    """What is gone at the peak of an MLP's backward, if its layer has inputs of its own: norms of the MLP and of what follows, and of the
+    latter the gate's input, its result before and after the activation, and the product.
+    """
+    model = node.model
+    if not model.layer_input_size:
+        return 0
+    return (model.hidden_size + 3 * model.layer_input_size) * node.compute_bytes + 2 * _kept_of_post_norm(node)
+
+
 @functools.lru_cache
 def width(lora: LoraConfig, model: ModelShape, layer: int, *, dim: int) -> int:
     """Outputs (0) or inputs (1) of a layer's linear layers with adapters, per token."""
@@ -46,7 +59,7 @@ def width(lora: LoraConfig, model: ModelShape, layer: int, *, dim: int) -> int:
 
 def kept_in_mlp(node: Node, layer: int) -> int:
     """The part of it inside the MLP: gate, up, their product unless it is recomputed, and the activation unless fused."""
-    model, compute = node.model, node.compute_bytes
+    model, compute = node.model.at(layer), node.compute_bytes
     parts = 2 + node.keeps_product + (node.device == "cpu")
     if not model.is_sparse(layer):
         return parts * model.intermediate_size * compute
@@ -81,6 +94,22 @@ def kept_in_parallel_experts(node: Node) -> int:
     return kept + _kept_in_shared_expert(node, 4)
 
 
+def kept_of_layer_inputs(node: Node) -> int:
+    """Bytes per token of all layers' own inputs, with a norm before."""
+    model, compute = node.model, node.compute_bytes
+    if not model.layer_input_size:
+        return 0
+    elements = model.num_layers * model.layer_input_size
+    return elements * (kept_of_norm(node) + compute) + model.num_layers * _kept_of_mean(node) + model.hidden_size * compute
+
+
+def kept_of_shared_keys(node: Node) -> int:
+    """Bytes per token of keys and values that later layers use, even if the layers that have computed them are recomputed."""
+    layers = map(node.model.at, range(node.model.num_layers))
+    sizes = {(each.num_kv_heads, each.head_dim): each.kv_size for each in layers if not each.has_own_keys}
+    return 2 * sum(sizes.values()) * node.compute_bytes
+
+
 def kept_of_routing(model: ModelShape, layer: int) -> int:
     """Choice of experts of one token in a recomputed layer: probabilities and indices."""
     return model.experts_per_token * (_FLOAT32 + _INT64) if model.is_sparse(layer) else 0
@@ -91,7 +120,7 @@ def kept_with_attention(node: Node, layer: int) -> int:
 
     0 where attention is capped and for a gated delta net: these are no torch operators, and are recomputed.
     """
-    model = node.model
+    model = node.model.at(layer)
     is_recomputed = model.caps_attention or model.is_delta(layer)
     return 0 if is_recomputed else model.query_size * node.compute_bytes + _FLOAT32 * model.num_heads
 
@@ -108,10 +137,14 @@ def _kept_of_attention(node: Node, *, norm: int) -> int:
         return _kept_of_megatron_attention(node)
     if model.latent is not None:
         return _kept_of_latent_attention(model, model.latent, compute, norm=norm)
+    kv, kv_heads = (kv, model.num_kv_heads) if model.has_own_keys else (0, 0)
     norms = 0
     if model.qk_norm is not None:
-        sums = heads + model.num_kv_heads if model.qk_norm is QkNorm.HEAD else 2
-        norms = (query + kv) * norm + 4 * sums
+        sums = heads + kv_heads if model.qk_norm is QkNorm.HEAD else 2
+        norms = (query + kv) * norm + sums * _kept_of_mean(node)
+    if model.has_value_norm:
+        is_same = not model.has_value_projection and compute == _FLOAT32
+        norms += (0 if is_same else kv * (compute if node.device == "cuda" else _FLOAT32)) + kv_heads * _kept_of_mean(node)
     if model.caps_attention:
         num_keys, copy = min(node.longest_sequence, node.micro_batch_tokens), compute if compute < _FLOAT32 else 0
         return norms + 4 * query * compute + heads * num_keys * (compute + _FLOAT32 + copy)
@@ -177,6 +210,15 @@ def _kept_of_delta_net(node: Node) -> int:
     # In the norm its input, the same normalized and scaled, the gate, and its activation.
     floats = 5 * value + 4 * heads
     return elements * node.compute_bytes + floats * _FLOAT32 + (0 if is_fused else 5 * _INT64)
+
+
+def _kept_of_post_norm(node: Node) -> int:
+    return node.model.hidden_size * kept_of_norm(node) + _kept_of_mean(node)
+
+
+def _kept_of_mean(node: Node) -> int:
+    """Bytes of a norm beside its elements: a factor in float32, and of Gemma 4's, unless fused, the mean whose power that is."""
+    return 2 * _FLOAT32 if node.model.has_value_norm and node.device == "cpu" else _FLOAT32
 
 
 def kept_of_norm(node: Node) -> int:

@@ -214,6 +214,10 @@ class Node:
         """What the engine reads, which stays or leaves as one."""
         return frozenset({Part.EXPORT, Part.TRAINER_WEIGHTS} if self.config.exports_parameters else {Part.EXPORT})
 
+    def at(self, layer: int) -> "Node":
+        """The node with the model `at` this layer."""
+        return replace(self, model=self.model.at(layer)) if self.model.layer_sizes else self
+
     def of_critic(self) -> "Node | None":
         """The critic as a policy of its shape that publishes nothing; None without a critic."""
         if self.critic is None:

@@ -8,7 +8,7 @@ from tasuki.config.checks import replays_routes
 from tasuki.config.engine_arguments import DRAFT_BLOCKS, draft_tokens
 from tasuki.memory.granularity import arena_bytes
 from tasuki.models.routes import RouteShape
-from tasuki.models.shape import ROUTERS, VOCABULARY_STEP, ModelShape, Shapes
+from tasuki.models.shape import LAYER_TABLE, ROUTERS, VOCABULARY_STEP, ModelShape, Shapes
 from tasuki.planner.kv_tokens import CPU_TOKENS, SGLANG_GRAPH_REQUESTS, graph_requests, running_requests, state_slots
 from tasuki.planner.node import Node
 
@@ -32,6 +32,10 @@ _WHOLE = (
     "q_a_proj.weight",
     "kv_a_proj_with_mqa.weight",
     "shared_expert_gate.weight",
+    LAYER_TABLE,
+    "per_layer_model_projection.weight",
+    "per_layer_input_gate.weight",
+    "per_layer_projection.weight",
 )
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -57,12 +61,9 @@ def engine_weights(node: Node) -> int:
 
 @functools.lru_cache(maxsize=16)  # a search plans the same ones a hundred times
 def _engine_weights(model: ModelShape, tp_size: int, element_bytes: int, device: str) -> int:
-    # A key-value head that cannot be split is replicated.
-    repeats = max(1, tp_size // model.num_kv_heads)
-    whole = replace(model, num_kv_heads=model.num_kv_heads * repeats)
     tensors = [
         numel * (_FLOAT32 if name.endswith("_bias") else element_bytes)  # SGLang's biases of experts
-        for unit in whole.units()
+        for unit in (model.root(), *(_engine_layer(model, index, tp_size) for index in range(model.num_layers)))
         for name, numel in _rank_tensors(unit, tp_size).items()
     ]
     tensors += [numel * element_bytes for numel in _tower_tensors(model.tower_parameters(), tp_size)]
@@ -70,16 +71,32 @@ def _engine_weights(model: ModelShape, tp_size: int, element_bytes: int, device:
         # In addition to the part counted above.
         tensors.append(model.vocab_size * model.hidden_size * (tp_size - 1) // tp_size * element_bytes)
     # The rotary tables, in float32.
-    tensors.append(model.context_length * (model.head_dim if model.latent is None else model.latent.rope_dim) * 4)
+    rotated = {layer.head_dim for layer in model.cached_layers} if model.latent is None else {model.latent.rope_dim}
+    tensors.append(model.context_length * sum(rotated) * 4)
     return arena_bytes(tuple(tensors), device=device)
+
+
+def _engine_layer(model: ModelShape, index: int, tp_size: int) -> Shapes:
+    """A layer's parameters in SGLang: a key-value head that cannot be split is replicated, and unused keys and values have rows, too."""
+    layer = model.at(index)
+    repeats = max(1, tp_size // layer.num_kv_heads)
+    return replace(layer, num_kv_heads=layer.num_kv_heads * repeats, has_own_keys=True, has_value_projection=True).layer(index)
 
 
 def kv_bytes_per_token(node: Node) -> int:
     """What one rank caches of one token in all layers with attention: keys and values, or the vector that they are projected from."""
+    return sum(_cached(node))
+
+
+def _cached(node: Node) -> list[int]:
+    """Bytes per token of each buffer of the cache."""
     if node.model.latent is not None:
-        return node.model.num_layers * node.model.latent.cached_size * node.engine_bytes
-    heads = max(1, node.model.num_kv_heads // node.tp_size)
-    return 2 * node.model.num_attention_layers * heads * node.model.head_dim * node.engine_bytes
+        return [node.model.latent.cached_size * node.engine_bytes] * node.model.num_layers
+    return [
+        max(1, layer.num_kv_heads // node.tp_size) * layer.head_dim * node.engine_bytes
+        for layer in node.model.cached_layers
+        for _ in ("keys", "values")
+    ]
 
 
 def state_buffers(node: Node) -> list[int]:
@@ -102,11 +119,10 @@ def kv_pool(node: Node, *, taken_bytes: int) -> KvPool:
     most = node.kv_tokens
     if node.device == "cpu":
         most = max(CPU_TOKENS, node.longest_sequence) if most is None else most
-        num_buffers = (1 if node.model.latent is not None else 2) * node.model.num_attention_layers  # keys and values
-        buffer = (most + _CONTEXT_SLACK + 1) * each // num_buffers
+        buffers = ((most + _CONTEXT_SLACK + 1) * each for each in _cached(node))
         # SGLang's table of every request's slots.
         table = (running_requests(node.config) + 1) * (node.longest_sequence + _CONTEXT_SLACK + 4) * 4
-        return KvPool(most, arena_bytes((table, *state_buffers(node), *(buffer,) * num_buffers), device=node.device))
+        return KvPool(most, arena_bytes((table, *state_buffers(node), *buffers), device=node.device))
     states = sum(state_buffers(node))
     pool = int((node.gpu_bytes - taken_bytes) * node.config.rollout.kv_ratio) - engine_weights(node) - states
     num_tokens = max(0, pool) // each

@@ -4,13 +4,16 @@ import functools
 import math
 
 from tasuki.algorithms.vocabulary_tiles import most_logits
-from tasuki.models.shape import EXPERTS, SPLIT_BY_COLUMNS, ModelShape
+from tasuki.models.shape import EXPERTS, LAYER_TABLE, SPLIT_BY_COLUMNS, ModelShape
 from tasuki.models.tower import Tower
 from tasuki.planner.kept_bytes import (
+    kept_after_mlp,
     kept_in_mlp,
     kept_in_parallel_experts,
+    kept_of_layer_inputs,
     kept_of_norm,
     kept_of_routing,
+    kept_of_shared_keys,
     kept_per_token,
     kept_with_attention,
 )
@@ -40,10 +43,11 @@ def training_peak(node: Node) -> Bytes:
 def step_moments(node: Node) -> dict[str, Bytes]:
     """Working memory at the possible peaks of ForwardBackward. Fused AdamW needs none."""
     # At the end of backward the gradient of the embedding, or of the root that it is tied in, is in transfer.
-    whole = _whole_gradients(node, _largest_table(node.model))
+    inputs = _layer_table(node.model)
+    whole = _whole_gradients(node, _largest_table(node.model) + inputs)
     if not node.gathers_layers and node.model.is_tied:
         whole += _head(node) * node.compute_bytes  # of its other use, which waits for it
-    table = {Part.LAYERS: _gathered(node, layers=0), Part.WHOLE_GRADIENTS: whole}
+    table = {Part.LAYERS: _gathered(node, layers=0) + inputs * node.compute_bytes, Part.WHOLE_GRADIENTS: whole}
     moments = {"loss": _at_loss(node), "layer": _at_layer(node), "table": table}
     if node.model.tower is not None:
         moments["tower"] = _at_tower(node, node.model.tower)
@@ -127,6 +131,9 @@ def _at_layer(node: Node) -> Bytes:
         recomputed -= 0 if model.is_delta(widest) else node.rank_tokens * _attention_per_token(node)
     flowing = (node.mlp_tokens * _flowing_in_mlp(node, widest) + node.rank_tokens * model.hidden_size) * compute
     flowing += node.rank_tokens * _flowing_in_delta_net(node)
+    if model.layer_input_size:
+        # The gradient of all layers' inputs.
+        flowing += node.rank_tokens * (model.num_layers * model.layer_input_size * compute - kept_after_mlp(node))
     if node.mlp_tokens < node.rank_tokens:
         # One tile, recomputed.
         flowing += node.mlp_tokens * kept_in_mlp(node, widest)
@@ -185,7 +192,7 @@ def _flowing_in_mlp(node: Node, index: int) -> int:
     the product is kept, it is freed only then. Parallel experts also begin with three rows for each chosen expert, the results' gradients
     and products with them; then a gradient has arrived, and is sorted by expert.
     """
-    model, num_sharing = node.model, node.trainer.tensor_parallel
+    model, num_sharing = node.model.at(index), node.trainer.tensor_parallel
     if not model.is_sparse(index):
         # With tensor parallelism also at the product of `down`: the whole gradient of its result, and that of the factor. megatron-core
         # computes gates and ups as one tensor, whose gradient joins theirs.
@@ -230,8 +237,14 @@ def _whole_gradients(node: Node, numel: int) -> int:
 
 
 def _largest_table(model: ModelShape) -> int:
-    """Elements of the largest FSDP2 group besides the layers: the embedding, or the root that it is tied in."""
-    return sum(map(math.prod, model.root().values())) if model.is_tied else model.vocab_size * model.hidden_size
+    """Elements of the first FSDP2 group besides the layers: the embedding, or the root that it is tied in."""
+    root = sum(map(math.prod, model.root().values())) - _layer_table(model)
+    return root if model.is_tied else model.vocab_size * model.hidden_size
+
+
+def _layer_table(model: ModelShape) -> int:
+    """Elements of the embedding of layers' own inputs, a group that is gathered only while it is used."""
+    return math.prod(model.root().get(LAYER_TABLE, (0,)))
 
 
 def _gathered(node: Node, *, layers: int) -> int:
@@ -274,6 +287,7 @@ def _kept(node: Node) -> int:
         + num_present * _layer_input(node)
         + num_outputs * node.rank_tokens * _attention_per_token(node)
         + routing
+        + node.rank_tokens * (kept_of_layer_inputs(node) + (kept_of_shared_keys(node) if first_kept else 0))
         + _kept_of_images(node)
         + sum(_layer_activations(node, index) for index in range(first_kept, num_layers))
     )
@@ -293,7 +307,7 @@ def _attention_per_token(node: Node) -> int:
 
 
 def _layer_activations(node: Node, index: int) -> int:
-    model, num_shared, each = node.model, node.trainer.sequence_parallel, kept_per_token(node, index)
+    model, num_shared, each = node.model.at(index), node.trainer.sequence_parallel, kept_per_token(node, index)
     if node.mlp_tokens < node.rank_tokens:
         each -= kept_in_mlp(node, index)
     if node.trainer.spreads_experts and model.is_sparse(index):

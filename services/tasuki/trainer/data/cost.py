@@ -67,15 +67,18 @@ def sample_cost(model: Model, *, is_frozen: bool = False, trains_tower: bool = F
     """Cost under `model`. is_frozen: whether only adapters are trained."""
     shape = model.shape
     per_weight = _FROZEN if is_frozen else _TRAINED
-    each = float(_ATTENTION * shape.query_size)
     tower = _tower_flops(shape.tower, num_passes=3 if trains_tower else 1) if shape.tower is not None else {}
-    num_layers = Counter(window for layer, window in enumerate(model.attention.windows) if not shape.is_delta(layer))
+    quadratic, merged = Counter[int | None](), 0
+    for layer, window in enumerate(model.attention.windows):
+        if not shape.is_delta(layer):
+            quadratic[window] += _ATTENTION * shape.at(layer).query_size
+            merged += _MERGE * shape.at(layer).query_size
     return SampleCost(
         linear=float(per_weight * _weights_per_token(shape)),
         head=float(per_weight * shape.num_outputs * shape.hidden_size),
-        quadratic=each * num_layers.pop(None, 0),
-        windows=tuple((window, each * count) for window, count in num_layers.items() if window is not None),
-        merge=float(_MERGE * shape.query_size * shape.num_attention_layers),
+        quadratic=float(quadratic.pop(None, 0)),
+        windows=tuple((window, float(each)) for window, each in quadratic.items() if window is not None),
+        merge=float(merged),
         **tower,
     )
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from tasuki.config.paths import base_socket_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.models.shape import ROUTER_BIAS, SPLIT_BY_COLUMNS
+from tasuki.models.shape import CONSTANTS, SPLIT_BY_COLUMNS
 from tasuki.trainer.backends.fsdp.lora.adapters import (
     adapted_parameters,
     adapter_parameters,
@@ -49,7 +49,7 @@ def constant_shards(causal_lm: nn.Module) -> list[Shard]:
     return [
         Shard(names.tensor(name), tuple(buffer.shape), (0,) * buffer.dim(), buffer, keeps_dtype=True)
         for name, buffer in causal_lm.named_buffers()
-        if name.endswith(ROUTER_BIAS)
+        if name.endswith(CONSTANTS)
     ]
 
 
