@@ -17,6 +17,9 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -52,7 +55,7 @@ from transformers import (
 import tasuki.trainer.modules.qwen_vl  # noqa: F401  registers its class with transformers
 from tasuki.models.family import TOWER_KEYS
 from tasuki.models.known import find_family
-from tasuki.models.shape import ROUTER_BIAS
+from tasuki.models.shape import LAYER_SCALAR, ROUTER_BIAS
 from tasuki.trainer.backends.fsdp.shards import constant_shards
 from tasuki.weights.export import Shard, checkpoint_shards
 from tests.slices import Cut, by_rows, part_of
@@ -73,7 +76,7 @@ _SIZES = {
     "bos_token_id": BOS,
 }
 # Shorter than the samples; layers both with and without the window.
-_WINDOW = {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+_WINDOW: dict[str, Any] = {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 # Heads of values smaller than those of keys, and angles that yarn stretches.
 _LATENT = {
     "num_key_value_heads": 4,
@@ -103,6 +106,16 @@ _DELTA = {
     "linear_value_head_dim": 16,
     "partial_rotary_factor": 0.5,
     "rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+}
+_GEMMA4: dict[str, Any] = {
+    **_WINDOW,
+    "global_head_dim": 32,
+    "layer_types": _WINDOW["layer_types"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "architectures": ["Gemma4ForConditionalGeneration"],
 }
 WINDOW_TOWER = {
     "depth": 3,
@@ -208,6 +221,25 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         rope_parameters={"full_attention": {"rope_type": "linear", "factor": 8.0}},
         architectures=["Gemma3ForConditionalGeneration"],
     ),
+    # Full layers with larger heads; the last two share keys and values of those before, have wider MLPs, and all have inputs of their own.
+    "gemma4": lambda: Gemma4TextConfig(
+        **_SIZES | {"num_hidden_layers": 4},
+        **_GEMMA4,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size_per_layer_input=12,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        final_logit_softcapping=1.5,
+    ),
+    # Full layers with fewer heads, whose values are their keys before the norm.
+    "gemma4_dense": lambda: Gemma4TextConfig(
+        **_SIZES,
+        **_GEMMA4 | {"layer_types": _GEMMA4["layer_types"][:2]},
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+    ),
     "granite": lambda: GraniteConfig(
         **_SIZES,
         attention_multiplier=0.1,
@@ -281,6 +313,8 @@ def make_model(kind: str, *, seed: int, **settings: float) -> PreTrainedModel:
             if name.endswith(ROUTER_BIAS):
                 # Not among bfloat16's numbers.
                 buffer.copy_(torch.linspace(-0.3, 0.3, len(buffer))[torch.randperm(len(buffer))] + 1e-4)
+            elif name.endswith(LAYER_SCALAR):
+                buffer.fill_(0.5 + torch.randint(1, 8, ()).item() / 8)
     return model
 
 
@@ -313,10 +347,15 @@ _WITH_TOWER: dict[str, tuple[Any, Any]] = {
         (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
         (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
         (Gemma3Config, Gemma3ForConditionalGeneration),
+        (Gemma4Config, Gemma4ForConditionalGeneration),
     )
 }
 _SIGLIP = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+_GEMMA4_TOWER = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+    "position_embedding_size": 16,
 }  # fmt: skip
 
 
@@ -326,6 +365,8 @@ def with_tower(text: PreTrainedModel) -> PreTrainedModel:
     table, own = text.config.to_dict(), getattr(text.config, "vision_config", None)
     if isinstance(text.config, Gemma3TextConfig):
         tower = {"vision_config": _SIGLIP}
+    elif isinstance(text.config, Gemma4TextConfig):
+        tower = {"vision_config": _GEMMA4_TOWER}
     else:
         tower = {
             "vision_config": TOWER if own is None else own,

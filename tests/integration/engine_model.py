@@ -36,6 +36,8 @@ def models_without_a_test() -> list[str]:
         "gemma2",
         "gemma3_causal",
         "gemma3_mm",
+        "gemma4_causal",
+        "gemma4_mm",
         "glm4",
         "glm4_moe",
         "gpt_oss",
@@ -53,9 +55,9 @@ def configure(job: Job, *, device: str) -> Any:
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
     table = Path(job.folder, "config.json").read_text()
-    is_oss, is_unrotated = '"gpt_oss"' in table, '"smollm3"' in table
+    is_oss, is_unrotated, is_gemma4 = '"gpt_oss"' in table, '"smollm3"' in table, '"gemma4"' in table
     on_cpu = {
-        "attention_backend": "intel_amx" if is_oss else "torch_native",
+        "attention_backend": "intel_amx" if is_oss else "triton" if is_gemma4 else "torch_native",
         "moe_runner_backend": "triton" if is_oss else "auto",
     }
     args = ServerArgs(
@@ -87,21 +89,24 @@ def load_model(args: Any, loader: Any = None) -> Any:
     from sglang.srt.model_loader import get_model_loader
 
     from tasuki.rollout.sglang.cpu.kernels import install_delta_nets
-    from tasuki.rollout.sglang.models import leave_out_tower
+    from tasuki.rollout.sglang.models import install_gemma4, leave_out_tower
 
     config = ModelConfig.from_server_args(args)
     architecture = str((config.hf_config.architectures or [""])[0])
     initialize_dp_attention(args, config)
     # Another model of this process may have a tower.
     with ExitStack() as patched:
-        if architecture == "Gemma3ForConditionalGeneration":
-            from sglang.srt.models import gemma3_mm
+        if architecture in ("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"):
+            from sglang.srt.models import gemma3_mm, gemma4_mm
 
             leave_out_tower(architecture)
-            whole = gemma3_mm.Gemma3ForConditionalGeneration
+            is_gemma4 = architecture.startswith("Gemma4")
+            whole: Any = gemma4_mm.Gemma4ForConditionalGeneration if is_gemma4 else gemma3_mm.Gemma3ForConditionalGeneration
+            if is_gemma4:
+                install_gemma4()
 
             def load_text(self: Any, weights: Any, load: Any = whole.load_weights) -> Any:
-                return load(self, (each for each in weights if each[0].startswith("language_model.")))
+                return load(self, (each for each in weights if "language_model." in each[0]))
 
             patched.enter_context(patch.object(whole, "load_weights", load_text))
         if hasattr(config.hf_text_config, "linear_conv_kernel_dim"):

@@ -102,7 +102,7 @@ def check_outcomes(outcomes: list[Outcome], kind: str) -> None:
     """Checks that every rank holds the values on disk, through a plan that is kept, with the padding of the vocabulary."""
     assert [outcome.different for outcome in outcomes] == [[]] * len(outcomes)
     # SGLang's norms of Gemma 2 and Qwen 3.5 compute a buffer while loading, so its own loader handles them at every sync. So does that of
-    # gpt-oss with biases that the first rank adds for all.
+    # gpt-oss with biases that the first rank adds for all, and that of Gemma 4 with constants that are no parameters.
     for tp_rank, outcome in enumerate(outcomes):
         expected = {
             "gemma2": "norm",
@@ -110,13 +110,15 @@ def check_outcomes(outcomes: list[Outcome], kind: str) -> None:
             "qwen3_5_moe": "norm",
             "qwen3_next": "norm",
             "gpt_oss": "down_proj_bias" if tp_rank else "",
+            "gemma4": "layer_scalar",
+            "gemma4_dense": "layer_scalar",
         }.get(kind, "")
         assert bool(outcome.fallback_names) is bool(expected)
         assert all(expected in name for name in outcome.fallback_names)
     assert [(outcome.lost, outcome.is_plan_kept) for outcome in outcomes] == [([], True)] * len(outcomes)
     assert all(outcome.is_plan_recorded_ahead for outcome in outcomes)
     # The last rank has the padding rows of the vocabulary, which only a recorded constant fills. Gemma 3's embedding is never split.
-    assert (outcomes[-1].num_constants > 0) is (kind not in ("gemma3", "gemma3_vision"))
+    assert (outcomes[-1].num_constants > 0) is (kind not in ("gemma3", "gemma3_vision", "gemma4_dense"))
 
 
 def pieces_of(outcomes: list[Outcome]) -> list[ReceivedPiece]:

@@ -111,7 +111,9 @@ MIXTURES = (
 )
 # SGLang has no model file for Phi 3, and computes Gemma 2's norms while loading them.
 SHARED = [
-    kind for kind in CONFIGS if kind not in (*MIXTURES, "gemma2", "phi3", "qwen3_5", "qwen2_5_vl", "qwen3_vl", "gemma3_vision")
+    kind
+    for kind in CONFIGS
+    if kind not in (*MIXTURES, "gemma2", "phi3", "qwen3_5", "qwen2_5_vl", "qwen3_vl", "gemma3_vision", "gemma4", "gemma4_dense")
 ]
 
 

@@ -129,7 +129,7 @@ def _plain_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
         whole: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype)
         whole.model.visual.requires_grad_("_tower_" in folder.name)
         return whole
-    if config.model_type == "gemma3":
+    if config.model_type in ("gemma3", "gemma4"):
         text: Any = AutoModelForCausalLM.from_config(config.text_config, dtype=dtype)
         text.model.load_state_dict(
             AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).model.language_model.state_dict()

@@ -49,6 +49,12 @@ NEEDED: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma3ForCausalLM": {"hidden_act": "gelu_pytorch_tanh"},
     "Gemma3ForConditionalGeneration": {"hidden_act": "gelu_pytorch_tanh"},
+    "Gemma4ForConditionalGeneration": {
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": SIZES["vocab_size"],
+    },
     "Qwen2_5_VLForConditionalGeneration": {"rope_parameters": {"mrope_section": [4, 2, 2]}},
     **{
         f"Qwen3_5{kind}ForConditionalGeneration": {

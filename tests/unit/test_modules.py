@@ -39,11 +39,11 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 
 def num_replaced(kind: str, change: str) -> dict[type, int]:
-    """Modules of two layers that the change replaces; norms at least, of which some layers have more."""
+    """Modules of all layers that the change replaces; norms at least, of which some layers have more."""
     of_change = {
         "pointwise": {
             RmsNorm: 0 if kind in GEMMA + HYBRID else 5,
-            GatedMlp: 0 if kind in (*SPARSE[:2], *OSS) else 2,
+            GatedMlp: 0 if kind in (*SPARSE[:2], *OSS) else 4 if kind == "gemma4" else 2,
         },
         "rotation": {RotaryAttention: 2 if kind in ROTATED else 0},
         "routers": {

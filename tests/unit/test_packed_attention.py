@@ -97,8 +97,8 @@ def check_alike(causal_lm: PreTrainedModel, policy: Policy, batch: TokenBatch) -
     (exact_N * weights_N).sum().backward()
     exact = dict(causal_lm.named_parameters())
     for name, param in trained_parameters(policy.causal_lm):
-        # Sums over all tokens, of terms that mostly cancel.
-        tolerance = 2e-5 if name.endswith(("dt_bias", "A_log")) else 2e-6
+        # Sums over all tokens, of terms that mostly cancel. Gemma 4 does not scale its logits.
+        tolerance = 2e-5 if name.endswith(("dt_bias", "A_log")) else 1e-5 if "Gemma4" in type(causal_lm).__name__ else 2e-6
         assert (param.grad - exact[name].grad).norm() <= tolerance * max(1.0, exact[name].grad.norm()), name
 
 

@@ -13,6 +13,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -93,6 +94,13 @@ DELTA = {
     "linear_value_head_dim": 24,
 }
 GEMMA: dict[str, Any] = {**TINY, "head_dim": 32, "sliding_window": 128, "hidden_act": "gelu_pytorch_tanh"}
+GEMMA4 = {
+    **{key: value for key, value in GEMMA.items() if key != "hidden_act"},
+    "num_hidden_layers": 4,
+    "global_head_dim": 48,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "vocab_size_per_layer_input": TINY["vocab_size"],
+}
 CONFIGS = {
     "llama": LlamaConfig(**TINY),
     "llama with biases": LlamaConfig(**TINY, attention_bias=True),
@@ -116,6 +124,13 @@ CONFIGS = {
     "mistral": MistralConfig(**TINY, head_dim=24, sliding_window=None),
     "gemma2": Gemma2Config(**GEMMA),
     "gemma3": Gemma3TextConfig(**GEMMA, layer_types=["sliding_attention"] * 2 + ["full_attention"]),
+    **dict.fromkeys(
+        ("gemma4", "gemma4, 1", "gemma4, 3"),
+        Gemma4TextConfig(**GEMMA4, hidden_size_per_layer_input=24, num_kv_shared_layers=2, use_double_wide_mlp=True),
+    ),
+    "gemma4, values of keys, 1": Gemma4TextConfig(
+        **GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True, num_global_key_value_heads=1
+    ),
     "granite": GraniteConfig(**TINY, residual_multiplier=0.5),
     "phi3": Phi3Config(**TINY | {"pad_token_id": 0}),
     "glm4": Glm4Config(**TINY | {"pad_token_id": 0}, head_dim=32),
@@ -186,16 +201,22 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
     num_tokens = 128  # whole chunks of gated delta nets
     model = model_of(CONFIGS[name], device="cpu", dtype=dtype)
     replace_delta_nets(model)
-    layer = model.model.layers[0]
+    index = int(name[-1]) if name.startswith("gemma4,") else 0
+    layer = model.model.layers[index]
     hidden = torch.randn(1, num_tokens, TINY["hidden_size"], dtype=dtype, requires_grad=True)
     positions = torch.arange(num_tokens)[None]
-    types = ("sliding_attention",) if name == "gemma3" else ()
+    types = (model.config.layer_types[index],) if name.startswith(("gemma3", "gemma4")) else ()
     rotary = model.model.rotary_emb(hidden, positions, *types)
     described = read_model(table_of(CONFIGS[name], model))
     shape, cu_seqlens_S = described.shape, torch.tensor([0, num_tokens], dtype=torch.int32)
     packed: dict[str, Any] = {}
     if shape.is_delta(0):
         packed["layer_attention"] = LayerAttention(cast(Any, None), described.attention, PlainDelta(cu_seqlens_S))
+    if shape.layer_sizes:
+        keys = torch.randn(1, 2, num_tokens, shape.at(index).head_dim, dtype=dtype, requires_grad=True)
+        packed["shared_kv_states"] = {"full_attention": (keys, keys)}
+    if shape.layer_input_size:
+        packed["per_layer_input"] = torch.randn(1, num_tokens, shape.layer_input_size, dtype=dtype, requires_grad=True)
     if shape.has_sinks:
         sequences = SharedSequences(OwnBlocks.of(cu_seqlens_S, num_tokens))
         replace_routers(model)
@@ -207,11 +228,13 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
         model.set_attn_implementation(IMPLEMENTATION)
         packed["layer_attention"] = LayerAttention(PaddedSequences.of(cu_seqlens_S, num_tokens), described.attention)
     shared = [rotary] if isinstance(rotary, torch.Tensor) else rotary
-    with kept_bytes([*layer.parameters(), *shared]) as kept:
+    given = [packed[each] for each in ("per_layer_input",) if each in packed]
+    given += packed.get("shared_kv_states", {}).get("full_attention", ())[:1]
+    with kept_bytes([*layer.parameters(), *layer.buffers(), *shared, *given]) as kept:
         output = layer(hidden, attention_mask=None, position_embeddings=rotary, **packed)
-    # Token counts per expert, and norm weights plus one; neither grows with the tokens.
+    # Token counts per expert, and norm weights plus one, or in float32; neither grows with the tokens.
     once = 4 * shape.num_experts if shape.is_sparse(0) else 0
-    if shape.has_offset_norms:
+    if shape.has_offset_norms or (shape.has_value_norm and dtype is torch.bfloat16):
         offset = [param for key, param in layer.named_parameters() if "norm" in key and "linear_attn" not in key]
         once += 4 * sum(param.numel() for param in offset)
     if shape.is_delta(0):
@@ -221,7 +244,7 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
         once += 4 * delta.value_head_dim if dtype is torch.bfloat16 else 0
     trainer = {"compute_dtype": str(dtype).removeprefix("torch."), "router_aux_loss_coef": 0.1 * name.endswith("balanced")}
     node = node_with(shape, device="cpu", micro_batch_tokens=num_tokens, trainer=trainer)
-    predicted = num_tokens * kept_per_token(node, 0) + once
+    predicted = num_tokens * kept_per_token(node, index) + once
     # GLM 4 keeps its part of the rotary table for each layer; Mixtral and Qwen 3.5 the sums that normalize the router's scores, DeepSeek
     # more of them.
     rel = (

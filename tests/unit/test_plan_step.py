@@ -12,7 +12,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen2_5_VLTextConfig, Qwen2Config, Qwen3MoeConfig, Qwen3VLTextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4TextConfig,
+    Qwen2_5_VLTextConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    Qwen3VLTextConfig,
+)
 
 from tasuki.models.family import full_attention
 from tasuki.models.known import read_model
@@ -119,6 +126,30 @@ def test_activations_and_logits_peak_as_predicted(
     moments = _moments(replace(_node(causal_lm, checkpointing), kept_layers=kept_layers))
     assert max(moments, key=lambda name: moments[name]) == moment
     assert moments[moment] == pytest.approx(live.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("checkpointing", list(Checkpointing) if IS_WHOLE else ["none", "full"])
+def test_layers_of_different_sizes_with_own_inputs_peak_as_predicted(checkpointing: str, mesh: DeviceMesh):
+    on_host = _on_host(checkpointing, mesh)
+    config = Gemma4TextConfig(
+        **_SIZES,
+        vocab_size=64,
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=32,
+        head_dim=32,
+        global_head_dim=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=4096,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+    )
+    causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
+    set_checkpointing(causal_lm, Checkpointing(checkpointing), on_host=on_host)
+    with LiveTokens(apart=on_host._buffers) as live:
+        log_probs, _ = Policy(causal_lm, attention=_attention(causal_lm)).train()(_one_sequence(64))
+        log_probs.sum().backward()
+    moments = _moments(_node(causal_lm, checkpointing))
+    assert max(moments.values()) == pytest.approx(live.peak, rel=0.025)
 
 
 @pytest.mark.parametrize("is_trained", [False, True], ids=["frozen", "trained"])

@@ -194,13 +194,14 @@ def test_adapters_of_experts_are_refused_where_they_cannot_be_computed(field: st
 def test_adapters_are_beside_every_linear_layer_that_the_family_names(kind: str) -> None:
     model = on_meta(kind)
     shape = shape_of(model)
-    targets = tuple(dict.fromkeys(shape.linear_layers(0) + shape.linear_layers(1)))
+    there = [name for layer in range(shape.num_layers) for name in shape.linear_layers(layer)]
+    targets = tuple(dict.fromkeys(there))
     check_lora_targets(shape, targets)
     linear = [name for name, module in model.model.layers.named_modules() if isinstance(module, torch.nn.Linear)]
     expected = {name.rpartition(".")[2] for name in linear if not (shape.num_experts and ".mlp." in name)}
     assert set(targets) == expected
     add_adapters(model, LoraConfig(target_modules=targets))
-    assert len(dict(trained_parameters(model))) == 2 * len(shape.linear_layers(0) + shape.linear_layers(1))
+    assert len(dict(trained_parameters(model))) == 2 * len(there)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 UNSERVED_LINEAR = (
     "qkv_proj", "gate_up_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj_qkv", "in_proj_z", "in_proj_b",
-    "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj",
+    "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj", "per_layer_input_gate", "per_layer_projection",
 )  # fmt: skip
 """Linear layers of a few families, for which SGLang serves no adapters: fused ones, and those of latent attention."""
 HEARTBEAT_S = 0.25
@@ -280,12 +280,18 @@ def _problems_of_models(config: "NodeConfig", models: "Sequence[ModelShape]") ->
         yield "trainer.train_tower", "trains all of the tower; with [trainer.lora] set trainer.lora.tower instead"
     for each in models:
         yield from _problems_of_vision(config, each)
+    if trainer.compile == "blocks" and any(not each.at(each.num_layers - 1).has_own_keys for each in models):
+        yield (
+            "trainer.compile",
+            f'= "blocks" is not for {name}, whose layers share keys, which compiled ones do not; leave it out',
+        )
     for each in models:
         if each.num_heads % shared:
             yield "trainer.sequence_parallel", f"{shared} ranks cannot share {each.num_heads} attention heads evenly"
-        if each.num_kv_heads % shared and shared % each.num_kv_heads:
-            problem = f"{shared} ranks can neither share {each.num_kv_heads} key heads evenly, nor have one of them each"
-            yield "trainer.sequence_parallel", problem
+        for heads in {layer.num_kv_heads for layer in each.layer_sizes or (each,)}:
+            if heads % shared and shared % heads:
+                problem = f"{shared} ranks can neither share {heads} key heads evenly, nor have one of them each"
+                yield "trainer.sequence_parallel", problem
     if trainer.router_aux_loss_coef and not model.num_experts:
         yield "trainer.router_aux_loss_coef", f"{name} has no experts to balance; remove it"
     if trainer.router_bias_update_rate and (not model.has_router_bias or trainer.lora is not None):

@@ -20,6 +20,7 @@ LinearName = Literal[
     "q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj",
     "gate_proj", "up_proj", "gate_up_proj", "down_proj",
     "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj",
+    "per_layer_input_gate", "per_layer_projection",
 ]  # fmt: skip
 FusedName = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 

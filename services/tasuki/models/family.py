@@ -185,15 +185,18 @@ _KINDS_OF_NOTES: Mapping[str, tuple[type, ...]] = {
 }  # fmt: skip
 # By key, the model types whose class in transformers takes no null.
 _NEVER_NULL: Mapping[str, tuple[str, ...]] = {
-    "head_dim": ("qwen3", "qwen3_vl_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma2", "gemma3_text", "glm4", "gpt_oss"),
+    "head_dim": ("qwen3", "qwen3_vl_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma2", "gemma3_text", "glm4", "gpt_oss",
+        "gemma4_text"),
     "max_window_layers": ("qwen2", "qwen3"),
     "num_key_value_heads": ("qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "mistral", "gemma2", "gemma3_text", "glm4",
-        "glm4_moe", "mixtral", "gpt_oss"),
+        "glm4_moe", "mixtral", "gpt_oss", "gemma4_text"),
     "decoder_sparse_step": ("qwen3_moe", "qwen3_next"), "n_shared_experts": ("glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
     "pretraining_tp": ("glm4_moe_lite",), "no_rope_layer_interval": ("smollm3",),
     **dict.fromkeys(("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_value_heads", "num_experts",
         "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
         ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")),
+    **dict.fromkeys(("sliding_window", "global_head_dim", "num_kv_shared_layers", "hidden_size_per_layer_input",
+        "vocab_size_per_layer_input"), ("gemma4_text",)),
     "query_pre_attn_scalar": ("gemma2", "gemma3_text"), "original_max_position_embeddings": ("phi3",), "intermediate_size": ("qwen3_next",),
 }  # fmt: skip
 _WHOLE_HEADS = ("llama", "gemma2", "gemma3_text", "deepseek_v2")
@@ -205,7 +208,8 @@ _DTYPES = (None, "float32", "bfloat16", "float16", "float64")
 _TRUE_BY_DEFAULT = frozenset({"is_causal", "rope_is_neox_style"})
 _NEVER_FALSY = frozenset({"default_theta"})
 _PROBABILITIES = ("initializer_range", "attention_dropout", "resid_pdrop", "embd_pdrop")
-_WHOLE_NUMBERS = ("sliding_window", "max_window_layers", "original_max_position_embeddings", "num_experts", "num_local_experts")
+_WHOLE_NUMBERS = ("sliding_window", "max_window_layers", "original_max_position_embeddings", "num_experts", "num_local_experts",
+    "num_kv_shared_layers", "hidden_size_per_layer_input", "moe_intermediate_size", "top_k_experts")  # fmt: skip
 
 
 def check_keys(config: Config, family: Family) -> None:
@@ -242,7 +246,8 @@ def check_keys(config: Config, family: Family) -> None:
 # Keys of a vision model beside `text_config`, none of which has an effect on text.
 _VISION_KEYS = frozenset({
     "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id",
-    "language_model_only", "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image",
+    "language_model_only", "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "audio_config",
+    "audio_token_id", "boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index", "eoa_token_id",
 })  # fmt: skip
 
 

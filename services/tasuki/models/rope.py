@@ -11,6 +11,7 @@ _PARAMETERS = {
     "mrope": frozenset[str](),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "proportional": frozenset[str](),
     "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"}),
 }
 # Parameters without a default.
@@ -20,7 +21,7 @@ YARN = frozenset({"default", "yarn"})
 MSCALES = frozenset({"mscale", "mscale_all_dim"})
 MROPE = frozenset({"default", "mrope"})
 """transformers reads the second name as the first."""
-SCALED = frozenset(_PARAMETERS) - {"mrope"}
+SCALED = frozenset(_PARAMETERS) - {"mrope", "proportional"}
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 _TABLES = ("rope_scaling", "rope_parameters")
 _BASES = ("rope_theta", "rope_local_base_freq")

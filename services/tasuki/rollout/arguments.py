@@ -21,7 +21,7 @@ _CONTEXT_SLACK = 8
 # On a CPU SGLang would allocate thousands of request slots.
 _CPU_RUNNING_REQUESTS = 256
 _PLANNED_FRACTION = 1 - MEASURED_FREE
-OSS = "GptOssForCausalLM"
+OSS, GEMMA4 = "GptOssForCausalLM", "Gemma4ForConditionalGeneration"
 _PLAIN = (OSS, NEXT, "DeepseekV3ForCausalLM")
 
 ADAPTER_ID = "policy"
@@ -90,6 +90,10 @@ def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) ->
         if config.device == "cpu":
             # SGLang refuses torch_native for this model, but takes it in the place of intel_amx.
             arguments["attention_backend"] = "intel_amx"
+    if model.architecture == GEMMA4:
+        arguments["disable_hybrid_swa_memory"] = True  # see sglang/models.py
+        if config.device == "cpu":
+            arguments["attention_backend"] = "triton"  # replaced by ours, see sglang/scheduler.py
     return {**arguments, **_further(rollout.engine, ours=arguments)}
 
 
@@ -100,6 +104,8 @@ def _model_overrides(model: ModelFacts) -> Mapping[str, Any]:
     if model.full_attention_interval is not None:  # transformers writes layer_types alone, which SGLang does not read
         keys = {"full_attention_interval": model.full_attention_interval}
         overrides |= {"text_config": keys} if model.rope_theta is None else {**keys, "rope_theta": model.rope_theta}
+    if model.architecture == GEMMA4:
+        overrides["text_config"] = {"moe_intermediate_size": 0}  # which SGLang divides on a CPU, though there is none
     # Their weights arrive dequantized, and some layers would have config.json's dtype instead of the engine's.
     return overrides | ({"dtype": None, "quantization_config": None} if model.architecture in _PLAIN else {})
 

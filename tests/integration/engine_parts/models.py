@@ -1,4 +1,4 @@
-"""What single models need: latent attention, GLM's routers, and the dtype of convolutions' latest inputs."""
+"""What single models need: latent attention, GLM's routers, Gemma 4's cache, and the dtype of convolutions' latest inputs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,8 +6,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.configs.mamba_utils import mamba2_state_dtype
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
 from sglang.srt.models.deepseek_common import deepseek_weight_loader
 from sglang.srt.models.glm4_moe import Glm4MoeGate
 from sglang.srt.models.glm4_moe_lite import Glm4MoeLiteGate
@@ -18,7 +20,7 @@ from tasuki.models.known import read_model
 from tasuki.planner.rollout_bytes import kv_bytes_per_token
 from tasuki.rollout.__main__ import engine_environment
 from tasuki.rollout.model import ModelFacts
-from tasuki.rollout.sglang.models import install_live_routers, view_projections
+from tasuki.rollout.sglang.models import install_layer_sizes, install_live_routers, view_projections
 from tests.models import CONFIGS
 from tests.planned import node_with
 
@@ -57,6 +59,39 @@ def test_the_cache_takes_the_bytes_that_are_planned_on_every_rank() -> None:
     for tp_size in (1, 2):
         planned = kv_bytes_per_token(node_with(shape, rollout={"tp_size": tp_size}))
         assert cast(int, pool.get_kv_size_bytes()) == 101 * planned
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_dense"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_cache_of_layers_of_different_sizes_takes_what_is_planned_and_keeps_each_layers_heads(
+    kind: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, pool_type, configurator = (
+        read_model(CONFIGS[kind]().to_dict()).shape,
+        MHATokenToKVPool,
+        cast(Any, DefaultPoolConfigurator),
+    )
+    for owner, name in (
+        (pool_type, "_create_buffers_normal"),
+        (pool_type, "_store_kv_layer"),
+        (configurator, "_compute_cell_size"),
+    ):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # restored in the end
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=tp_size))
+    install_layer_sizes(shape)
+    sizes = {"head_num": shape.num_kv_heads, "head_dim": shape.head_dim, "layer_num": shape.num_layers}
+    pool = pool_type(100, 1, torch.bfloat16, **sizes, device="cpu", enable_memory_saver=False)
+    planned = kv_bytes_per_token(node_with(shape, rollout={"tp_size": tp_size}))
+    assert sum(cast(Any, pool.get_kv_size_bytes())) == 101 * planned
+    assert configurator._compute_cell_size(None, SimpleNamespace(kv_cache_dtype=torch.bfloat16), shape.num_layers) == planned
+    slots = torch.tensor([7, 3])
+    for index in range(2):
+        keys, values = torch.randn(2, 2, *pool.k_buffer[index].shape[1:], dtype=torch.bfloat16)
+        pool.set_kv_buffer(cast(Any, SimpleNamespace(layer_id=index)), slots, keys, values)
+        assert torch.equal(pool.get_key_buffer(index)[slots], keys) and torch.equal(pool.get_value_buffer(index)[slots], values)
+    assert [tuple(each.shape[1:]) for each in pool.k_buffer] == [
+        (max(1, layer.num_kv_heads // tp_size), layer.head_dim) for layer in shape.layer_sizes if layer.has_own_keys
+    ]
 
 
 @pytest.mark.parametrize("kind", [Glm4MoeGate, Glm4MoeLiteGate])

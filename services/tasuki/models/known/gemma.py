@@ -1,11 +1,12 @@
-"""Gemma 2 and 3."""
+"""Gemma 2, 3 and 4."""
 
+from dataclasses import replace
 from typing import Any
 
 from tasuki.models import rope
-from tasuki.models.config_json import Config, cap, elements, size, unsupported
+from tasuki.models.config_json import Config, cap, elements, flag, size, unsupported
 from tasuki.models.family import Attention, CheckpointNames, Family, Model, attention_biases
-from tasuki.models.shape import ModelShape, QkNorm
+from tasuki.models.shape import LayerSizes, ModelShape, QkNorm
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # Weights of norms are stored minus one, in transformers and in SGLang.
@@ -75,24 +76,28 @@ def _gemma2(config: Config, shape: ModelShape) -> Model:
 
 def _gemma3(config: Config, shape: ModelShape) -> Model:
     types = _gemma3_layers(config, shape.num_layers)
-    return _gemma(
-        config,
-        shape,
-        types,
-        final_logit_softcap=cap(config, "final_logit_softcapping", default=None),
-        rotary_buffers=tuple(f"{kind}_{name}" for kind in sorted(set(types)) for name in ("inv_freq", "original_inv_freq")),
-    )
+    softcap = cap(config, "final_logit_softcapping", default=None)
+    return _gemma(config, shape, types, final_logit_softcap=softcap, rotary_buffers=_tables(types))
+
+
+def _tables(types: list[str]) -> tuple[str, ...]:
+    """Buffers of the rotary embeddings of each kind of layer."""
+    return tuple(f"{kind}_{name}" for kind in sorted(set(types)) for name in ("inv_freq", "original_inv_freq"))
 
 
 def _gemma(config: Config, shape: ModelShape, types: list[str], *, logit_softcap: float | None = None, **own: Any) -> Model:
-    window = size(config, "sliding_window", default=4096)
     attention = Attention(
         query_scale=size(config, "query_pre_attn_scalar", default=256) ** -0.5,
-        windows=tuple(window if kind == _SLIDING else None for kind in types),
+        windows=_windows(config, types, default=4096),
         logit_softcap=logit_softcap,
     )
     scale = {"model.embed_tokens.embed_scale": shape.hidden_size**0.5}
     return Model(shape=shape, attention=attention, constant_buffers=scale, **own)
+
+
+def _windows(config: Config, types: list[str], *, default: int) -> tuple[int | None, ...]:
+    window = size(config, "sliding_window", default=default)
+    return tuple(window if kind == _SLIDING else None for kind in types)
 
 
 def _gemma3_layers(config: Config, num_layers: int) -> list[str]:
@@ -104,6 +109,58 @@ def _gemma3_layers(config: Config, num_layers: int) -> list[str]:
     if len(listed) != num_layers or set(listed) - {_SLIDING, _FULL}:
         raise unsupported(config, "layer_types", f"must name {_SLIDING} or {_FULL} for each of the {num_layers} layers")
     return list(listed)
+
+
+def _refuse_other_gemma4(config: Config) -> None:
+    """Refuses what transformers and the engine read differently."""
+    for kind, name in ((_SLIDING, "default"), (_FULL, "proportional")):
+        if (config.get("rope_parameters") or {kind: {"rope_type": name}}).get(kind, {}).get("rope_type") != name:
+            raise unsupported(config, "rope_parameters", f"needs a table with rope_type {name!r} for {kind}")
+    has_own = config.get("num_global_key_value_heads") is not None
+    if has_own is not flag(config, "attention_k_eq_v"):
+        problem = "transformers reads it with attention_k_eq_v alone, the engine in any case; give both or neither"
+        raise unsupported(config, "num_global_key_value_heads", problem)
+    if size(config, "vocab_size_per_layer_input", default=262_144) != config.get("vocab_size"):
+        raise unsupported(config, "vocab_size_per_layer_input", "trainer and engine agree on that of vocab_size only")
+
+
+def _gemma4(config: Config, shape: ModelShape) -> Model:
+    """The last layers take keys and values of the last layer of their kind before them."""
+    types, num_shared = _gemma3_layers(config, shape.num_layers), config.get("num_kv_shared_layers") or 0
+    own = types[: len(types) - num_shared]
+    if types[-1] != _FULL:
+        raise unsupported(config, "layer_types", f"transformers makes the last one {_FULL}, the engine does not")
+    if set(types) - set(own):
+        raise unsupported(config, "num_kv_shared_layers", "leaves no layer of some kind with keys and values to share")
+    is_wide, is_same = flag(config, "use_double_wide_mlp"), flag(config, "attention_k_eq_v")
+    kv_heads = {_SLIDING: shape.num_kv_heads, _FULL: size(config, "num_global_key_value_heads", default=shape.num_kv_heads)}
+    head_dims = {_SLIDING: shape.head_dim, _FULL: size(config, "global_head_dim", default=512)}
+    sizes = tuple(
+        LayerSizes(
+            intermediate_size=shape.intermediate_size * (2 if is_wide and index >= len(own) else 1),
+            num_kv_heads=kv_heads[kind],
+            head_dim=head_dims[kind],
+            has_own_keys=index < len(own),
+            has_value_projection=index < len(own) and not (is_same and kind == _FULL),
+        )
+        for index, kind in enumerate(types)
+    )
+    input_size = config.get("hidden_size_per_layer_input", 256) and size(config, "hidden_size_per_layer_input", default=256)
+    scaled = {"embed_tokens": shape.hidden_size, "embed_tokens_per_layer": input_size}
+    return Model(
+        shape=replace(
+            shape,
+            layer_sizes=sizes,
+            intermediate_size=max(each.intermediate_size for each in sizes),
+            num_kv_heads=min(kv_heads.values()),
+            head_dim=max(head_dims.values()),
+            layer_input_size=input_size,
+        ),
+        attention=Attention(query_scale=1.0, windows=_windows(config, types, default=512)),
+        constant_buffers={f"model.{name}.embed_scale": width**0.5 for name, width in scaled.items() if width},
+        final_logit_softcap=cap(config, "final_logit_softcapping", default=None),
+        rotary_buffers=_tables(types),
+    )
 
 
 _GEMMA3: dict[str, Any] = {
@@ -144,5 +201,36 @@ FAMILIES = (
         },
         decoder_beside_tower="model.language_model",
         **_GEMMA3,
+    ),
+    # The text of Gemma 4, without experts.
+    Family(
+        architecture="Gemma4ForConditionalGeneration",
+        text_module="Gemma4ForCausalLM",
+        model_type="gemma4_text",
+        keys={
+            **_GEMMA_KEYS,
+            **dict.fromkeys(("query_pre_attn_scalar", "attn_logit_softcapping"), (None,)),
+            **dict.fromkeys(("attention_k_eq_v", "num_global_key_value_heads", "global_head_dim", "num_kv_shared_layers")),
+            **dict.fromkeys(("use_double_wide_mlp", "vocab_size_per_layer_input", "hidden_size_per_layer_input")),
+            "attention_bias": (False,),
+            "enable_moe_block": (False,),
+            "use_bidirectional_attention": (None, "vision"),
+        },
+        rope_types=frozenset({"default", "proportional"}),
+        has_partial_rope=True,
+        shape={
+            **_GEMMA_SHAPE,
+            "qk_norm": QkNorm.HEAD,
+            "has_whole_embedding": True,
+            "has_offset_norms": False,
+            "has_value_norm": True,
+            "has_layer_scalars": True,
+        },
+        model_of=_gemma4,
+        checks=(_refuse_other_gemma4,),
+        checkpoint=CheckpointNames(decoder="model.language_model"),
+        untrained=tuple(f"model.{name}." for name in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")),
+        text_defaults={"tie_word_embeddings": True},
+        decoder_beside_tower="model.language_model",
     ),
 )

@@ -13,7 +13,7 @@ from tasuki.models.known import find_family
 from tasuki.models.routes import RouteShape
 from tasuki.models.shape import ModelShape
 from tasuki.rollout.model import UNROTATED
-from tasuki.rollout.sglang.cpu.attention import install_cpu_latent_attention
+from tasuki.rollout.sglang.cpu.attention import install_cpu_latent_attention, install_without_triton
 from tasuki.rollout.sglang.cpu.kernels import install_delta_nets
 from tasuki.rollout.sglang.images import install_levels
 
@@ -30,6 +30,11 @@ def install_model(shape: ModelShape, *, device: str | None) -> None:
         _install_unrotated()
     if shape.tower is None and find_family(shape.architecture).text_module:
         leave_out_tower(shape.architecture)
+    if shape.layer_sizes:
+        install_gemma4()
+        install_layer_sizes(shape)
+        if device == "cpu":
+            install_without_triton()
     if shape.tower is not None:
         if shape.tower.has_windows:
             _install_window_tower()
@@ -141,10 +146,79 @@ def leave_out_tower(architecture: str) -> None:
         from sglang.srt.models import gemma3_mm
 
         gemma3_mm.SiglipVisionModel = gemma3_mm.Gemma3MultiModalProjector = _NoTower
+    elif architecture.startswith("Gemma4"):
+        from sglang.srt.models import gemma4_mm
+
+        gemma4_mm.Gemma4VisionEncoder = gemma4_mm.Gemma4AudioEncoder = gemma4_mm.Gemma4MultimodalEmbedder = _NoTower
     else:
         from sglang.srt.models import qwen3_vl
 
         qwen3_vl.Qwen3VLMoeVisionModel = _NoTower
+
+
+def install_gemma4() -> None:
+    """Gemma 4's text: no token is taken for an image's, and what layers with keys of other layers hold of keys and values is constant.
+
+    SGLang has such parameters, writes to them what a checkpoint may have, and does not use them.
+    """
+    from sglang.srt.models import gemma4_causal, gemma4_mm
+
+    attention: Any = gemma4_causal.Gemma4Attention
+    build = attention.__init__
+
+    @functools.wraps(build)
+    def built(self: Any, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        if self.is_kv_shared_layer:
+            weight = self.qkv_proj.weight
+            weight.weight_loader = functools.partial(_load_queries, self, weight.weight_loader)
+
+    attention.__init__ = built
+    gemma4_mm.Gemma4ForConditionalGeneration.forward = _logits_of_text
+
+
+def _load_queries(attention: Any, load: Any, weight: Any, loaded: Tensor, shard: str) -> None:
+    load(weight, loaded, shard)
+    weight.data[attention.q_size :].zero_()
+    attention.k_norm.weight.data.zero_()
+
+
+def _logits_of_text(self: Any, input_ids: Tensor, positions: Tensor, forward_batch: Any, *_: object, **__: object) -> Any:
+    hidden_TH = self.language_model(input_ids, positions, forward_batch)
+    return self.logits_processor(input_ids, hidden_TH, self.language_model.embed_tokens, forward_batch)
+
+
+def install_layer_sizes(shape: ModelShape) -> None:
+    """A cache with heads of each layer's number and size, and none for layers that use keys of others.
+
+    SGLang has equal ones in all layers, or two caches (SWAKVPool), one of which forgets what windows no longer see.
+    """
+    from sglang.srt.mem_cache.memory_pool import GPU_MEMORY_TYPE_KV_CACHE, MHATokenToKVPool
+    from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+    from sglang.srt.runtime_context import get_parallel
+
+    pool: Any = MHATokenToKVPool
+    configurator: Any = DefaultPoolConfigurator
+    store = pool._store_kv_layer
+
+    def sizes() -> list[tuple[int, int]]:
+        return [(max(1, one.num_kv_heads // get_parallel().attn_tp_size), one.head_dim) for one in shape.cached_layers]
+
+    def create(self: Any) -> None:
+        rows = self.size + self.page_size
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
+            self.k_buffer, self.v_buffer = (
+                [torch.zeros((rows, *heads), dtype=self.store_dtype, device=self.device) for heads in sizes()] for _ in range(2)
+            )
+
+    def store_layer(self: Any, layer: int, *rest: Any) -> None:
+        self.row_dim = self.v_row_dim = self.k_buffer[layer][0].numel()
+        store(self, layer, *rest)
+
+    pool._create_buffers_normal, pool._store_kv_layer = create, store_layer
+    configurator._compute_cell_size = lambda _, kvc, *__: (
+        2 * sum(number * head_dim for number, head_dim in sizes()) * kvc.kv_cache_dtype.itemsize
+    )
 
 
 def _install_window_tower() -> None:

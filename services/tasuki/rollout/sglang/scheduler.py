@@ -309,7 +309,7 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         install_dense_lora(setup.config.served_adapter)
         model_runner.LoRAManager = UnpinnedLora if device == "cpu" else ScaledLora
     if device == "cpu":
-        attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
+        attention_registry.ATTENTION_BACKENDS |= dict.fromkeys(("torch_native", "triton"), BatchedAttention)
     # It would write a file for a data-parallel balancer to /dev/shm that nobody removes.
     sglang_scheduler.create_load_snapshot_writer = _nothing
 

@@ -18,12 +18,12 @@ _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
 class RmsNorm(nn.Module):
     """torch's fused RMSNorm: sums and scales in float32, and rounds once."""
 
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
+    def __init__(self, weight: nn.Parameter | None, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = weight, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
 class GatedMlp(nn.Module):
@@ -112,10 +112,12 @@ def down_projected(
 
 
 def _fused(module: nn.Module) -> nn.Module | None:
-    # Gemma's norms add 1 to their weight in float32 and name epsilon differently.
+    # Norms of Gemma 2 and 3 add 1 to their weight in float32, and name epsilon as those of Gemma 4 do.
+    norm: Any = module
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-        norm: Any = module
         return RmsNorm(norm.weight, norm.variance_epsilon)
+    if type(module).__name__ == "Gemma4RMSNorm":
+        return RmsNorm(norm.weight if norm.with_scale else None, norm.eps)
     if type(module).__name__.endswith("MLP") and hasattr(module, "down_proj") and not hasattr(module, "experts"):
         config: Any = module.config
         activation = getattr(config, "hidden_activation", None) or config.hidden_act

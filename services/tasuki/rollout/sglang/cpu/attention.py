@@ -155,6 +155,14 @@ def install_cpu_latent_attention() -> None:
     AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
 
 
+def install_without_triton() -> None:
+    """Has SGLang 0.5.17 place tokens without Triton, which "triton" implies: the one name under which it lets us serve Gemma 4 on a CPU."""
+    from sglang.srt.mem_cache import allocation
+    from sglang.srt.model_executor import forward_batch_info
+
+    allocation.support_triton = forward_batch_info.support_triton = lambda _: False
+
+
 def _groups(lengths: Sequence[int], *, elements_per_token: int) -> Iterator[tuple[Tensor, int]]:
     """Groups of sequences of similar length, padded and computed together, with the longest length of each group."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)

@@ -256,7 +256,7 @@ def reshard(network: Policy | Critic) -> None:
 def _shard(
     network: Policy | Critic, source: NetworkSource, *, placement: Callable[[nn.Parameter], Shard | None] | None
 ) -> None:
-    """Creates the FSDP2 groups: each layer, embedding, last norm, LM head and vision tower, and the root with the rest.
+    """Creates the FSDP2 groups: each layer, embeddings, last norm, LM head and vision tower, and the root with the rest.
 
     A tied embedding is used at both ends of a pass, so it belongs to the root, which stays gathered in between. placement: of layers'
     parameters; None shards all by rows. Spread experts are in no group.
@@ -279,6 +279,8 @@ def _shard(
         if is_policy:
             # Backward starts with it.
             shard(head, reshard_after_forward=False)
+    if (layer_inputs := getattr(decoder, "embed_tokens_per_layer", None)) is not None:
+        shard(layer_inputs).set_unshard_in_backward(False)
     if (tower := getattr(network.causal_lm, "visual", None)) is not None:
         shard(tower)
     shard(network)
