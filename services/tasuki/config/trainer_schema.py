@@ -60,7 +60,7 @@ class LoraConfig(Schema):
     init: Literal["default", "gaussian", "xavier"] = "default"
     """First values of A without a `path`: PEFT's of these names, uniform or normal with a standard deviation of `1 / rank`, or Megatron's,
     normal with `sqrt(2 / (rank + inputs))`. B is 0. PiSSA: see [the guide](../guides/lora.md#pissa)."""
-    target_modules: Annotated[tuple[LinearName | FusedName, ...], Field(min_length=1), Distinct] = tuple(
+    target_modules: Annotated[tuple[Literal[LinearName, FusedName], ...], Field(min_length=1), Distinct] = tuple(
         name for name in get_args(LinearName) if name not in UNSERVED_LINEAR
     )
     """Linear layers that get an adapter, in every layer of the model. Those of experts: `experts`. Phi 3 has "qkv_proj" and "gate_up_proj"
