@@ -70,14 +70,16 @@ def test_a_name_of_megatron_core_is_where_the_backend_looks(name: str) -> None:
 
 
 NUM_TOKENS = 514
-"""No parameter has this size, or half of it."""
+"""No parameter has this size, half of it, or twice."""
+NUM_CHOSEN = 2
+"""Experts of a token."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     sizes = {"vocab_size": 4 * VOCAB_SIZE, "hidden_size": 192, "intermediate_size": 448}
-    return {kind: save_checkpoint(make_model(kind, seed=3, **sizes), folder / kind) for kind in DENSE}
+    return {kind: save_checkpoint(make_model(kind, seed=3, **sizes), folder / kind) for kind in (*DENSE, SPARSE)}
 
 
 def test_three_clipped_steps_are_those_of_fsdp(mesh: DeviceMesh, models: dict[str, Path]) -> None:
@@ -109,7 +111,9 @@ def check_tags(learner: Learner) -> None:
     moments = [state[name] for state in optimizer.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     node = planned(learner)
     for tensors, sizes in zip((weights, optimizer._buffers, moments), (*_kept_tensors(node), _moments(node)), strict=True):
-        assert sum(tensor.nbytes for tensor in tensors) == sum(sizes)
+        # Five rows of a router over two ranks.
+        rel = 0.002 if node.model.num_experts else 0
+        assert sum(tensor.nbytes for tensor in tensors) == pytest.approx(sum(sizes), rel=rel)
 
 
 def check_step(learner: Learner) -> None:
@@ -128,14 +132,16 @@ def check_step(learner: Learner) -> None:
     if node.checkpointing is Checkpointing.NONE:
         layer.forward = partial(kept_of, layer.forward)
     for _ in range(2):  # the second pass finds megatron-core's buffer
-        with LiveTokens(sizes=(NUM_TOKENS, NUM_TOKENS // size, NUM_TOKENS - 1)) as live:
+        with LiveTokens(sizes=(NUM_TOKENS, NUM_TOKENS // size, NUM_TOKENS - 1, NUM_TOKENS * NUM_CHOSEN)) as live:
             log_probs_N, _ = backend.score_tokens(Role.POLICY, one_sequence())
             backend.backward(Role.POLICY, log_probs_N.sum(), share=1.0)
     if kept:
-        assert kept[0] == node.rank_tokens * kept_per_token(node, 0)
+        # A few numbers of routing are not there.
+        rel = 0.003 if node.model.num_experts else 0
+        assert kept[0] == pytest.approx(node.rank_tokens * kept_per_token(node, 0), rel=rel)
     peak = max(parts.get(Part.ACTIVATIONS, 0) + parts.get(Part.LOGITS, 0) for parts in step_moments(node).values())
     # Token ids, places and angles are not counted.
-    assert peak == pytest.approx(live.peak, rel=0.03)
+    assert peak == pytest.approx(live.peak, rel=0.05 if node.model.num_experts else 0.03)
 
 
 def one_sequence() -> TokenBatch:
@@ -157,6 +163,8 @@ CASES = [
     ("qwen2_tied", "float32", "full"),
     ("qwen3", "float32", "none"),
     ("llama", "bfloat16", "attention"),
+    ("qwen3_moe", "bfloat16", "none"),
+    ("qwen3_moe", "float32", "full"),
 ]
 
 

@@ -189,8 +189,8 @@ def _flowing_in_mlp(node: Node, index: int) -> int:
     """Elements per token, besides what is kept, at the peak of the MLP's backward.
 
     At the MLP's product, itself freed: its gradient, and those of both factors. On a GPU the latter two take the place of the factors; if
-    the product is kept, it is freed only then. Parallel experts also begin with three rows for each chosen expert, the results' gradients
-    and products with them; then a gradient has arrived, and is sorted by expert.
+    the product is kept, it is freed only then. Parallel experts, and megatron-core's, also begin with three rows for each chosen expert,
+    the results' gradients and products with them; then a gradient has arrived, and is sorted by expert.
     """
     model, num_sharing = node.model.at(index), node.trainer.tensor_parallel
     if not model.is_sparse(index):
@@ -198,7 +198,7 @@ def _flowing_in_mlp(node: Node, index: int) -> int:
         # computes gates and ups as one tensor, whose gradient joins theirs.
         whole = model.intermediate_size + num_sharing * model.hidden_size if num_sharing > 1 else 0
         return max((1 if node.fuses_mlp and node.gathers_layers else 2) * model.intermediate_size, whole)
-    if not node.trainer.spreads_experts:
+    if node.gathers_layers and not node.trainer.spreads_experts:
         return 2 * model.experts_per_token * model.expert_size
     widest_row = max(model.hidden_size, model.expert_size)
     return max(3 * model.experts_per_token * model.hidden_size, 2 * node.rows_per_token * widest_row)
