@@ -370,8 +370,7 @@ def test_episodes_outlive_a_changeover_and_go_on_from_their_tokens(client: Clien
         waiting, again = carry.groups
         before = [episode.drawn() for episode in waiting.episodes]
         assert sum(one["episodes"].count(None) for one in carry.records()) == 4, "these begin again if the client dies"
-        samples = [replace(one, advantages=1.0) for episode in short.episodes for one in episode.training_samples()]
-        client.forward_backward(samples)
+        client.forward_backward([replace(one, advantages=1.0) for each in short.episodes for one in each.training_samples()])
         client.optim_step()
         again.begin_again()
         client.acquire(Phase.ROLLOUT)

@@ -1,6 +1,7 @@
 """A model folder that is not what its config.json says is refused from its files' headers, by file and tensor."""
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -98,10 +99,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "web page": (lambda folder: (folder / SHARDS[0]).write_text("<!DOCTYPE html>" * 9), [SHARDS[0], "is no safetensors file"]),
     "empty": (lambda folder: (folder / SHARDS[0]).write_bytes(b""), [SHARDS[0], "cut off"]),
     "cut": (lambda folder: (folder / SHARDS[0]).write_bytes((folder / SHARDS[0]).read_bytes()[:-1]), [SHARDS[0], "cut off"]),
-    "cut in its header": (
-        lambda folder: (folder / SHARDS[0]).write_bytes((folder / SHARDS[0]).read_bytes()[:99]),
-        [SHARDS[0], "cut off"],
-    ),
+    "cut in its header": (lambda folder: os.truncate(folder / SHARDS[0], 99), [SHARDS[0], "cut off"]),
     "longer": (lambda folder: (folder / SHARDS[0]).open("ab").write(b"\0"), [SHARDS[0], "describes"]),
     "in both": (lambda folder: rewrite(folder / SHARDS[0], lambda each: each.update({UP: torch.zeros(96, 64)})), [*SHARDS, UP]),
     "lost by its file": (lambda folder: rewrite(folder / SHARDS[1], lambda each: each.pop(UP)), [INDEX_FILE, SHARDS[1], UP]),
