@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tasuki.config.checks import check_model
+from tasuki.config.load import config_of
 from tasuki.config.schema import NodeConfig
 from tasuki.models.known import read_model
 from tasuki.models.shape import EXPERTS
@@ -108,6 +109,14 @@ def test_a_model_that_it_cannot_hold_is_refused(kind: str, layout: dict[str, int
     }[kind]  # fmt: skip
     with refusing(field):
         check_model(config(num_ranks=8, megatron=layout), read_model(shape).shape)
+
+
+@pytest.mark.parametrize("key", ["pipeline_parallel", "context_parallel"])
+def test_other_parallelism_is_refused_with_the_way_round(key: str) -> None:
+    table = {"state_dir": "/s", "model": {"path": "/m"}, "trainer": {"backend": "megatron", "megatron": {key: 2}}}
+    with pytest.raises(InvalidArgument, match=r"trainer\.megatron\.tensor_parallel") as refused:
+        config_of(table)
+    assert refused.value.metadata["field"] == f"trainer.megatron.{key}"
 
 
 @pytest.mark.parametrize("version", [None, "0.15.0"])
