@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -75,7 +76,7 @@ def configure(job: Job, *, device: str) -> Any:
         log_level="error",
     )
     set_global_server_args_for_scheduler(args)
-    initialize_moe_config(args)
+    initialize_moe_config(*([args] if signature(initialize_moe_config).parameters else []))  # none from 0.5.23 on
     return args
 
 

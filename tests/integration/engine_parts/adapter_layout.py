@@ -64,7 +64,7 @@ def buffers_of(shape: Shape, tp_rank: int, *, changed: dict[str, Any] | None = N
     if shape[0] != shape[1]:
         vars(config).update(zip(originals, shape[0], strict=True))
     modules = {f"layers.0.{kind}": module for kind, module in (layer_of(shape, tp_rank) | (changed or {})).items()}
-    manager = SimpleNamespace(memory_pool=pool_of(shape), lora_modules=[modules], base_hf_config=config)
+    manager = SimpleNamespace(memory_pool=pool_of(shape), lora_modules=[modules], base_hf_config=config, attn_tp_size=shape[2])
     return AdapterBuffers(cast(Any, manager), LoraConfig(rank=RANK, alpha=6, target_modules=TARGETS), tp_rank=tp_rank)
 
 

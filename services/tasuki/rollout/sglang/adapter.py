@@ -68,8 +68,8 @@ class AdapterBuffers:
         self._places: list[_Place] = []
         self._unused: list[torch.Tensor] = []
         for name, module, a, b in self._modules:
-            split = _split_of(name, module, manager.base_hf_config, tp_rank=tp_rank)
-            _check_fit(name, split, a, b, rank=config.max_rank, tp_size=module.base_layer.tp_size)
+            split = _split_of(name, module, manager.base_hf_config, tp_rank=tp_rank, tp_size=manager.attn_tp_size)
+            _check_fit(name, split, a, b, rank=config.max_rank, tp_size=manager.attn_tp_size)
             self._note_places(name, split, a, b)
 
     def _note_places(self, name: str, split: "_Split", a: torch.Tensor, b: torch.Tensor) -> None:
@@ -148,7 +148,7 @@ class _Split:
     outputs: Mapping[str, _Share]
 
 
-def _split_of(name: str, module: Any, config: Any, *, tp_rank: int) -> _Split:
+def _split_of(name: str, module: Any, config: Any, *, tp_rank: int, tp_size: int) -> _Split:
     """Dimension that ranks split, by kind of module: the input of a row-parallel layer and the outputs of a column-parallel one."""
     layer, kind = module.base_layer, name.rpartition(".")[2]
     if isinstance(module, RowParallelLinearWithLoRA):
@@ -165,7 +165,7 @@ def _split_of(name: str, module: Any, config: Any, *, tp_rank: int) -> _Split:
         size = layer.output_partition_sizes[index]
         # There may be fewer key-value heads than ranks; several ranks then hold the same heads.
         copies = layer.num_kv_head_replicas if part in ("k_proj", "v_proj") else 1
-        whole = _unpadded(size * layer.tp_size // copies, config, part)
+        whole = _unpadded(size * tp_size // copies, config, part)
         outputs[part] = _Share(whole, tp_rank // copies * size, size, row)
         row += size
     return _Split(_Share(layer.input_size, 0, layer.input_size), outputs)

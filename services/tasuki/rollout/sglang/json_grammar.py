@@ -73,6 +73,10 @@ class JsonGrammars:
         xgrammar_backend.XGrammarGrammar.apply_vocab_mask = cast(Any, _mask)
         return xgrammar_backend.XGrammarGrammarBackend(self._tokenizer, vocab_size=self._vocab_size)
 
+    def get_request_grammar_key(self, key: tuple[str, str], **_: object) -> tuple[str, str]:
+        """Asked from 0.5.23 on."""
+        return key
+
     def get_cached_or_future_value(self, key: tuple[str, str], require_reasoning: bool) -> Any:
         return self._backend.get_cached_or_future_value(key, require_reasoning)
 
