@@ -79,9 +79,8 @@ def test_a_cache_of_layers_of_different_sizes_takes_what_is_planned_and_keeps_ea
         monkeypatch.setattr(owner, name, getattr(owner, name))  # restored in the end
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=tp_size))
     install_layer_sizes(shape)
-    assert shape.layer_sizes is not None
     sizes = {"head_num": shape.num_kv_heads, "head_dim": shape.head_dim, "layer_num": shape.num_layers}
-    pool = pool_type(100, 1, torch.bfloat16, **sizes, device="cpu", enable_memory_saver=False)
+    pool: Any = pool_type(100, 1, torch.bfloat16, **sizes, device="cpu", enable_memory_saver=False)
     planned = kv_bytes_per_token(node_with(shape, rollout={"tp_size": tp_size}))
     assert sum(cast(Any, pool.get_kv_size_bytes())) == 101 * planned
     assert configurator._compute_cell_size(None, SimpleNamespace(kv_cache_dtype=torch.bfloat16), shape.num_layers) == planned
