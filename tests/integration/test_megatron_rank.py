@@ -251,3 +251,16 @@ def test_dropout_is_of_inputs_or_of_outputs_and_recomputed(mesh: DeviceMesh, mod
         scores = [backend.score_tokens(Role.POLICY, one_sequence())[0] for _ in range(2)]
     assert torch.equal(*scores) and len(masks) == 4 and masks[-1].min() == masks[-1].max()
     learner.backend.close()
+
+
+def test_a_scaling_is_not_rounded_to_the_dtype_of_the_layers(mesh: DeviceMesh, models: dict[str, Path]) -> None:
+    lora = {"rank": 3, "alpha": 4, "target_modules": ["q_proj", "o_proj"]}
+    learner = start(models["qwen3"], mesh=mesh, tensor_parallel=1, lora=lora, compute_dtype="bfloat16")
+    backend: Any = learner.backend
+    layer = backend._policy.policy.decoder.layers[0].self_attention.linear_proj
+    layer.lora.b["o_proj"].data.normal_()
+    (a, b), merged = layer.lora.factors(), torch.empty(layer.weight.shape)
+    layer.lora.merge(merged, layer=layer, rows=slice(None))
+    expected = layer.weight.float() + 4 / 3 * b.float() @ a.float()
+    torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
+    learner.backend.close()

@@ -57,7 +57,8 @@ class Adapter(nn.Module):
         self.b = nn.ParameterDict([(part, new(*self._shapes[part])) for part in adapted])
         self.magnitude = nn.ParameterDict([(part, new(len(rows[part]))) for part in adapted if lora.use_dora])
         scaling = [lora.scaling_of(adapted[part]) for part in first.values() for _ in range(ranks[part])]
-        self.scaling_R = torch.tensor(scaling, dtype=layer.weight.dtype, device=groups.device)
+        self.scaling_R = torch.tensor(scaling, device=groups.device)
+        """float32, also of layers in bfloat16, which would round it."""
         self.order_O = torch.cat([*rows.values()]).argsort().to(groups.device)
         """Where each row of the layer is in its parts, one after the other."""
         drop = Dropout(lora.dropout, index) if lora.dropout else nn.Identity()
@@ -78,7 +79,8 @@ class Adapter(nn.Module):
             return output
         (x, *_), (result, bias), (a, b) = inputs, output, self.factors()
         dropped = self._before(x)
-        added = self._after(linear(self._exchanged(linear(dropped, a)) * self.scaling_R, b))
+        scaled = (self._exchanged(linear(dropped, a)) * self.scaling_R).to(a.dtype)
+        added = self._after(linear(scaled, b))
         if not self.magnitude:
             return result + added, bias
         factor = self.factor(layer, slice(None))
@@ -94,7 +96,7 @@ class Adapter(nn.Module):
     def merge(self, held: Tensor, *, layer: Any, rows: slice) -> None:
         """Writes rows of W + scaling B A to `held`: summed in float32, rounded once. Collective as `factor`."""
         a, b = self.factors()
-        merged = torch.addmm(layer.weight[rows].float(), b[rows].float() * self.scaling_R.float(), a.float())
+        merged = torch.addmm(layer.weight[rows].float(), b[rows].float() * self.scaling_R, a.float())
         held.copy_(merged * self.factor(layer, rows)[:, None] if self.magnitude else merged)
 
     @torch.no_grad()
@@ -108,7 +110,7 @@ class Adapter(nn.Module):
 
     def _norms(self, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
         over = self._groups.tensor if self._splits_columns and self._groups.tensor.size() > 1 else None
-        return row_norms(base.detach(), a, b, scaling=self.scaling_R.float(), columns_over=over)
+        return row_norms(base.detach(), a, b, scaling=self.scaling_R, columns_over=over)
 
     def _exchanged(self, inner: Tensor) -> Tensor:
         """A's output: of all tokens, where B is split; summed for this rank's tokens, where A is."""
@@ -120,7 +122,7 @@ class Adapter(nn.Module):
         return gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True, group=group)
 
     def _none(self, shape: tuple[int, int]) -> Tensor:
-        return self.scaling_R.new_zeros(shape)
+        return next(iter(self.b.values())).new_zeros(shape)
 
     @staticmethod
     def _without_bias(layer: Any, result: Tensor) -> Tensor:
