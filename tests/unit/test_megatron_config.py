@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tasuki.cli.plan import headline
 from tasuki.config.checks import check_model
 from tasuki.config.load import config_of
 from tasuki.config.schema import NodeConfig
@@ -14,6 +15,8 @@ from tasuki.planner.node import Checkpointing, Part
 from tasuki.planner.presets import MODELS
 from tasuki.planner.trainer_bytes import checkpoint_bytes, gradient_bytes, trainer_tags
 from tasuki.trainer.backends import megatron
+from tasuki.trainer.durable.checkpoint import checkpoint_facts
+from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument
 from tests.models import CONFIGS
 from tests.planned import node_with
@@ -129,6 +132,23 @@ def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch, versi
     monkeypatch.setattr(megatron.metadata, "version", found)
     with pytest.raises(InvalidArgument, match=megatron.VERSION):
         megatron.check_installed()
+
+
+def test_the_headline_names_the_backend() -> None:
+    trainer = {"backend": "megatron", "megatron": {"tensor_parallel": 2}}
+    node = node_with(DENSE, num_ranks=4, checkpointing=Checkpointing.FULL, trainer=trainer)
+    assert "4 Megatron TP 2 ranks" in headline(node)
+
+
+def test_a_checkpoint_names_excluded_layers_as_every_backend_does() -> None:
+    model = CONFIGS["qwen3"]()
+    model.architectures = ["Qwen3ForCausalLM"]
+    facts = [
+        checkpoint_facts({Role.POLICY: model}, progress=None, config=trainer, num_ranks=1)
+        for words in (["0.mlp.linear_fc1"], ["0.mlp.gate_proj", "0.mlp.up_proj"])
+        for trainer in [config(lora={"exclude_modules": words}).trainer]
+    ]
+    assert facts[0] == facts[1] and facts[0].roles[Role.POLICY].lora_more
 
 
 def test_ranks_hold_their_part_of_the_layers_and_step_their_rows_of_it() -> None:

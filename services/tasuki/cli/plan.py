@@ -353,8 +353,9 @@ def headline(node: Node) -> str:
     how += ", expert parallel" if node.trainer.spreads_experts else ""
     how += ", one base for both services" if node.shares_base else ""
     ranks = "rank" if node.num_ranks == 1 else "ranks"
+    backend = "FSDP" if node.trainer.backend == "fsdp" else f"Megatron TP {node.trainer.tensor_parallel}"
     return (
-        f"{node.model.architecture} on {where}, strategy {node.strategy}: {node.num_ranks} FSDP {ranks}, {how}, "
+        f"{node.model.architecture} on {where}, strategy {node.strategy}: {node.num_ranks} {backend} {ranks}, {how}, "
         f"{node.micro_batch_tokens:,} tokens, checkpointing {node.checkpointing}{kept}; engines {engines}, "
         f"KV ratio {node.config.rollout.kv_ratio:g}"
     )
