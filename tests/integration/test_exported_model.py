@@ -90,6 +90,7 @@ def test_what_was_quantized_is_exported_in_bfloat16(
 PATTERNS = {"exclude_modules": ["0.self_attn.o_proj"], "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"o_proj": 9.0}}
 DORA = {"use_dora": True, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 LORA = {"rank": 3, "alpha": 5, "target_modules": ["o_proj"]}
+EXPERTS = {"experts": True, "rank": 4}
 EXPORTED = [
     (kind, lora)
     for kind in ("llama_tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "phi3", "qwen3_5", "qwen2_5_vl", "qwen3_vl")
@@ -102,7 +103,7 @@ TELLING = {None: ("deepseek_v3", "gpt_oss", "qwen2_5_vl"), 3: ("llama_tied", "qw
     ("kind", "lora"),
     [
         *repeated(EXPORTED, is_repeat=lambda kind, lora: kind not in TELLING[lora and lora["rank"]]),
-        ("qwen3_moe", LORA | {"experts": True}),
+        ("qwen3_moe", LORA | EXPERTS),
         ("llama", LORA | PATTERNS),
         ("qwen2", LORA | DORA),
     ],
@@ -141,11 +142,11 @@ def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
 
 
 MERGED = [
-    ("qwen3_moe", {"experts": True}),
-    ("glm4_moe", {"experts": True}),
-    ("mixtral", {"experts": True}),
-    ("qwen3_next", {"experts": True}),
-    ("deepseek_v3", {"experts": True}),
+    ("qwen3_moe", EXPERTS),
+    ("glm4_moe", EXPERTS),
+    ("mixtral", EXPERTS),
+    ("qwen3_next", EXPERTS),
+    ("deepseek_v3", EXPERTS),
     ("qwen2", PATTERNS),
     ("qwen2", DORA | {"alpha": 40}),
     ("qwen3_5", {"tower": True}),

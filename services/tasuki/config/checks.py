@@ -437,11 +437,10 @@ def _problems_of_lora_experts(config: "NodeConfig", models: "Sequence[ModelShape
         if not model.num_experts or model.has_biased_experts:
             what = "experts with biases, which cannot have adapters" if model.num_experts else "no experts"
             yield "trainer.lora.experts", f"{model.architecture} has {what}; remove it"
-    if config.device == "cuda" and lora.rank % 8:
-        yield (
-            "trainer.lora.rank",
-            f"{lora.rank} is not divisible by 8, as grouped products on a GPU need for trainer.lora.experts",
-        )
+    # Rows of 16 bytes. A GPU in float32 has the limit of bfloat16.
+    least = 4 if config.device == "cpu" and config.trainer.compute_dtype == "float32" else 8
+    if lora.rank % least:
+        yield "trainer.lora.rank", f"{lora.rank} is not divisible by {least}, as grouped products need for trainer.lora.experts"
 
 
 def check_gpus(config: "NodeConfig", gpus: "Gpus", *, num_gpus: int) -> None:
