@@ -70,6 +70,20 @@ def test_a_key_that_changes_the_numbers_is_named(folder: Path, override: str):
         check_recipe(recipe(_config(folder, override)), begun_with=begun_with, output_dir=folder / "run")
 
 
+def test_adapters_may_be_named_in_the_words_of_another_backend(folder: Path):
+    megatron = {"target_modules": ["linear_qkv", "linear_fc1"], "exclude_modules": ["0.mlp.linear_fc1"]}
+    fsdp = {
+        "target_modules": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
+        "exclude_modules": ["0.mlp.gate_proj", "0.mlp.up_proj"],
+    }
+    given = _config(folder).model_dump(exclude_unset=True)
+    first, then = (
+        NodeConfig.model_validate(given | {"trainer": {"backend": backend, "lora": lora}})
+        for backend, lora in (("megatron", megatron), ("fsdp", fsdp))
+    )
+    check_recipe(recipe(then), begun_with=recipe(first), output_dir=folder / "run")
+
+
 def test_length_frequency_and_machine_may_change_and_folders_may_move(folder: Path):
     (folder / "held-out.jsonl").write_text('{"prompt": "b"}\n')
     linear = ("trainer.lr_schedule=linear", f'train.eval_dataset="{folder}/held-out.jsonl"')

@@ -112,6 +112,11 @@ class LoraConfig(Schema):
         """`exclude_modules`, as in checkpoints. Towers have layers of megatron-core's names."""
         return tuple(part for name in self.exclude_modules for part in ([name] if self.tower else unfused(name)))
 
+    @property
+    def unfused(self) -> "LoraConfig":
+        """The same, with layers named as every backend does."""
+        return self.model_copy(update={"target_modules": self.targets, "exclude_modules": self.excluded})
+
     def adapts(self, layer: str) -> bool:
         """Whether a linear layer of this name, such as `model.layers.0.self_attn.q_proj`, gets an adapter."""
         is_meant = self.tower if layer.startswith(TOWER) else layer.rpartition(".")[2] in self.targets

@@ -29,8 +29,10 @@ def recipe(config: NodeConfig) -> Recipe:
     """Builds the recipe as JSON values. Files count by content; the model by its texts and its tensors' names and shapes."""
     table, run, free = ("train", config.train, _FREE_TRAIN_KEYS) if config.sft is None else ("sft", config.sft, _FREE_SFT_KEYS)
     assert run is not None
+    lora = config.trainer.lora
+    trainer = config.trainer if lora is None else config.trainer.model_copy(update={"lora": lora.unfused})
     tables = {
-        "trainer": config.trainer.model_dump(mode="json", exclude=PERFORMANCE_TRAINER_KEYS),
+        "trainer": trainer.model_dump(mode="json", exclude=PERFORMANCE_TRAINER_KEYS),
         table: run.model_dump(mode="json", exclude=free),
     }
     if isinstance(run, TrainConfig):

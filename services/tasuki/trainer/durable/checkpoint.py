@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from transformers import PreTrainedConfig
 
-from tasuki.config.trainer_schema import LoraConfig, TrainerConfig
+from tasuki.config.trainer_schema import TrainerConfig
 from tasuki.models.family import computing_keys
 from tasuki.models.known import find_family
 from tasuki.trainer.backend import Progress
@@ -330,16 +330,10 @@ def checkpoint_facts(
             lora_rank=None if lora is None else lora.rank,
             lora_alpha=None if lora is None else lora.alpha,
             lora_use_rslora=lora is not None and lora.use_rslora,
-            lora_more={} if lora is None else _more_of(lora),
+            lora_more={} if lora is None else lora.unfused.model_dump(mode="json", include=_MORE, exclude_defaults=True),
             model=computing_settings(model),
         )
     return CheckpointFacts(num_ranks, roles, config.optimizer_8bit)
-
-
-def _more_of(lora: LoraConfig) -> dict[str, Any]:
-    """In the words that every backend takes."""
-    named = lora.model_copy(update={"exclude_modules": lora.excluded})
-    return named.model_dump(mode="json", include=_MORE, exclude_defaults=True)
 
 
 def computing_settings(model: PreTrainedConfig) -> dict[str, Any]:
