@@ -26,7 +26,7 @@ from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, base_parame
 from tasuki.trainer.backends.fsdp.lora.merged_weights import _grouped
 from tasuki.trainer.durable.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
 from tasuki.trainer.modules.experts import replace_experts
-from tasuki.trainer.modules.lora import set_dropout
+from tasuki.trainer.modules.lora import set_dropout, write_adapter
 from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.sealed_json import sealed
@@ -92,6 +92,8 @@ def test_adapters_of_experts_are_trained_in_float32_and_planned(kind: str) -> No
         ({"alpha_pattern": {"1.o_proj": 2.0}}, "alpha_pattern: 1.o_proj matches no layer"),
         ({"exclude_modules": ["q_proj"], "alpha_pattern": {"q_proj": 2.0}}, "alpha_pattern: q_proj matches no layer"),
         ({"rank_pattern": {"(q": 2}}, "is no regular expression"),
+        ({"rank_pattern": {"q_proj{99999999999}": 2}}, "is no regular expression"),
+        ({"alpha_pattern": {"(?i)Q_PROJ": 2.0}}, "is no regular expression: global flags"),
         ({"init": "gaussian", "path": "x"}, "init"),
         ({"use_dora": True, "experts": True}, "use_dora is not for experts"),
         ({"dropout": 0.1, "experts": True}, "dropout is not for experts"),
@@ -101,6 +103,18 @@ def test_names_and_patterns_without_effect_are_refused_by_key(changes: dict[str,
     with pytest.raises((InvalidArgument, ValueError), match=words):
         config = config_of(trainer={"lora": {"target_modules": ["q_proj", "o_proj"], **changes}})
         check_model(config, shape_of(on_meta("llama")))
+
+
+@pytest.mark.parametrize("key", ["exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_names_that_the_file_of_a_vision_models_adapter_has_otherwise_are_refused(key: str) -> None:
+    def check(name: str) -> None:
+        given = [name] if key == "exclude_modules" else {name: 2}
+        config = config_of(trainer={"lora": {"target_modules": ["q_proj"], key: given}})
+        check_model(config, shape_of(make_model("qwen3_vl", seed=0)))
+
+    check("layers.0.self_attn.q_proj")
+    with refusing(f"trainer.lora.{key}", match=r"model\.language_model\.layers\.0.* leave out its beginning"):
+        check("model.layers.0.self_attn.q_proj")
 
 
 def test_layers_ranks_and_scalings_of_patterns_are_pefts_and_planned() -> None:
@@ -125,6 +139,20 @@ def test_layers_ranks_and_scalings_of_patterns_are_pefts_and_planned() -> None:
     add_adapters(model, lora)
     planned = trained_shards(node_of(config_of(trainer={"lora": lora.model_dump()}), shape, gpu_bytes=GB, host_bytes=GB))
     assert sorted(planned) == sorted(tuple(param.shape) for _, param in trained_parameters(model))
+
+
+def test_patterns_of_a_written_adapter_keep_their_order_of_which_peft_takes_the_first(tmp_path: Path) -> None:
+    patterns: dict[str, Any] = {
+        "rank_pattern": {"v_proj": 3, "[kv]_proj": 5},
+        "alpha_pattern": {"v_proj": 9.0, "[kv]_proj": 2.0},
+    }
+    lora = LoraConfig(rank=4, target_modules=("k_proj", "v_proj"), **patterns)
+    write_adapter(tmp_path / "adapter", {"unread": torch.zeros(1)}, config=lora, source=tmp_path)
+    written = PeftConfig.from_pretrained(str(tmp_path / "adapter"))
+    layers = inject_adapter_in_model(written, on_meta("llama")).named_modules()
+    found = {name: module.scaling["default"] for name, module in layers if isinstance(module, LoraLayer)}
+    assert found == {name: lora.scaling_of(name) for name in lora.layers(shape_of(on_meta("llama")))}
+    assert set(found.values()) == {9 / 3, 2 / 5}
 
 
 def test_dora_is_served_merged() -> None:
@@ -248,6 +276,11 @@ def facts(*, policy: int | None = None, critic: int | None = -1, alpha: float | 
             facts(policy=8, alpha_pattern={"q_proj": 2.0}),
             facts(policy=8),
             "with alpha_pattern {'q_proj': 2.0} as policy, but the trainer has None",
+        ),
+        (
+            facts(policy=8, alpha_pattern={"q_proj": 2.0, ".*_proj": 4.0}),
+            facts(policy=8, alpha_pattern={".*_proj": 4.0, "q_proj": 2.0}),
+            "with alpha_pattern {'q_proj': 2.0, '.*_proj': 4.0} as policy, but the trainer has {'.*_proj': 4.0",
         ),
         (facts(critic=None), facts(critic=8), "a whole model as critic"),
         (facts(), facts(critic=None), "holds policy, but the trainer trains critic, policy"),

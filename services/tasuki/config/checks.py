@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from tasuki.algorithms.loss_types import OldPolicy
 from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.table import MAX_GPUS, UNIX, UUID
-from tasuki.models.adapter_folder import FUSED, check_adapter, is_end, is_match
+from tasuki.models.adapter_folder import FUSED, check_adapter, in_peft, is_end, is_match
 from tasuki.models.known import find_family
 from tasuki.models.shape import EXPERTS
 from tasuki.wire.address import is_beyond_loopback, is_same_port
@@ -419,6 +419,17 @@ def _problems_of_lora_layers(lora: "LoraConfig", model: "ModelShape", *, is_whol
         return
     if is_whole:
         yield from _problems_of_fused_layers(lora, adapted)
+    decoder = find_family(model.architecture).adapter_decoder(has_tower=model.tower is not None)
+    for key, ends, matches in (
+        ("exclude_modules", lora.excluded, is_end),
+        ("rank_pattern", lora.rank_pattern, is_match),
+        ("alpha_pattern", lora.alpha_pattern, is_match),
+    ):
+        for end, layer in product(ends, targeted):
+            in_file = in_peft(layer, decoder=decoder).removeprefix("base_model.model.")
+            if matches(end, layer) != matches(end, in_file):
+                problem = f"{end} is for {layer}, which is {in_file} in PEFT's file, where it would not match"
+                yield f"trainer.lora.{key}", f"{problem}; leave out its beginning"
     experts = [name for name in model.parameters() if lora.experts and name.endswith(EXPERTS)]
     for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in patterns:

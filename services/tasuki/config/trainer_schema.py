@@ -27,8 +27,8 @@ FusedName = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
 def _check_pattern(pattern: str) -> str:
     try:
-        re.compile(pattern)
-    except re.error as error:
+        is_match(pattern, "")  # flags may only begin a whole expression, and this is a part of one
+    except (re.error, OverflowError) as error:
         raise ValueError(f"is no regular expression: {error}") from None
     return pattern
 

@@ -262,8 +262,9 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
             raise InvalidArgument("path", f"{path} holds {kinds[0]} as {role}, but the trainer trains {kinds[1]}")
         was, is_ = ({"alpha": each.lora_alpha, "use_rslora": each.lora_use_rslora, **each.lora_more} for each in (saved, mine))
         for key in sorted(was.keys() | is_.keys()):
-            # An alpha of None is that of a checkpoint that does not say.
-            if was.get(key) != is_.get(key) and not (key == "alpha" and None in (was[key], is_[key])):
+            # An alpha of None is that of a checkpoint that does not say. Of patterns the first that matches counts.
+            held, wanted = (list(it.items()) if isinstance(it, dict) else it for it in (was.get(key), is_.get(key)))
+            if held != wanted and not (key == "alpha" and None in (was[key], is_[key])):
                 problem = f"holds adapters with {key} {was.get(key)} as {role}, but the trainer has {is_.get(key)}"
                 raise InvalidArgument("path", f"{path} {problem}; load it with the {key} it was saved with")
         for key in sorted(saved.model.keys() & mine.model.keys()):

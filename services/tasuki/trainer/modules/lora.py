@@ -3,6 +3,7 @@
 An adapter adds the product B A, scaled, to a linear layer's: A is [rank, in], B [out, rank]. Experts have a dimension [E] before.
 """
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -89,6 +90,10 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], *, config: LoraConfi
     if not config.tower:
         settings.target_modules = sorted(config.targets)  # PEFT's is a set, in another order in each process
     settings.save_pretrained(str(folder))
+    # PEFT sorts keys, but takes the first pattern that matches a layer.
+    file = folder / "adapter_config.json"
+    written = json.loads(file.read_text()) | {"rank_pattern": config.rank_pattern, "alpha_pattern": config.alpha_pattern}
+    file.write_text(json.dumps(written, indent=2))
 
 
 def adapt_experts(experts: GroupedExperts, config: LoraConfig) -> None:
