@@ -231,6 +231,14 @@ def test_measured_runs_name_the_fastest_split_and_what_others_cost(node: Path, c
     assert json.loads(capsys.readouterr().out)["generation"] == {"4 x TP 1": 20.0, "2 x TP 2": None, "1 x TP 4": None}
     assert main(["plan", str(node), *GPUS, "--set", "train.group_size=4", *runs]) == USER_ERROR
     assert "measured" in capsys.readouterr().err
+    assert main(["plan", str(node), *GPUS, *runs[:2], *runs[:2]]) == USER_ERROR
+    assert "measures 4 x TP 1, which an earlier run does" in capsys.readouterr().err
+    said = {"": "no steps after its first", '"generate": 0.0': "no steps after", '"generate": -1.0': "cannot be: -40 tokens/s"}
+    for seconds, problem in (said | {'"generate": NaN': "cannot be: nan tokens/s"}).items():
+        line = f'{{"step": 1, "mean_num_tokens": 5.0, "seconds": {{{seconds}}}}}\n'
+        (node.parent / "tp1" / "metrics.jsonl").write_text(2 * line)
+        assert main(["plan", str(node), *GPUS, *runs[:2]]) == USER_ERROR
+        assert problem in capsys.readouterr().err
 
 
 def test_both_backends_are_compared_where_both_have_the_model(node: Path, capsys: pytest.CaptureFixture[str]) -> None:

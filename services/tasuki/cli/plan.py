@@ -289,7 +289,7 @@ def backend_lines(plans: Mapping[str, Plan]) -> list[str]:
 def generation_rates(node: Node, runs: Sequence[Path]) -> dict[tuple[int, int], float | None]:
     """Generated tokens/s by engines and TP: the median of a run's steps after the first; None where no run is given.
 
-    Raises InvalidArgument for a run of another model, batch or number of GPUs.
+    Raises InvalidArgument for a run of another model, device, batch or number of GPUs, one without rates, and two of one split.
     """
     sizes = [1 << power for power in range(node.num_gpus.bit_length()) if node.config.train is not None]
     fitting = [tp for tp in sizes if not (node.num_gpus % tp or node.model.num_heads % tp)]
@@ -298,18 +298,25 @@ def generation_rates(node: Node, runs: Sequence[Path]) -> dict[tuple[int, int], 
         from tasuki.runs.folder import read_steps
 
         config = load_config(file)
-        later = [(step.mean_num_tokens, step.seconds) for step in read_steps(file.parent)[1:]]
-        generated = [tokens / seconds["generate"] for tokens, seconds in later if tokens]
+        later = [(step.mean_num_tokens, step.seconds.get("generate")) for step in read_steps(file.parent)[1:]]
+        generated = [tokens / seconds for tokens, seconds in later if tokens and seconds]
         run, train = node_of(config, gpu_bytes=1, host_bytes=1), config.train
         if train is None or not generated or _batch(run) != _batch(node):
-            raise InvalidArgument("measured", f"{file} has another model, batch or number of GPUs, or no steps after its first")
-        rates[config.dp_size, config.rollout.tp_size] = train.prompts_per_step * train.group_size * median(generated)
+            problem = "has another model, device, batch or number of GPUs than the plan, which needs [train], or no steps after its first"
+            raise InvalidArgument("measured", f"{file} {problem}")
+        if not 0.0 < (rate := train.prompts_per_step * train.group_size * median(generated)) < math.inf:
+            raise InvalidArgument("measured", f"{file.parent / 'metrics.jsonl'} cannot be: {rate:g} tokens/s")
+        if rates.get(split := (config.dp_size, config.rollout.tp_size)) is not None:
+            raise InvalidArgument(
+                "measured", f"{file} measures {split[0]} x TP {split[1]}, which an earlier run does; give one of them"
+            )
+        rates[split] = rate
     return rates
 
 
 def _batch(node: Node) -> tuple[object, ...]:
     keys = ("prompts_per_step", "group_size", "max_new_tokens", "oversample", "max_batches")
-    return node.model, node.num_gpus, *(getattr(node.config.train, key, None) for key in keys)
+    return node.model, node.config.device, node.num_gpus, *(getattr(node.config.train, key, None) for key in keys)
 
 
 def generation_lines(rates: Mapping[tuple[int, int], float | None]) -> list[str]:
