@@ -208,6 +208,10 @@ def test_keys_that_compute_nothing_are_accepted(kind: str) -> None:
 
 
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+_PARTIAL_WINDOWS = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 
 
@@ -295,6 +299,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
         ("gemma4", "num_global_key_value_heads", 1),
         ("gemma4_dense", "num_global_key_value_heads", None),
         ("gemma4", "num_kv_shared_layers", 3),
+        ("gemma4", "num_kv_shared_layers", 5),
+        ("gemma4", "num_kv_shared_layers", -1),
+        ("gemma4_dense", "num_global_key_value_heads", 3),
+        ("gemma4", "global_head_dim", 33),
+        ("gemma4", "rope_parameters", _PARTIAL_WINDOWS),
         ("gemma4", "layer_types", ["full_attention", "sliding_attention"] * 2),
         ("gemma4", "rope_parameters", {"full_attention": {"rope_type": "proportional"}}),
         ("gemma4", "rope_parameters", {each: {"rope_type": "default"} for each in ("full_attention", "sliding_attention")}),

@@ -116,6 +116,8 @@ def _refuse_other_gemma4(config: Config) -> None:
     for kind, name in ((_SLIDING, "default"), (_FULL, "proportional")):
         if (config.get("rope_parameters") or {kind: {"rope_type": name}}).get(kind, {}).get("rope_type") != name:
             raise unsupported(config, "rope_parameters", f"needs a table with rope_type {name!r} for {kind}")
+    if ((config.get("rope_parameters") or {}).get(_SLIDING) or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        raise unsupported(config, "rope_parameters", f"transformers rotates whole heads in {_SLIDING}, the engine a part")
     has_own = config.get("num_global_key_value_heads") is not None
     if has_own is not flag(config, "attention_k_eq_v"):
         problem = "transformers reads it with attention_k_eq_v alone, the engine in any case; give both or neither"
@@ -130,11 +132,15 @@ def _gemma4(config: Config, shape: ModelShape) -> Model:
     own = types[: len(types) - num_shared]
     if types[-1] != _FULL:
         raise unsupported(config, "layer_types", f"transformers makes the last one {_FULL}, the engine does not")
-    if set(types) - set(own):
+    if not 0 <= num_shared < len(types) or set(types) - set(own):
         raise unsupported(config, "num_kv_shared_layers", "leaves no layer of some kind with keys and values to share")
     is_wide, is_same = flag(config, "use_double_wide_mlp"), flag(config, "attention_k_eq_v")
     kv_heads = {_SLIDING: shape.num_kv_heads, _FULL: size(config, "num_global_key_value_heads", default=shape.num_kv_heads)}
     head_dims = {_SLIDING: shape.head_dim, _FULL: size(config, "global_head_dim", default=512)}
+    if shape.num_heads % kv_heads[_FULL]:
+        raise unsupported(config, "num_global_key_value_heads", f"{shape.num_heads} attention heads cannot share them evenly")
+    if head_dims[_FULL] % 2:
+        raise unsupported(config, "global_head_dim", "a rotary embedding needs an even number")
     sizes = tuple(
         LayerSizes(
             intermediate_size=shape.intermediate_size * (2 if is_wide and index >= len(own) else 1),
