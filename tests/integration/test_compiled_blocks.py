@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config as inductor
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -159,12 +160,13 @@ def test_a_machine_without_a_compiler_is_told_at_the_start(
     models: dict[str, Path], mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
     torch._dynamo.reset()
     learner = start(models["qwen2"], mesh)
-    with pytest.raises(
-        InvalidArgument, match=r'trainer.compile: "blocks" is not possible here: .*[Cc]\+\+ compiler'
-    ) as refused:
+    # monkeypatch would delete the setting in the end, for other tests of this process.
+    with (
+        inductor.patch("cpp.cxx", (None, "no-such-compiler")),
+        pytest.raises(InvalidArgument, match=r'trainer.compile: "blocks" is not possible here: .*[Cc]\+\+ compiler') as refused,
+    ):
         fsdp(learner).warm_up()
     assert refused.value.metadata["field"] == "trainer.compile"
 
