@@ -32,8 +32,9 @@ from tests.planned import node_with  # noqa: E402
 from tools.bench.gpus import at_least_one, require_gpus  # noqa: E402
 
 SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
-SHAPES = MODELS | {"qwen3-moe-12-layers": replace(MODELS["qwen3-30b-a3b"], num_layers=12)}
-"""Benchmark sizes, with one MoE model of 8.1 billion parameters that fits two GPUs of 141 GB."""
+SHAPES = MODELS | {"qwen2.5-7b-8-layers": replace(MODELS["qwen2.5-7b"], num_layers=8)}
+SHAPES |= {f"qwen3-moe-{num}-layers": replace(MODELS["qwen3-30b-a3b"], num_layers=num) for num in (8, 12)}
+"""Benchmark sizes, with fewer layers of two; 12 of the MoE model have 8.1 billion parameters, and fit two GPUs of 141 GB."""
 NUM_TOKENS, NUM_STEPS = 8192, 3
 STAGES = (Phase.TRAIN, Stage.LOAD_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_TRAINER)
 

@@ -1,10 +1,10 @@
 """Training steps on GPUs: `python -m tools.bench.trainer_step_gpu [--out FOLDER] [--cases 0.5b 7b-lora] [--backends fa4] [--ranks 2]
 [--compile none blocks]`.
 
-Shapes of Qwen2.5, and one of Qwen3 with experts, with random weights, through the learner and FSDP2 as the service runs them: bfloat16
-compute, AdamW, packed samples of lognormal lengths (median 1,500, sigma 0.8, at most 8,192; fixed seed). The second half of each sample is
-its completion. Reports for each attention backend: real tokens/s, MFU and peak memory (torch's and the driver's), per GPU. --compile
-repeats this for each value of trainer.compile; the untimed first step then compiles. Prints a line of JSON per case and writes
+Shapes of Qwen2.5, and one of Qwen3 with experts, with random weights, through the learner and FSDP2, or megatron-core, as the service runs
+them: bfloat16 compute, AdamW, packed samples of lognormal lengths (median 1,500, sigma 0.8, at most 8,192; fixed seed). The second half of
+each sample is its completion. Reports for each attention backend: real tokens/s, MFU and peak memory (torch's and the driver's), per GPU.
+--compile repeats this for each value of trainer.compile; the untimed first step then compiles. Prints a line of JSON per case and writes
 trainer_step_gpu.json. --tiny tries it with tiny models on a CPU.
 
 FLOPs of a step: 6 per weight of the layers and token (4 for a frozen model, plus 6 for the adapters). The vocabulary projection counts
@@ -30,6 +30,8 @@ import numpy as np
 import torch
 
 from tasuki.models.shape import ModelShape
+from tasuki.planner.choose import chosen
+from tasuki.planner.node import node_of
 from tasuki.wire.stages import Phase
 from tools.bench.gpus import require_gpus
 from tools.bench.plan_gpu import SOURCES, make_model_apart, node_for, predict, step_bytes, used_bytes
@@ -69,6 +71,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "7b-group-shared": ("qwen2.5-7b", {"checkpointing": "full", "prefix_sharing": True, "micro_batch_tokens": 32_768}),
     "moe": ("qwen3-moe-12-layers", {"checkpointing": "full"}),
     "moe-parallel": ("qwen3-moe-12-layers", {"checkpointing": "full", "expert_parallel": True}),
+    "7b-8-layers": ("qwen2.5-7b-8-layers", {"checkpointing": "full"}),
+    "7b-8-layers-tensor": (
+        "qwen2.5-7b-8-layers",
+        {"checkpointing": "full", "backend": "megatron", "megatron": {"tensor_parallel": 2}},
+    ),
+    "moe-megatron": (
+        "qwen3-moe-12-layers",
+        {"checkpointing": "full", "backend": "megatron", "megatron": {"expert_parallel": 2}},
+    ),
     "7b-lora": ("qwen2.5-7b", {"checkpointing": "none", "lora": {"rank": 32}}),
     "7b-lora-recomputed": ("qwen2.5-7b", {"checkpointing": "full", "lora": {"rank": 32}}),
 }
@@ -77,7 +88,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 "7b-85gb" and "7b-60gb" fit two GPUs of that size, the latter with AdamW's moments on the host. "7b-long" has two samples of LONG tokens,
 shared by two ranks; "7b-tiled" has the same samples, one per rank. "7b-group" has groups of GROUP samples of one prompt, one per rank;
 "7b-group-shared" computes each prompt once. "moe" is Qwen3-30B-A3B with 12 of its 48 layers, which takes two GPUs; in "moe-parallel" the
-ranks compute their own experts.
+ranks compute their own experts, in "moe-megatron" on megatron-core. "7b-8-layers-tensor" splits layers over two ranks there.
 """
 PEAK_FLOPS = 989e12
 
@@ -149,7 +160,7 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
     from tasuki.trainer.replicas import start_mesh
     from tasuki.trainer.service.requests import decode_samples
     from tasuki.trainer.wire import Role
-    from tests.integration.learning import fsdp, micro_batches, start_learner, with_denominator
+    from tests.integration.learning import micro_batches, start_learner, with_denominator
 
     device = "cpu" if arguments.tiny else "cuda"
     preset, settings = CASES[case]
@@ -164,6 +175,8 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
     choices = {"kept_layers": min(settings.pop("kept_layers"), shape.num_layers)} if "kept_layers" in settings else {}
     learner = start_learner(folder, mesh=mesh, compute_dtype="bfloat16", choices=choices, **settings)
     start_s = time.perf_counter() - started
+    backend_of: Any = learner.backend
+    planned = chosen(node_of(backend_of._node, gpu_bytes=1, host_bytes=1), backend_of._choices)
     samples = samples_of(lengths, shape.vocab_size)
     if "group" in case:
         shrink = 64 if arguments.tiny else 1
@@ -199,7 +212,7 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
         "samples": len(lengths),
         "tokens": sum(lengths),
         "micro_batch_tokens": settings["micro_batch_tokens"],
-        "checkpointing": f"{fsdp(learner)._planned.checkpointing}, {fsdp(learner)._planned.kept_layers} layers kept",
+        "checkpointing": f"{planned.checkpointing}, {planned.kept_layers} layers kept",
         "micro_batches": len(batches),
         "start_s": round(start_s, 1),
         "seconds": [round(each, 3) for each in seconds],
@@ -210,9 +223,9 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
         "grad_norms": norms,
     }
     if device == "cuda":
-        memory = fsdp(learner).memory
+        memory = backend_of.memory
         num_groups = mesh.size() // learner.backend.sequence_part.num_parts
-        node = replace(fsdp(learner)._planned, logit_tokens=sum(lengths) // 2 // (len(batches) * num_groups))
+        node = replace(planned, logit_tokens=sum(lengths) // 2 // (len(batches) * num_groups))
         result |= {
             "allocated_bytes": sum(usage.total_bytes for usage in memory.usage()) + step_bytes(memory, device),
             "reserved_bytes": torch.cuda.max_memory_reserved(),

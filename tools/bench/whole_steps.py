@@ -1,9 +1,10 @@
 """Whole RL steps of a node: `python -m tools.bench.whole_steps [--size qwen2.5-7b] [--gpus 2] [--steps 10] [--set A.B=VALUE]`.
 
 A node with random weights, N trainer ranks and N replicas. A step takes the GPUs for rollout, generates 64 x 8 samples (256 + 512 tokens),
-takes the GPUs for training, and trains on all of them, as `tasuki train` does. Each step's parts add up to its seconds; "first_token_ms"
-is a request of one token right after the changeover. The first step, which warms caches, is left out of the medians. --model takes a
-folder instead of a size. --tiny: a small model on a CPU. Writes whole_steps.json after each step, and prints medians with their spread.
+takes the GPUs for training, and trains on all of them, as `tasuki train` does. Each step's parts add up to its seconds; "first_token_ms" is
+a request of one token right after the changeover; "gpu_gb" is what the driver reports of the first GPU after a step. The first step, which
+warms caches, is left out of the medians. --model takes a folder instead of a size. --tiny: a small model on a CPU. Writes whole_steps.json
+after each step, and prints medians with their spread.
 """
 
 import argparse
@@ -21,6 +22,8 @@ import numpy as np
 from tasuki.client import Client, Phase, SamplingParams, Stage, TrainingSample
 from tasuki.config.load import load_config
 from tasuki.node.start import start_node
+from tasuki.planner.node import GB
+from tools.bench.changeover_gpu import taken_bytes
 from tools.bench.node_load import GPU, TINY, Load, make_model
 
 
@@ -64,6 +67,7 @@ def step(client: Client, load: Load, random: np.random.Generator) -> dict[str, A
         "optim_step_s": ended - learned,
         "trained_tokens_per_s": (new_tokens + len(samples) * load.prompt_tokens) / (ended - packed),
         "grad_norm": norm,
+        "gpu_gb": taken_bytes(load.device) / GB,
         "stages_ms": {
             stage: 1e3 * each.seconds for each in [*there, *back] if (stage := Stage.of(each.stage)) and each.seconds
         },
