@@ -13,7 +13,8 @@ from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
-from tasuki.config.checks import check_lora_targets, check_model
+from tasuki.config.checks import check_model
+from tasuki.config.lora_checks import check_lora_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.known import read_model

@@ -2,23 +2,29 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from tasuki.algorithms.loss_types import OldPolicy
 from tasuki.config.engine_arguments import MAX_TOKENS
+from tasuki.config.lora_checks import (
+    Problem,
+    check_lora_targets,
+    conflicts_of_lora,
+    problems_of_lora_experts,
+    problems_of_lora_layers,
+)
 from tasuki.config.table import MAX_GPUS, UNIX, UUID
-from tasuki.models.adapter_folder import FUSED, check_adapter, in_peft, is_end, is_match
+from tasuki.models.adapter_folder import check_adapter
 from tasuki.models.known import find_family
-from tasuki.models.shape import EXPERTS
 from tasuki.wire.address import is_beyond_loopback, is_same_port
 from tasuki.wire.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from tasuki.config.gpus import Gpus
     from tasuki.config.schema import NodeConfig
-    from tasuki.config.trainer_schema import LoraConfig, TrainerConfig
+    from tasuki.config.trainer_schema import TrainerConfig
     from tasuki.models.shape import ModelShape
 
 UNSERVED_LINEAR = (
@@ -31,8 +37,6 @@ HEARTBEAT_S = 0.25
 MISSED_BEATS = 4
 """Missing heartbeats after which a process counts as hung, at least."""
 _DRAFTS = "rollout.engine.speculative_algorithm"
-_Problem: TypeAlias = tuple[str, str]
-"""The key to change first, and what is wrong with it."""
 
 
 class SettingsConflict(ValueError):
@@ -51,7 +55,7 @@ def check_config(config: "NodeConfig") -> None:
         raise SettingsConflict(*found)
 
 
-def _conflicts(config: "NodeConfig") -> Iterator[_Problem]:
+def _conflicts(config: "NodeConfig") -> Iterator[Problem]:
     trainer, lora, served = config.trainer, config.trainer.lora, config.served_adapter
     if trainer.param_dtype != "float32" and lora is not None:
         yield "trainer.param_dtype", f'= "{trainer.param_dtype}" is not for [trainer.lora]: adapters are trained in float32'
@@ -82,34 +86,12 @@ def _conflicts(config: "NodeConfig") -> Iterator[_Problem]:
             "starts the policy, but the KL reference would be the model without it; merge it into the model with PEFT, or "
         )
         yield "trainer.lora.path", f"{problem}set kl_coef = 0"
-    yield from _conflicts_of_lora(config)
+    yield from conflicts_of_lora(config)
     yield from _conflicts_of_megatron(config)
     yield from _conflicts_of_runs(config)
 
 
-def _conflicts_of_lora(config: "NodeConfig") -> Iterator[_Problem]:
-    """Words of one backend's adapters in the other's."""
-    lora = config.trainer.lora
-    if lora is None:
-        return
-    if lora.type == "vlm_lora":
-        yield (
-            "trainer.lora.type",
-            '= "vlm_lora" is not offered: for a vision tower set trainer.lora.tower, with backend = "fsdp"',
-        )
-    words: tuple[tuple[str, str, bool, str], ...] = (
-        ("megatron", "type", lora.type != "canonical_lora", "leave it out, or set use_dora for DoRA"),
-        ("megatron", "dropout_position", lora.dropout_position != "pre", "leave it out"),
-        ("megatron", "target_modules", lora.targets != lora.target_modules, "give PEFT's names"),
-        ("megatron", "exclude_modules", lora.excluded != lora.exclude_modules, "give PEFT's names"),
-        ("fsdp", "tower", lora.tower, "leave it out"),
-    )
-    for backend, key, is_used, advice in words:
-        if is_used and config.trainer.backend != backend:
-            yield f"trainer.lora.{key}", f'is for trainer.backend = "{backend}" here: {advice}, or use that'
-
-
-def _conflicts_of_megatron(config: "NodeConfig") -> Iterator[_Problem]:
+def _conflicts_of_megatron(config: "NodeConfig") -> Iterator[Problem]:
     """What only the FSDP backend has, with the way round."""
     trainer = config.trainer
     if trainer.backend == "fsdp":
@@ -138,7 +120,7 @@ def _conflicts_of_megatron(config: "NodeConfig") -> Iterator[_Problem]:
         yield "trainer.checkpointing", '= "offloaded" is not for trainer.backend = "megatron": set "full", or use "fsdp"'
 
 
-def _conflicts_of_runs(config: "NodeConfig") -> Iterator[_Problem]:
+def _conflicts_of_runs(config: "NodeConfig") -> Iterator[Problem]:
     """Runs without what they train, and output folders in the model's, whose files an export copies, or in place of the data."""
     critic, train, sft = config.trainer.critic, config.train, config.sft
     is_given = train is None or train.policy_loss().old_policy is OldPolicy.GIVEN
@@ -164,7 +146,7 @@ def _conflicts_of_runs(config: "NodeConfig") -> Iterator[_Problem]:
                 yield f"{table}.output_dir", f"is in {key}, {path}; choose a folder of its own for the run"
 
 
-def _conflicts_of_ranks(config: "NodeConfig") -> Iterator[_Problem]:
+def _conflicts_of_ranks(config: "NodeConfig") -> Iterator[Problem]:
     trainer, num_ranks = config.trainer, config.trainer.num_ranks
     given = {
         "trainer.num_ranks": num_ranks,
@@ -183,7 +165,7 @@ def _conflicts_of_ranks(config: "NodeConfig") -> Iterator[_Problem]:
         yield "trainer.mlp_tile_tokens", f"{problem}numbers of tiles; remove one of them"
 
 
-def _conflicts_of_devices(config: "NodeConfig") -> Iterator[_Problem]:
+def _conflicts_of_devices(config: "NodeConfig") -> Iterator[Problem]:
     """GPUs must be named for all ranks of both services or for none."""
     named = {
         "trainer": (config.trainer.devices, config.trainer.num_ranks),
@@ -208,7 +190,7 @@ def _conflicts_of_devices(config: "NodeConfig") -> Iterator[_Problem]:
             yield "trainer.devices", f"and rollout.devices name one GPU in two ways, {name} and {longer}"
 
 
-def _conflicts_of_kind(config: "NodeConfig") -> Iterator[_Problem]:
+def _conflicts_of_kind(config: "NodeConfig") -> Iterator[Problem]:
     trainer, is_gpu, drafts = config.trainer, config.device == "cuda", "speculative_algorithm" in config.rollout.engine
     if not is_gpu and trainer.attention_backend in ("fa4", "varlen"):
         yield "trainer.attention_backend", f'= "{trainer.attention_backend}" needs device = "cuda": leave it out'
@@ -241,8 +223,8 @@ def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShap
     if trainer.lora is not None:
         check_lora_targets(model, trainer.lora.targets)
         is_whole = trainer.lora.is_fused or (trainer.lora.use_dora and trainer.backend == "megatron")
-        problems = _problems_of_lora_layers(trainer.lora, model, is_whole=is_whole)
-        _raise_first(chain(problems, _problems_of_lora_experts(config, models)))
+        problems = problems_of_lora_layers(trainer.lora, model, is_whole=is_whole)
+        _raise_first(chain(problems, problems_of_lora_experts(config, models)))
         if trainer.lora.path is not None:
             check_adapter(trainer.lora.path, model, trainer.lora)
     if critic is not None and trainer.critic_lora is not None:
@@ -256,12 +238,12 @@ def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShap
         raise InvalidArgument(f"rollout.engine.{MAX_TOKENS}", problem, needed_tokens=longest, total_tokens=tokens)
 
 
-def _raise_first(problems: Iterable[_Problem]) -> None:
+def _raise_first(problems: Iterable[Problem]) -> None:
     for field, problem in problems:
         raise InvalidArgument(field, problem)
 
 
-def _problems_of_models(config: "NodeConfig", models: "Sequence[ModelShape]") -> Iterator[_Problem]:
+def _problems_of_models(config: "NodeConfig", models: "Sequence[ModelShape]") -> Iterator[Problem]:
     """models: the policy, and the critic if there is one."""
     trainer, tp_size, shared = config.trainer, config.rollout.tp_size, config.trainer.sequence_parallel
     model, name = models[0], models[0].architecture
@@ -309,7 +291,7 @@ def _problems_of_models(config: "NodeConfig", models: "Sequence[ModelShape]") ->
 MEGATRON_FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
-def _problems_of_megatron(model: "ModelShape", trainer: "TrainerConfig") -> Iterator[_Problem]:
+def _problems_of_megatron(model: "ModelShape", trainer: "TrainerConfig") -> Iterator[Problem]:
     """What megatron-core's layers cannot have, or are not tested with."""
     name, tensor_parallel, expert_ranks = model.architecture, trainer.tensor_parallel, trainer.expert_ranks
     if name not in MEGATRON_FAMILIES or model.has_output_bias:
@@ -332,7 +314,7 @@ def _problems_of_megatron(model: "ModelShape", trainer: "TrainerConfig") -> Iter
         yield "trainer.megatron.expert_parallel", problem
 
 
-def _problems_of_vision(config: "NodeConfig", model: "ModelShape") -> Iterator[_Problem]:
+def _problems_of_vision(config: "NodeConfig", model: "ModelShape") -> Iterator[Problem]:
     """What vision models and their texts cannot have."""
     if not find_family(model.architecture).text_module:
         return
@@ -346,7 +328,7 @@ def _problems_of_vision(config: "NodeConfig", model: "ModelShape") -> Iterator[_
         yield _DRAFTS, f"is not for {model.architecture}, whose drafts are not tested; leave it out"
 
 
-def _problems_of_delta_nets(config: "NodeConfig", model: "ModelShape") -> Iterator[_Problem]:
+def _problems_of_delta_nets(config: "NodeConfig", model: "ModelShape") -> Iterator[Problem]:
     """What gated delta nets cannot have: their state passes through all tokens of a sample, in order."""
     if model.delta is None:
         return
@@ -384,82 +366,12 @@ def check_critic_model(config: "NodeConfig", policy: "ModelShape", critic: "Mode
         raise InvalidArgument("trainer.critic.path", f"{problem}; {advice}")
 
 
-def check_lora_targets(model: "ModelShape", targets: Sequence[str]) -> None:
-    """Raises InvalidArgument for a target that is no linear layer of the model, naming those that are."""
-    there = list(dict.fromkeys(name for index in range(model.num_layers) for name in model.linear_layers(index)))
-    missing = [target for target in targets if target not in there]
-    if missing:
-        has = f"it has {', '.join(there)}; those of experts are trainer.lora.experts"
-        raise InvalidArgument("trainer.lora.target_modules", f"{model.architecture} has no linear {', '.join(missing)}; {has}")
-
-
-def _problems_of_fused_layers(lora: "LoraConfig", adapted: Iterable[str]) -> Iterator[_Problem]:
-    """Layers that megatron-core computes as one, of which only some have an adapter, or have others' rank or scale."""
-    for layer in adapted:
-        before, _, last = layer.rpartition(".")
-        parts = [f"{before}.{part}" for fused in FUSED.values() if last in fused for part in fused]
-        for part in parts:
-            if part not in adapted:
-                problem = f"leaves out {part}, which is computed with {layer}; "
-                yield "trainer.lora.target_modules", f'{problem}name both or neither, or type = "canonical_lora" without DoRA'
-            for key, value in (("rank_pattern", lora.rank_of), ("alpha_pattern", lora.scaling_of)):
-                if value(part) != value(layer):
-                    yield f"trainer.lora.{key}", f"differs in {layer} and {part}, which share an A; give both the same"
-
-
-def _problems_of_lora_layers(lora: "LoraConfig", model: "ModelShape", *, is_whole: bool) -> Iterator[_Problem]:
-    """Names and patterns without effect. is_whole: whether layers that megatron-core computes as one have adapters only together."""
-    adapted, targeted = lora.layers(model), lora.model_copy(update={"exclude_modules": ()}).layers(model)
-    for name in lora.excluded:
-        if not any(is_end(name, layer) for layer in targeted):
-            problem = f"{name} is no layer of target_modules, nor the end of one such as {next(iter(targeted))}"
-            yield "trainer.lora.exclude_modules", problem
-    if not adapted:
-        yield "trainer.lora.exclude_modules", "leaves no layer with an adapter; name fewer"
-        return
-    if is_whole:
-        yield from _problems_of_fused_layers(lora, adapted)
-    decoder = find_family(model.architecture).adapter_decoder(has_tower=model.tower is not None)
-    for key, ends, matches in (
-        ("exclude_modules", lora.excluded, is_end),
-        ("rank_pattern", lora.rank_pattern, is_match),
-        ("alpha_pattern", lora.alpha_pattern, is_match),
-    ):
-        for end, layer in product(ends, targeted):
-            in_file = in_peft(layer, decoder=decoder).removeprefix("base_model.model.")
-            if matches(end, layer) != matches(end, in_file):
-                problem = f"{end} is for {layer}, which is {in_file} in PEFT's file, where it would not match"
-                yield f"trainer.lora.{key}", f"{problem}; leave out its beginning"
-    experts = [name for name in model.parameters() if lora.experts and name.endswith(EXPERTS)]
-    for key, patterns in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        for pattern in patterns:
-            if any(is_match(pattern, name) for name in experts):
-                yield f"trainer.lora.{key}", f"{pattern} matches experts, which all have rank and alpha"
-            if not any(is_match(pattern, layer) for layer in adapted):
-                problem = f"{pattern} matches no layer with an adapter, such as {next(iter(adapted))}"
-                yield f"trainer.lora.{key}", f"{problem}; it must match the end of one"
-
-
-def _problems_of_lora_experts(config: "NodeConfig", models: "Sequence[ModelShape]") -> Iterator[_Problem]:
-    lora = config.trainer.lora
-    if lora is None or not lora.experts:
-        return
-    for model in models:
-        if not model.num_experts or model.has_biased_experts:
-            what = "experts with biases, which cannot have adapters" if model.num_experts else "no experts"
-            yield "trainer.lora.experts", f"{model.architecture} has {what}; remove it"
-    # Rows of 16 bytes. A GPU in float32 has the limit of bfloat16.
-    least = 4 if config.device == "cpu" and config.trainer.compute_dtype == "float32" else 8
-    if lora.rank % least:
-        yield "trainer.lora.rank", f"{lora.rank} is not divisible by {least}, as grouped products need for trainer.lora.experts"
-
-
 def check_gpus(config: "NodeConfig", gpus: "Gpus", *, num_gpus: int) -> None:
     """Raises InvalidArgument for ranks beyond the GPUs of a machine."""
     _raise_first(_problems_of_gpus(config, gpus, num_gpus))
 
 
-def _problems_of_gpus(config: "NodeConfig", gpus: "Gpus", num_gpus: int) -> Iterator[_Problem]:
+def _problems_of_gpus(config: "NodeConfig", gpus: "Gpus", num_gpus: int) -> Iterator[Problem]:
     if num_gpus > MAX_GPUS:
         yield "gpus", f"must be at most {MAX_GPUS} on one node, not {num_gpus}"
     if gpus.names and (needed := max(*gpus.trainer, *gpus.rollout) + 1) > num_gpus:
@@ -472,7 +384,7 @@ def _problems_of_gpus(config: "NodeConfig", gpus: "Gpus", num_gpus: int) -> Iter
         yield key, f"{config.dp_size} engines of TP {tp_size} need {needed} GPUs, not {num_gpus}"
 
 
-def port_problem(config: "NodeConfig") -> _Problem | None:
+def port_problem(config: "NodeConfig") -> Problem | None:
     """The key to change first and its problem; None if every port authenticates its callers."""
     security, metrics = config.security, config.metrics.listen
     if (security.cert is None) is not (security.key is None):
@@ -499,7 +411,7 @@ def port_problem(config: "NodeConfig") -> _Problem | None:
     return None
 
 
-def fleet_port_problem(config: "NodeConfig") -> _Problem | None:
+def fleet_port_problem(config: "NodeConfig") -> Problem | None:
     """What to set so that a fleet's leader on another machine can call this node; None if it can."""
     fleet = config.fleet
     if fleet is None or fleet.num_nodes == 1 or not is_beyond_loopback(fleet.leader):

@@ -58,7 +58,7 @@ def _decoder_of(causal_lm: nn.Module) -> str:
 def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
     """Freezes the model and adds adapters, in float32 and uninitialized, to the layers that `config` names.
 
-    The model must have these layers (config.checks.check_lora_targets).
+    The model must have these layers (config.lora_checks.check_lora_targets).
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
