@@ -260,7 +260,7 @@ def test_a_scaling_is_not_rounded_to_the_dtype_of_the_layers(mesh: DeviceMesh, m
     layer = backend._policy.policy.decoder.layers[0].self_attention.linear_proj
     layer.lora.b["o_proj"].data.normal_()
     (a, b), merged = layer.lora.factors(), torch.empty(layer.weight.shape)
-    layer.lora.merge(merged, layer=layer, rows=slice(None))
+    layer.lora.merge([merged], layer=layer, first_row=0)
     expected = layer.weight.float() + 4 / 3 * b.float() @ a.float()
     torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
     learner.backend.close()

@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tasuki.config.checks import check_model
@@ -26,8 +27,9 @@ from tasuki.trainer.backends.fsdp.lora import merged_weights
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, base_parameters, trained_parameters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import _grouped
 from tasuki.trainer.durable.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
+from tasuki.trainer.modules import lora as adapters
 from tasuki.trainer.modules.experts import replace_experts
-from tasuki.trainer.modules.lora import set_dropout, write_adapter
+from tasuki.trainer.modules.lora import merge_experts, set_dropout, write_adapter
 from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.sealed_json import sealed
@@ -55,6 +57,32 @@ def test_adapters_alone_are_trained_and_every_weight_keeps_its_name(kind: str) -
     trained = dict(trained_parameters(model))
     assert len(trained) == 2 * 2 * 7
     assert all(".lora_" in name and param.dtype == torch.float32 and 4 in param.shape for name, param in trained.items())
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **kwargs or {})
+        if isinstance(result, torch.Tensor) and not function.is_view:
+            self.num_bytes = max(self.num_bytes, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 7])
+def test_experts_are_merged_a_few_at_a_time_and_rounded_once(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    base, a, b = torch.randn(7, 12, 8).bfloat16(), torch.randn(7, 3, 8), torch.randn(7, 12, 3)
+    monkeypatch.setattr(adapters, "_CPU_PIECE_BYTES", at_once * base[0].numel() * 4)
+    # From the middle of an expert on, by gate and up as in a checkpoint.
+    held = torch.full((6, 2, 6, 8), torch.nan, dtype=torch.bfloat16)
+    with Largest() as largest:
+        merge_experts([*held.flatten(0, 1)], base, a, b, scaling=2.0, first_row=6)
+    wanted = (base.double() + 2 * b.double() @ a.double()).bfloat16().flatten(0, 1)[6:-6]
+    assert torch.equal(held.flatten(0, 2), wanted)
+    assert largest.num_bytes <= at_once * base[0].numel() * 4
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])

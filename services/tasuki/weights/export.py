@@ -1,9 +1,10 @@
 """The trainer's side of the weight exchange: one arena per rank, updated at every publish."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -34,18 +35,22 @@ class Shard:
     local: torch.Tensor
     keeps_dtype: bool = False
     """Whether it is published and exported in its own dtype."""
-    write: Callable[[torch.Tensor], None] | None = None
-    """Writes other content than `local`'s. May be collective: a publication calls those of all shards in order."""
-
-    def copy_to(self, held: torch.Tensor) -> None:
-        if self.write is None:
-            held.copy_(self.local)
-        else:
-            self.write(held)
+    write: Callable[[Sequence[torch.Tensor]], None] | None = None
+    """Writes other content than `local`'s, of consecutive shards that share it at once. May be collective: called in order of shards."""
 
     @property
     def box(self) -> Box:
         return Box(self.offsets, tuple(self.local.shape))
+
+
+def fill_shards(places: Iterable[tuple[Shard, torch.Tensor]]) -> None:
+    """Writes the content of each shard to its tensor."""
+    for write, some in groupby(places, key=lambda place: place[0].write):
+        if write is not None:
+            write([held for _, held in some])
+            continue
+        for shard, held in some:
+            held.copy_(shard.local)
 
 
 def checkpoint_shards(
@@ -211,9 +216,7 @@ class WeightExport:
             sources = [shard.local.detach() if shard.write is None else None for shard in self._shards]
             self._prepared = _Prepared(self._arena, sources, names=names, device=self._device)
         self._header.write_state(ArenaState.WRITING)
-        for shard, held in zip(self._shards, self._arena.tensors, strict=True):
-            if shard.write is not None:
-                shard.write(held)
+        fill_shards(each for each in zip(self._shards, self._arena.tensors, strict=True) if each[0].write is not None)
         sums = self._prepared.fill(replaced)
         self._header.write_published(version, sums)
         return sum(entry.num_bytes for entry in self._arena.manifest.entries)

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 EXPERT_A, EXPERT_B = "_lora_A", "_lora_B"
 """Ends of names of experts' adapters: `experts.gate_up_proj_lora_A` [E, rank, in] and `..._lora_B` [E, out, rank]."""
+_PIECE_BYTES, _CPU_PIECE_BYTES = 64 << 20, 4 << 20
+"""Of experts that are merged at once, in float32: on a GPU few launches within the planner's margin, on a CPU what a cache holds."""
 _TOWER_LINEAR = "qkv|proj|gate_proj|up_proj|down_proj|linear_fc1|linear_fc2|mlp\\.[02]"
 """Ends of the names of linear layers in a vision tower, and of a patch's convolution."""
 
@@ -136,6 +139,26 @@ def set_dropout(causal_lm: nn.Module, seed: int | None) -> None:
     for module in causal_lm.modules():
         if isinstance(module, Dropout):
             module.seed = seed
+
+
+@torch.no_grad()
+def merge_experts(held: Sequence[Tensor], base: Tensor, a: Tensor, b: Tensor, *, scaling: float, first_row: int = 0) -> None:
+    """Writes W + scaling B A of experts: summed in float32, rounded once. base: [E, out, in].
+
+    held: consecutive rows of base, each of one expert, in one dtype. first_row: of all experts' rows, counted one after another.
+    """
+    piece_bytes = _CPU_PIECE_BYTES if base.device.type == "cpu" else _PIECE_BYTES
+    num_rows, at_once = base.shape[1], max(1, piece_bytes // (4 * math.prod(base.shape[1:])))
+    starts = accumulate((each.shape[-2] for each in held), initial=first_row)
+    for _, piece in groupby(zip(starts, held, strict=False), key=lambda pair: pair[0] // num_rows // at_once):
+        firsts, written = zip(*piece, strict=True)
+        experts = slice(firsts[0] // num_rows, firsts[-1] // num_rows + 1)
+        merged = torch.baddbmm(base[experts].float(), b[experts].float(), a[experts].float(), alpha=scaling).to(
+            written[0].dtype
+        )
+        rows, before = merged.flatten(0, 1), firsts[0] % num_rows
+        sizes = [each.shape[-2] for each in written]
+        torch._foreach_copy_(written, rows[before : before + sum(sizes)].split(sizes))
 
 
 @torch.no_grad()

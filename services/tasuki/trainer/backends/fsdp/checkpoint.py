@@ -15,13 +15,13 @@ from tasuki.models.shape import ROUTER_BIAS
 from tasuki.models.tower import TOWER
 from tasuki.trainer.adamw import ShardedAdamW
 from tasuki.trainer.backends.fsdp.lora.adapters import adapter_names, trained_parameters
-from tasuki.trainer.backends.fsdp.lora.merged_weights import merge, merged_experts
+from tasuki.trainer.backends.fsdp.lora.merged_weights import merge
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
 from tasuki.trainer.durable.atomic_folder import cannot_write, delete_aside, folder_bytes, rename_into_place, start_aside
 from tasuki.trainer.durable.checkpoint import RoleFacts, computing_settings, read_facts, read_tensors
 from tasuki.trainer.durable.checkpoint_files import TensorReader
 from tasuki.trainer.durable.model_folder import SafetensorsWriter, copy_other_files, load_shards, read_model_config
-from tasuki.trainer.modules.lora import in_file, write_adapter
+from tasuki.trainer.modules.lora import in_file, merge_experts, write_adapter
 from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.wire import Role
 from tasuki.weights.export import Shard, checkpoint_shards
@@ -125,10 +125,10 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
                     in_file(*part, decoder=family.adapter_decoder(has_tower=model.tower is not None)) for part in parts.items()
                 )
                 scaling = lora.scaling_of(name.removesuffix(".weight"))
+                base, tensor = tensor, torch.empty(shape, dtype=dtype)
                 if len(shape) == 3:
-                    tensor = merged_experts(tensor, a, b, scaling=scaling).to(dtype)
+                    merge_experts(tensor.unbind(), base, a, b, scaling=scaling)
                 else:
-                    base, tensor = tensor, torch.empty(shape, dtype=dtype)
                     merge(tensor, base=base, factors=(b, a), scaling=scaling, magnitude=magnitude)
             shards = checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=family.checkpoint)
             writer.add({shard.name: shard.local for shard in shards})

@@ -57,7 +57,7 @@ from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.replicas import NodeReplicas, mesh_device
 from tasuki.trainer.resident_tags import ExportChoice, ResidentTags, choose_handles
 from tasuki.trainer.wire import Role
-from tasuki.weights.export import ExportMemory, Shard, WeightExport, checkpoint_shards
+from tasuki.weights.export import ExportMemory, Shard, WeightExport, checkpoint_shards, fill_shards
 from tasuki.wire.stages import MemoryTag
 
 _log = logging.getLogger("tasuki.trainer")
@@ -207,8 +207,7 @@ class MegatronBackend:
 
         def last(folder: Path) -> None:
             if (config := lora) is not None:
-                shapes = {band.name: band.shape for part in self._trained for band in part.bands}
-                whole = self._whole(self._trained, shapes, torch.float32)
+                whole = self._whole(self._trained, torch.float32)
                 tensors = dict(in_file(name, tensor.cpu()) for each in whole for name, tensor in each.items())
                 on_first_rank(lambda: write_adapter(folder / "adapter", tensors, config=config, source=source), path=path)
 
@@ -280,9 +279,8 @@ class MegatronBackend:
                 part.shards(part.own(part.buffer)[: len(part.weights)] if part.buffer.dtype is dtype else part.weights)
             )
             if (merge := self._merges.get(part.parameter)) is not None:
-                rows = split(part.shards(torch.arange(part.first, part.first + len(part.weights))))
-                spans = [slice(int(each.local.min()), int(each.local.max()) + 1) for each in rows]
-                made = [replace(shard, write=partial(merge, rows=span)) for shard, span in zip(made, spans, strict=True)]
+                write = partial(merge, first_row=part.first)
+                made = [replace(shard, write=write) for shard in made]
             shards += made
         return shards
 
@@ -301,22 +299,20 @@ class MegatronBackend:
 
     def _whole_tensors(self, dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
         """Every checkpoint tensor, those of a parameter at a time, whole on rank 0. Collective."""
-        for tensors in self._whole(self._policy.parts, self._model.shape.parameters(), dtype):
+        for tensors in self._whole(self._policy.parts, dtype):
             wholes = [Shard(name, tuple(whole.shape), (0,) * whole.dim(), whole) for name, whole in tensors.items()]
             yield {shard.name: shard.local for shard in self._stored(wholes)}
 
-    def _whole(
-        self, parts: Iterable[Part], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-    ) -> Iterator[dict[str, Tensor]]:
-        shards = self._slices(parts, dtype)
-        for name, shape in shapes.items():
-            whole = torch.zeros(shape, dtype=dtype, device=self.device)
-            for shard in shards:
-                if shard.name == name:
-                    shard.copy_to(whole[tuple(map(slice, shard.offsets, shard.box.ends))])
-            # As bytes: every other rank has zeros there, and a sum of numbers would lose the sign of a zero.
-            dist.reduce(whole.view(torch.uint8), dst=0, group=self._mesh.get_group("dp"))
-            yield {name: whole}
+    def _whole(self, parts: Iterable[Part], dtype: torch.dtype) -> Iterator[dict[str, Tensor]]:
+        for part in parts:
+            shapes = {band.name: band.shape for band in part.bands}
+            wholes = {name: torch.zeros(shape, dtype=dtype, device=self.device) for name, shape in shapes.items()}
+            shards = self._slices([part], dtype)
+            fill_shards((each, wholes[each.name][tuple(map(slice, each.offsets, each.box.ends))]) for each in shards)
+            for whole in wholes.values():
+                # As bytes: every other rank has zeros there, and a sum of numbers would lose the sign of a zero.
+                dist.reduce(whole.view(torch.uint8), dst=0, group=self._mesh.get_group("dp"))
+            yield wholes
 
     def _saved(self) -> dict[str, Tensor]:
         """Trained tensors and their AdamW state, by their names in checkpoints, which are those of every backend."""

@@ -26,7 +26,17 @@ from tasuki.models.shape import EXPERTS, ModelShape
 from tasuki.trainer.backends.megatron.groups import Groups
 from tasuki.trainer.backends.megatron.weights import Band, Part, bands_of
 from tasuki.trainer.modules.experts import GroupedExperts
-from tasuki.trainer.modules.lora import EXPERT_A, EXPERT_B, Dropout, adapt_experts, from_file, in_file, initial_a, row_norms
+from tasuki.trainer.modules.lora import (
+    EXPERT_A,
+    EXPERT_B,
+    Dropout,
+    adapt_experts,
+    from_file,
+    in_file,
+    initial_a,
+    merge_experts,
+    row_norms,
+)
 from tasuki.wire.errors import InvalidArgument
 
 
@@ -93,11 +103,13 @@ class Adapter(nn.Module):
         return magnitude[rows].float() / self._norms(layer.weight[rows], a, b[rows])
 
     @torch.no_grad()
-    def merge(self, held: Tensor, *, layer: Any, rows: slice) -> None:
-        """Writes rows of W + scaling B A to `held`: summed in float32, rounded once. Collective as `factor`."""
+    def merge(self, held: Sequence[Tensor], *, layer: Any, first_row: int) -> None:
+        """Writes W + scaling B A to `held`, rows from `first_row` on: summed in float32, rounded once. Collective as `factor`."""
         a, b = self.factors()
-        merged = torch.addmm(layer.weight[rows].float(), b[rows].float() * self.scaling_R, a.float())
-        held.copy_(merged * self.factor(layer, rows)[:, None] if self.magnitude else merged)
+        for each in held:
+            rows = slice(first_row, first_row := first_row + len(each))
+            merged = torch.addmm(layer.weight[rows].float(), b[rows].float() * self.scaling_R, a.float())
+            each.copy_(merged * self.factor(layer, rows)[:, None] if self.magnitude else merged)
 
     @torch.no_grad()
     def initialize_magnitudes(self, layer: Any) -> None:
@@ -212,19 +224,13 @@ def initialize_magnitudes(network: nn.Module, parts: Sequence[Part]) -> None:
 
 
 def merges(network: nn.Module) -> dict[nn.Parameter, Callable[..., None]]:
-    """How to write some `rows` of each adapted weight to a tensor, merged. Experts' are counted one after another."""
+    """How to write rows of each adapted weight, merged, from `first_row` on. Experts' are counted one after another."""
     found: dict[nn.Parameter, Callable[..., None]] = {
         layer.weight: partial(adapter.merge, layer=layer) for layer, adapter in adapters_of(network)
     }
     for module in network.modules():
         if isinstance(module, GroupedExperts) and module.scaling is not None:
-            found |= {getattr(module, name): partial(_merge_expert, module, name) for name in ("gate_up_proj", "down_proj")}
+            for name in ("gate_up_proj", "down_proj"):
+                weight, a, b = (getattr(module, name + end) for end in ("", EXPERT_A, EXPERT_B))
+                found[weight] = partial(merge_experts, base=weight, a=a, b=b, scaling=module.scaling)
     return found
-
-
-@torch.no_grad()
-def _merge_expert(experts: GroupedExperts, name: str, held: Tensor, *, rows: slice) -> None:
-    weight, a, b = (getattr(experts, name + end) for end in ("", EXPERT_A, EXPERT_B))
-    (base, rows_b), one = (each.flatten(0, 1)[rows].float() for each in (weight, b)), rows.start // weight.shape[1]
-    assert experts.scaling is not None
-    held.copy_(torch.addmm(base, rows_b, a[one].float(), alpha=experts.scaling))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tasuki.trainer.backends.fsdp.lora.adapters import Adapter, adapted_parameters, family_of
-from tasuki.trainer.modules.lora import row_norms
+from tasuki.trainer.modules.lora import merge_experts, row_norms
 from tasuki.weights.checksum import MODULUS
 from tasuki.weights.copies import ViewCopy, prepare_copies
 from tasuki.weights.export import Place, checkpoint_shards
@@ -32,10 +32,10 @@ Factors = tuple[Tensor, Tensor]
 def merged(weight: Adapter, dtype: torch.dtype) -> DTensor:
     """The merged weight, sharded like W, rounded once. Collective."""
     base, mesh, placements = weight.base.to_local(), weight.base.device_mesh, weight.base.placements
+    local = torch.empty_like(base, dtype=dtype)
     if base.dim() == 3:
-        local = merged_experts(base, weight.a.to_local(), weight.b.to_local(), scaling=weight.scaling).to(dtype)
+        merge_experts(local.unbind(), base, weight.a.to_local(), weight.b.to_local(), scaling=weight.scaling)
     else:
-        local = torch.empty_like(base, dtype=dtype)
         merge(local, base=base, factors=_cut(weight), scaling=weight.scaling, magnitude=_magnitude(weight))
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=weight.base.shape, stride=weight.base.stride())
 
@@ -47,11 +47,6 @@ def _is_split_by_rows(weight: Adapter) -> bool:
 
 def _magnitude(weight: Adapter) -> Tensor | None:
     return None if weight.magnitude is None else weight.magnitude.to_local()
-
-
-def merged_experts(base: Tensor, a: Tensor, b: Tensor, *, scaling: float) -> Tensor:
-    """[E, out, in] float32."""
-    return torch.baddbmm(base.float(), b.float(), a.float(), alpha=scaling)
 
 
 class MergedWeights:
@@ -67,7 +62,7 @@ class MergedWeights:
         self.by_name = {weight.name: weight for weight in weights}
         self.experts = [weight for weight in adapted if weight.base.dim() == 3]
         names = {weight.name for weight in weights if weight.base.to_local().numel()}
-        self.names = frozenset(names.union(*(each.keys() for each in map(self._tensors_of, self.experts))))
+        self.names = frozenset(names.union(*map(self._tensors_of, self.experts)))
         self._is_by_rows = all(map(_is_split_by_rows, weights))
         self._groups = _grouped(weights) if self._is_by_rows else [[weight] for weight in weights]
         self._tables: list[MergeTable | None] | None = None
@@ -82,20 +77,18 @@ class MergedWeights:
     def _fill_experts(self, places: Mapping[str, Place]) -> Mapping[str, int]:
         written: dict[str, Place] = {}
         for experts in self.experts:
-            for name, tensor in self._tensors_of(experts, is_merged=True).items():
-                places[name].held.copy_(tensor)
-                written[name] = places[name]
+            own = {name: places[name] for name in self._tensors_of(experts)}
+            base, a, b = (each.to_local() for each in (experts.base, experts.a, experts.b))
+            merge_experts([place.held for place in own.values()], base, a, b, scaling=experts.scaling)
+            written |= own
         return _sums(written)
 
-    def _tensors_of(self, experts: Adapter, *, is_merged: bool = False) -> dict[str, Tensor]:
-        """This rank's checkpoint tensors of a matrix; their values, if merged."""
+    def _tensors_of(self, experts: Adapter) -> list[str]:
+        """Names of this rank's checkpoint tensors of a matrix, in order of its rows."""
         base = experts.base
         _, offsets = compute_local_shape_and_global_offset(base.shape, base.device_mesh, base.placements)
-        local = base.to_local()
-        if is_merged:
-            local = merged_experts(local, experts.a.to_local(), experts.b.to_local(), scaling=experts.scaling)
-        shards = checkpoint_shards(experts.name, tuple(base.shape), offsets, local, names=self._checkpoint)
-        return {shard.name: shard.local for shard in shards}
+        shards = checkpoint_shards(experts.name, tuple(base.shape), offsets, base.to_local(), names=self._checkpoint)
+        return [shard.name for shard in shards]
 
     def _fill_linear(self, places: Mapping[str, Place]) -> Mapping[str, int]:
         tables = self._prepared(places)
