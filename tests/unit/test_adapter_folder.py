@@ -9,10 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasuki.config.checks import check_model
+from tasuki.config.trainer_schema import LoraConfig
+from tasuki.models.adapter_folder import check_shared_a
 from tasuki.models.known import read_model
+from tasuki.models.shape import ModelShape
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tests.models import make_model
 from tests.planned import config_of
+from tests.refusal import refusing
 
 FILE, NAME = "adapter_model.safetensors", "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
 
@@ -26,6 +30,21 @@ def tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     held = load_file(folder / FILE)
     change(held)
     save_file(held, folder / FILE)
+
+
+def write(folder: Path, targets: tuple[str, ...]) -> ModelShape:
+    """Writes an adapter of ones for these layers of the model whose shape it returns."""
+    made = make_model("qwen2_tied", seed=0)
+    model = read_model(made.config.to_dict() | {"architectures": [type(made).__name__]}).shape
+    held: dict[str, torch.Tensor] = {}
+    for name, shape in model.parameters().items():
+        if (layer := name.removesuffix(".weight")).endswith(targets):
+            inside = f"base_model.model.{layer}"
+            held |= {f"{inside}.lora_A.weight": torch.ones(4, shape[1]), f"{inside}.lora_B.weight": torch.ones(shape[0], 4)}
+    save_file(held, folder / FILE)
+    given = {"peft_type": "LORA", "r": 4, "lora_alpha": 32, "bias": "none", "use_dora": False, "rank_pattern": {}}
+    (folder / "adapter_config.json").write_text(json.dumps(given))
+    return model
 
 
 @pytest.mark.parametrize(
@@ -51,19 +70,27 @@ def tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     ],
 )  # fmt: skip
 def test_an_adapter_of_something_else_is_refused_by_name(tmp_path: Path, damage: Callable[[Path], object], words: str) -> None:
-    made = make_model("qwen2_tied", seed=0)
-    model = read_model(made.config.to_dict() | {"architectures": [type(made).__name__]}).shape
     config = config_of(trainer={"lora": {"rank": 4, "path": tmp_path, "target_modules": ["q_proj", "down_proj"]}})
-    held: dict[str, torch.Tensor] = {}
-    for name, shape in model.parameters().items():
-        if "q_proj.weight" in name or "down_proj.weight" in name:
-            layer = f"base_model.model.{name.removesuffix('.weight')}"
-            held |= {f"{layer}.lora_A.weight": torch.ones(4, shape[1]), f"{layer}.lora_B.weight": torch.ones(shape[0], 4)}
-    save_file(held, tmp_path / FILE)
-    given = {"peft_type": "LORA", "r": 4, "lora_alpha": 32, "bias": "none", "use_dora": False, "rank_pattern": {}}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(given))
+    model = write(tmp_path, ("q_proj", "down_proj"))
     check_model(config, model)
     damage(tmp_path)
     with pytest.raises((InvalidArgument, PathNotFound)) as refused:
         check_model(config, model)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("layer", "is_compared_at_start"), [(0, True), (1, False)])
+def test_layers_that_share_an_a_and_have_different_ones_are_refused(
+    tmp_path: Path, layer: int, is_compared_at_start: bool
+) -> None:
+    fused = {"rank": 4, "path": tmp_path, "type": "lora", "target_modules": ["linear_qkv", "linear_fc1"]}
+    lora = LoraConfig.model_validate(fused)
+    config = config_of(trainer={"backend": "megatron", "lora": fused})
+    model = write(tmp_path, lora.targets)
+    check_model(config, model)
+    check_shared_a(tmp_path / FILE, lora.layers(model), lora)
+    name = f"model.layers.{layer}.mlp.up_proj.lora_A.weight"
+    tensors(tmp_path, lambda held: held[f"base_model.model.{name}"][3, -1].neg_())
+    with refusing("trainer.lora.path", match=name):
+        check_model(config, model) if is_compared_at_start else check_shared_a(tmp_path / FILE, lora.layers(model), lora)
+    check_model(config_of(trainer={"backend": "megatron", "lora": fused | {"type": "canonical_lora"}}), model)

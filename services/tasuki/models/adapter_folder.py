@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from tasuki.models.config_json import read_json_object
 from tasuki.models.known import find_family
 from tasuki.models.shape import EXPERTS, ModelShape
 from tasuki.models.stored_tensors import READ_DTYPES, read_file
+from tasuki.models.stored_values import differs
 from tasuki.models.tower import TOWER
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
@@ -34,6 +36,8 @@ _NO_MATTER = {
 """Keys that are compared, or that change only how an adapter is made."""
 _KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights whose adapter belongs to the unchanged model."""
+_NUM_COMPARED = 7
+"""Layers whose A is compared at a start: those of the first decoder layer. The trainer compares all while it loads."""
 FUSED = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
@@ -125,3 +129,17 @@ def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
         if tensor.shape != shape or tensor.dtype not in READ_DTYPES:
             problem = f"{name} is {tensor.dtype} {list(tensor.shape)}, not {' or '.join(READ_DTYPES)} {list(shape)}"
             raise InvalidArgument(KEY, f"{folder / ADAPTER_FILE}: {problem}")
+    if lora.is_fused:
+        check_shared_a(folder / ADAPTER_FILE, list(lora.layers(model))[:_NUM_COMPARED], lora)
+
+
+def check_shared_a(file: Path, layers: Iterable[str], lora: "LoraConfig") -> None:
+    """Raises InvalidArgument for one of these layers that has another A than those that megatron-core computes with it."""
+    stored = read_file(file, key=KEY)
+    for layer, (first, *others) in product(layers, FUSED.values()):
+        for other in others if is_end(first, layer) else ():
+            names = [f"{layer.removesuffix(first)}{part}.lora_A.weight" for part in (first, other)]
+            one, another = (stored[in_peft(name, decoder="model")] for name in names)
+            if one.dtype != another.dtype or differs(one, another, first=0, step=1):
+                problem = f'has different {" and ".join(names)}, which are one with type = "{lora.type}"; set "canonical_lora"'
+                raise InvalidArgument(KEY, f"{file} {problem}")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.models.adapter_folder import ADAPTER_FILE, KEY
+from tasuki.models.adapter_folder import ADAPTER_FILE, check_shared_a
 from tasuki.models.shape import EXPERTS, ModelShape
 from tasuki.trainer.backends.megatron.groups import Groups
 from tasuki.trainer.backends.megatron.weights import Band, Part, bands_of
@@ -37,7 +37,6 @@ from tasuki.trainer.modules.lora import (
     merge_experts,
     row_norms,
 )
-from tasuki.wire.errors import InvalidArgument
 
 
 class Adapter(nn.Module):
@@ -179,7 +178,7 @@ def adapters_off(network: nn.Module) -> Iterator[None]:
 def fill_adapters(parts: Sequence[Part], lora: LoraConfig, model: ModelShape, *, seed: int) -> None:
     """First values of A, the same in every layout of ranks, or the adapters of PEFT's folder, which config.checks has judged.
 
-    Raises InvalidArgument for one in that folder whose layers are to share an A and have different ones.
+    Raises as check_shared_a.
     """
     if lora.path is None:
         drawn, generator = dict[str, Tensor](), torch.Generator().manual_seed(seed)
@@ -193,17 +192,14 @@ def fill_adapters(parts: Sequence[Part], lora: LoraConfig, model: ModelShape, *,
         for part in parts:
             _fill(part, drawn)
         return
+    if lora.is_fused:
+        check_shared_a(lora.path / ADAPTER_FILE, lora.layers(model), lora)
     with safe_open(lora.path / ADAPTER_FILE, framework="pt") as file:
         for part in parts:
             stored: dict[str, Tensor] = {}
             for band in part.bands:
                 named, _ = in_file(band.name, torch.empty(band.shape, device="meta"))
                 stored[band.name] = from_file(band.name, file.get_tensor(named), band.shape)
-            first, *tied = stored
-            for name in tied:
-                if not torch.equal(stored[first], stored[name]):
-                    problem = f'has different {first} and {name}, which are one with type = "{lora.type}"; set "canonical_lora"'
-                    raise InvalidArgument(KEY, f"{lora.path / ADAPTER_FILE} {problem}")
             _fill(part, stored)
 
 
