@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import USER_ERROR, main
-from tasuki.cli.plan import traffic_table
+from tasuki.cli.plan import backend_lines, traffic_table
 from tasuki.memory.host import HostMemory, host_memory
-from tasuki.planner.plan import PLAN_STAGES
+from tasuki.planner.advice import backend_plans
+from tasuki.planner.plan import PLAN_STAGES, plan
 from tasuki.planner.presets import PRESETS
 from tasuki.planner.trainer_bytes import node_traffic
 from tests.planned import node_with
@@ -251,3 +252,9 @@ def test_both_backends_are_compared_where_both_have_the_model(node: Path, capsys
     assert backends["megatron TP 1"]["bytes"] > backends["megatron TP 2"]["bytes"]
     main(["plan", str(node), *GPUS, "--set", "trainer.compile=blocks"])
     assert "megatron" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("model", "has_figure"), [("qwen2.5-7b", True), ("qwen3-30b-a3b", False)])
+def test_a_measured_speed_is_named_for_models_of_its_kind_alone(model: str, has_figure: bool) -> None:
+    (line,) = backend_lines(backend_plans(plan(node_with(model, num_ranks=2))))
+    assert ("7B" in line) is has_figure
