@@ -103,12 +103,18 @@ async def test_a_family_generates_from_what_was_trained(
     await _train(rollout, folder, mesh=mesh, lora=_adapters(folder) if has_adapters else None, output=tmp_path / "model")
 
 
-@pytest.mark.parametrize("kind", SERVED, scope="module")
-async def test_a_family_generates_with_an_adapter_that_was_trained(folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
-    lora = _adapters(folder, is_served=True)
-    settings = [f"trainer.lora.{key}={json.dumps(value)}" for key, value in lora.items()]
-    with serving_rollout(tmp_path / "node", folder, 'rollout.dtype="float32"', 'rollout.lora="adapter"', *settings) as process:
-        await _train(process, folder, mesh=mesh, lora=lora, output=tmp_path / "model", served="adapter")
+@pytest.mark.parametrize(
+    ("kind", "served", "init"),
+    [*((kind, "adapter", "default") for kind in SERVED), ("qwen3", "adapter", "pissa"), ("qwen3", "merged", "pissa")],
+    scope="module",
+)
+async def test_a_family_generates_with_an_adapter_that_was_trained(
+    served: str, init: str, folder: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    lora = _adapters(folder, is_served=True) | {"init": init}
+    settings = [f"rollout.lora={served}", *(f"trainer.lora.{key}={json.dumps(value)}" for key, value in lora.items())]
+    with serving_rollout(tmp_path / "node", folder, 'rollout.dtype="float32"', *settings) as process:
+        await _train(process, folder, mesh=mesh, lora=lora, output=tmp_path / "model", served=served)
 
 
 def _adapters(folder: Path, *, is_served: bool = False) -> dict[str, Any]:

@@ -14,6 +14,7 @@ NUM_STEPS = 20
 TRAINER = 'learning_rate = 1e-3\nrouter_replay = false\neps = 1e-3\nmicro_batch_tokens = 64\ncompute_dtype = "float32"\n'
 COORDINATOR = "[coordinator]\nstage_timeout_s = 20\n"
 LORA = '[trainer.lora]\nrank = 2\nalpha = 4\ntarget_modules = ["q_proj", "v_proj"]\n'
+PISSA = LORA + 'init = "pissa"\n'
 CRITIC = "[trainer.critic]\nlearning_rate = 1e-3\n"
 EXPERTS = "expert_parallel = true\n"
 
@@ -30,7 +31,7 @@ def samples_of(step: int, *, seed: int | None = None) -> list[TrainingSample]:
     return samples
 
 
-@pytest.mark.parametrize("extra", [LORA, CRITIC, EXPERTS], ids=["lora", "critic", "experts"])
+@pytest.mark.parametrize("extra", [LORA, PISSA, CRITIC, EXPERTS], ids=["lora", "pissa", "critic", "experts"])
 async def test_two_nodes_of_two_ranks_learn_as_one_rank(tmp_path: Path, model: Path, extra: str) -> None:
     if extra == EXPERTS:
         model = save_checkpoint(make_model("qwen3_moe", seed=3, num_experts=6), tmp_path / "model")

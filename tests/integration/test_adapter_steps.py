@@ -8,30 +8,32 @@ from typing import Any, cast
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.trainer.backends.fsdp.lora.adapters import adapter_tensors
 from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.modules.lora import Dropout, in_file
+from tasuki.trainer.modules.lora import Dropout, in_file, peft_config
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
+from tasuki.wire.errors import InvalidArgument
 from tests.integration import trainer_samples as plain
-from tests.integration.learning import fsdp, learn, start_learner, trained
+from tests.integration.learning import assert_equal, fsdp, learn, start_learner, train, trained, whole_parameters
 from tests.integration.one_rank import mesh, model
 from tests.models import TOWER, VOCAB_SIZE, make_model, save_checkpoint
 from tests.vision import put_images, take_images
 
 __all__ = ["mesh", "model"]
 
-NUM_LAYERS = 2
+NUM_LAYERS, TARGETS = 2, ["q_proj", "v_proj", "down_proj"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_a_step_of_adapters_equals_pefts(mesh: DeviceMesh, model: Path, tmp_path
     backend.close()
 
 
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}])
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"init": "pissa"}])
 def test_a_step_with_dropout_is_pefts_with_the_same_masks(
     mesh: DeviceMesh, model: Path, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -89,7 +91,7 @@ def test_a_step_with_dropout_is_pefts_with_the_same_masks(
     backend, masks = fsdp(learner), dict[str, torch.Tensor]()
     torch.manual_seed(1)
     for name, param in trained(learner, Role.POLICY).network.causal_lm.named_parameters():
-        if ".lora_B" in name:
+        if ".lora_B" in name and "init" not in options:
             cast(DTensor, param).to_local().data.normal_(std=0.1)
     for name, module in backend._policy.causal_lm.named_modules():
         if isinstance(module, Dropout):
@@ -105,7 +107,10 @@ def test_a_step_with_dropout_is_pefts_with_the_same_masks(
     learn(learner, Role.POLICY, decode_samples(given), config=plain.LOSS)
     learner.optim_step(Role.POLICY, schedule_steps=3)
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    theirs = PeftModel.from_pretrained(base, tmp_path / "model" / "adapter", is_trainable=True).train()
+    if "init" in options:
+        theirs = get_peft_model(base, PeftConfig(r=4, lora_alpha=32, init_lora_weights="pissa", target_modules=TARGETS)).train()
+    else:
+        theirs = PeftModel.from_pretrained(base, tmp_path / "model" / "adapter", is_trainable=True).train()
     for name, mask in masks.items():
 
         class Replayed(torch.nn.Module):
@@ -119,7 +124,7 @@ def test_a_step_with_dropout_is_pefts_with_the_same_masks(
     wanted = {in_file(name.removeprefix("base_model.model."), param)[0]: param for name, param in expected.parameters.items()}
     assert len({mask.mean().item() for mask in masks.values()}) > 3, "layers have their own"
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(tensor[tuple(map(slice, wanted[name].shape))], wanted[name], rtol=1e-5, atol=1e-6, msg=name)
     backend.close()
 
 
@@ -143,39 +148,94 @@ def test_dropout_is_repeated_after_a_resumption_and_absent_from_scores(mesh: Dev
     assert learner.score(Role.POLICY, batch)[0].tolist() == learner.score(Role.POLICY, batch)[0].tolist()
 
 
-def test_pissa_that_peft_prepared_begins_as_the_model_and_learns_as_pefts(
+@pytest.mark.parametrize(
+    ("lora", "more"),
+    [
+        ({}, {}),
+        ({}, {"moments": "host"}),
+        ({"use_rslora": True, "rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 3}}, {}),
+        ({"use_dora": True}, {}),
+        ({"tower": True}, {}),
+    ],
+)
+def test_three_steps_of_pissa_equal_pefts(
+    mesh: DeviceMesh, model: Path, tmp_path: Path, lora: dict[str, Any], more: dict[str, Any]
+) -> None:
+    auto, given = cast(Any, AutoModelForCausalLM), plain.make_samples(9, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE)
+    images, texts = None, deepcopy(given)
+    if "tower" in lora:
+        auto, model = AutoModelForImageTextToText, save_checkpoint(make_model("qwen3_vl", seed=3), tmp_path / "model")
+        put_images(given)
+        texts = deepcopy(given)
+        images = take_images(texts)
+    samples = replace(decode_samples(texts), images=images)
+    table = {"rank": 4, "alpha": 8, "target_modules": TARGETS, "init": "pissa", **lora}
+    settings = {"learning_rate": plain.LEARNING_RATE, "eps": plain.EPS, "weight_decay": plain.WEIGHT_DECAY, **more}
+    learner = start_learner(model, mesh=mesh, max_grad_norm=plain.MAX_GRAD_NORM, lora=table, **settings)
+    causal_lm, batch = fsdp(learner)._policy.causal_lm, [token_batch(samples, device=learner.backend.device)]
+    first, begun, reference = (
+        adapter_tensors(causal_lm),
+        learner.score(Role.POLICY, batch)[0],
+        learner.score(Role.REFERENCE, batch)[0],
+    )
+    torch.testing.assert_close(begun, reference, rtol=0, atol=5e-6)
+    config = peft_config(LoraConfig.model_validate(table | {"init": "default"}), has_tower="tower" in lora)
+    config.init_lora_weights = "pissa"
+    theirs = get_peft_model(auto.from_pretrained(model, dtype=torch.float32), config)
+    optimizer = plain.plain_optimizer(theirs)
+    for _ in range(3):
+        expected = plain.plain_step_of(theirs, given, optimizer=optimizer)
+        report = learn(learner, Role.POLICY, samples, config=plain.LOSS, max_tokens=160)
+        step = learner.optim_step(Role.POLICY)
+        assert report.loss == pytest.approx(expected.loss, abs=1e-5)
+        assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5) and step.grad_norm > plain.MAX_GRAD_NORM
+    found = {name.replace("language_model.", ""): tensor for name, tensor in adapter_tensors(causal_lm).items()}
+    wanted = {in_file(name.removeprefix("base_model.model."), param)[0]: param for name, param in expected.parameters.items()}
+    assert len(found) == len(first) == sum(".lora_" in name for name in wanted)
+    for name, tensor in found.items():
+        learned = tensor[tuple(map(slice, wanted[name].shape))]
+        torch.testing.assert_close(learned, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
+    for name, tensor in adapter_tensors(causal_lm).items():
+        if "magnitude" not in name:
+            dim = int("lora_B" in name)
+            (moved, kept), (_, before) = (each.chunk(2, dim=dim) for each in (tensor, first[name]))
+            assert torch.equal(kept, before) and not torch.allclose(moved.abs(), kept.abs()), name
+    fsdp(learner).export_model(tmp_path / "exported")
+    loaded = PeftModel.from_pretrained(auto.from_pretrained(model, dtype=torch.float32), tmp_path / "exported" / "adapter")
+    with torch.no_grad():
+        outputs = [each(input_ids=torch.arange(3, 40)[None]).logits for each in (loaded, theirs)]
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=2e-5)
+    fsdp(learner).close()
+
+
+def test_pissa_in_8_bits_by_a_fast_decomposition_begins_as_the_model_and_resumes_bit_equal(
     mesh: DeviceMesh, model: Path, tmp_path: Path
 ) -> None:
-    """As in docs/guides/lora.md#pissa."""
-    targets = ["q_proj", "v_proj", "down_proj"]
-    base: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    prepared: Any = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights="pissa"))
-    prepared.peft_config["default"].init_lora_weights = True
-    prepared.save_pretrained(tmp_path / "pissa")
-    prepared.unload().save_pretrained(tmp_path / "residual")
-    lora = {"rank": 4, "alpha": 8, "target_modules": targets, "path": str(tmp_path / "pissa")}
-    settings = {"learning_rate": plain.LEARNING_RATE, "eps": plain.EPS, "weight_decay": plain.WEIGHT_DECAY}
-    learner = start_learner(tmp_path / "residual", mesh=mesh, max_grad_norm=plain.MAX_GRAD_NORM, lora=lora, **settings)
-    given = plain.make_samples(9, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE)
-    begun = learner.score(Role.POLICY, [token_batch(decode_samples(given), device=learner.backend.device)])[0]
-    before = torch.tensor([value for row in plain.plain_log_probs(model, given, dtype=torch.float32) for value in row])
-    torch.testing.assert_close(begun, before, rtol=0, atol=1e-4)
-    fsdp(learner).export_model(tmp_path / "begun")
-    merged, start = (load_file(folder / "model.safetensors") for folder in (tmp_path / "begun", model))
-    for name, tensor in merged.items():
-        torch.testing.assert_close(tensor, start[name].to(tensor.dtype), rtol=2**-7, atol=1e-5)
-    theirs = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "residual", dtype=torch.float32),
-        tmp_path / "begun" / "adapter",
-        is_trainable=True,
-    )
-    expected = plain.plain_step_of(theirs, given)
-    learn(learner, Role.POLICY, decode_samples(given), config=plain.LOSS)
-    learner.optim_step(Role.POLICY, schedule_steps=3)
-    wanted = {in_file(name.removeprefix("base_model.model."), param)[0]: param for name, param in expected.parameters.items()}
-    for name, tensor in adapter_tensors(fsdp(learner)._policy.causal_lm).items():
-        torch.testing.assert_close(tensor, wanted[name], rtol=1e-5, atol=1e-6, msg=name)
-    fsdp(learner).close()
+    """The critic's too, whose adapters are another rank's."""
+    lora, critic = {"rank": 4, "target_modules": TARGETS, "init": "pissa_niter_4"}, {"lora_rank": 8}
+    settings = {"moments": "8bit", "weight_decay": 0.1, "learning_rate": 1e-3, "critic": critic}
+    one, other = (start_learner(model, mesh=mesh, lora=lora, **settings) for _ in range(2))
+    batch = [token_batch(decode_samples(plain.make_samples(4, vocab_size=VOCAB_SIZE)), device=one.backend.device)]
+    policy, reference = (one.score(role, batch)[0] for role in (Role.POLICY, Role.REFERENCE))
+    torch.testing.assert_close(policy, reference, rtol=0, atol=5e-6)
+    first = {role: whole_parameters(one, role) for role in (Role.POLICY, Role.CRITIC)}
+    train(one, 2)
+    one.save_checkpoint(tmp_path / "saved")
+    train(one, 1)
+    other.load_checkpoint(tmp_path / "saved")
+    train(other, 1)
+    for role, before in first.items():
+        after = whole_parameters(one, role)
+        assert_equal(whole_parameters(other, role), after)
+        for name in before:
+            if ".lora_B" in name:
+                assert torch.equal(before[name].chunk(2, dim=1)[1], after[name].chunk(2, dim=1)[1]), name
+                assert not torch.equal(before[name].chunk(2, dim=1)[0], after[name].chunk(2, dim=1)[0]), name
+    plain_learner = start_learner(model, mesh=mesh, lora=lora | {"init": "default", "rank": 8}, **settings)
+    with pytest.raises(InvalidArgument, match="rank 4 as policy, but"):
+        plain_learner.load_checkpoint(tmp_path / "saved")
+    for learner in (one, other, plain_learner):
+        fsdp(learner).close()
 
 
 def test_new_adapters_with_dora_change_nothing_in_bfloat16(mesh: DeviceMesh, model: Path) -> None:
@@ -188,7 +248,7 @@ def test_new_adapters_with_dora_change_nothing_in_bfloat16(mesh: DeviceMesh, mod
 def test_adapters_begin_as_pefts_gaussian(mesh: DeviceMesh, model: Path) -> None:
     learner = start_learner(model, mesh=mesh, lora={"rank": 4, "init": "gaussian", "target_modules": ["q_proj", "o_proj"]})
     network = trained(learner, Role.POLICY).network.causal_lm
-    config = LoraConfig(r=4, init_lora_weights="gaussian", target_modules=["q_proj", "o_proj"])
+    config = PeftConfig(r=4, init_lora_weights="gaussian", target_modules=["q_proj", "o_proj"])
     theirs = inject_adapter_in_model(config, AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
     torch.manual_seed(0)
     for layer in theirs.modules():

@@ -89,6 +89,7 @@ def test_what_was_quantized_is_exported_in_bfloat16(
 
 PATTERNS = {"exclude_modules": ["0.self_attn.o_proj"], "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"o_proj": 9.0}}
 DORA = {"use_dora": True, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+PISSA = {"init": "pissa", "use_rslora": True}
 LORA = {"rank": 3, "alpha": 5, "target_modules": ["o_proj"]}
 EXPERTS = {"experts": True, "rank": 4}
 EXPORTED = [
@@ -106,6 +107,7 @@ TELLING = {None: ("deepseek_v3", "gpt_oss", "qwen2_5_vl"), 3: ("llama_tied", "qw
         ("qwen3_moe", LORA | EXPERTS),
         ("llama", LORA | PATTERNS),
         ("qwen2", LORA | DORA),
+        ("qwen2", LORA | PATTERNS | PISSA),
     ],
 )
 def test_a_checkpoint_becomes_the_folder_that_its_trainer_exports(
@@ -149,6 +151,7 @@ MERGED = [
     ("deepseek_v3", EXPERTS),
     ("qwen2", PATTERNS),
     ("qwen2", DORA | {"alpha": 40}),
+    ("qwen2", {"init": "pissa"}),
     ("qwen3_5", {"tower": True}),
     ("qwen2_5_vl", {"tower": True, "target_modules": ["down_proj"]}),
 ]
@@ -158,7 +161,7 @@ MERGED = [
     ("kind", "options"), repeated(MERGED, is_repeat=lambda kind, _: kind in ("glm4_moe", "mixtral", "qwen3_next"))
 )
 def test_adapters_are_published_and_exported_as_peft_merges_them(
-    mesh: DeviceMesh, tmp_path: Path, kind: str, options: dict[str, object]
+    mesh: DeviceMesh, tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
     folder = save_checkpoint(make_model(kind, seed=2), tmp_path / "start")
     learner = moved(start_learner(folder, mesh=mesh, rollout={"dtype": "float32"}, lora=LORA | options))
@@ -175,7 +178,8 @@ def test_adapters_are_published_and_exported_as_peft_merges_them(
     assert exported.keys() == expected.keys() == set(imported.layout())
     changed = {name for name in exported if not torch.equal(exported[name], start[name].float())}
     assert changed and all("_proj" in name or ".experts." in name or "visual." in name for name in changed)
-    check_adapter(tmp_path / "model" / "adapter", read_model_shape(folder), LoraConfig.model_validate(LORA | options))
+    again = options if "init" not in options else {"rank": 2 * LORA["rank"], "alpha": 2 * LORA["alpha"]}
+    check_adapter(tmp_path / "model" / "adapter", read_model_shape(folder), LoraConfig.model_validate(LORA | again))
     for name, tensor in exported.items():
         assert torch.equal(imported.gathered(name), tensor), name
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-7)

@@ -77,6 +77,13 @@ def test_gradients_add_up_to_the_same_bits_on_all_nodes(port: FleetPort, tmp_pat
     assert all(torch.equal(mine, theirs) for other in others for mine, theirs in zip(first, other, strict=True))
 
 
+def test_nodes_take_the_values_of_the_first(port: FleetPort, tmp_path: Path) -> None:
+    values = [torch.randn(3, 5, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    expected = values[0].clone()
+    on_each(port, tmp_path, lambda replicas, rank: replicas.share([values[rank]]))
+    assert all(torch.equal(each, expected) for each in values)
+
+
 def test_a_number_that_differs_is_refused_on_every_node(port: FleetPort, tmp_path: Path) -> None:
     def work(replicas: NodeReplicas, rank: int) -> float:
         replicas.check_alike({"learning_rate": 0.1, "version of the policy": 7})

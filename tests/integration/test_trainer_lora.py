@@ -110,6 +110,43 @@ async def test_a_step_equals_that_of_peft_in_one_process(client: TrainerClient, 
         torch.testing.assert_close(after[name], param, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("init", "num_ranks"), [("default", 2), ("pissa", 2), ("pissa", 3)])
+async def test_three_steps_of_new_adapters_equal_pefts(model: Path, tmp_path: Path, init: Any, num_ranks: int) -> None:
+    """Three ranks split A within what is learned."""
+    settings = SETTINGS.replace('path = "{adapter}"', f'init = "{init}"').replace("rank = 23", "rank = 22")
+    options: dict[str, Any] = {"r": 22, "lora_alpha": 46, "use_rslora": True, "target_modules": list(ALL), **PATTERNS}
+    with serving_trainer(tmp_path / "node", model, num_ranks=num_ranks, settings=settings) as trainer:
+        async with ready_client(trainer) as client:
+            await client.export(tmp_path / "begun")
+            begun, start = (load_file(folder / "model.safetensors") for folder in (tmp_path / "begun", model))
+            for name, tensor in begun.items():
+                torch.testing.assert_close(tensor, start[name].bfloat16(), rtol=2**-7, atol=1e-6)
+            theirs = with_adapter(model, tmp_path / "begun")
+            if init == "pissa":
+                base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+                theirs = get_peft_model(base, LoraConfig(init_lora_weights="pissa", **options))
+            optimizer = plain.plain_optimizer(theirs)
+            for step in range(3):
+                samples = await samples_of_now(client, 20)
+                for sample in samples:
+                    sample.temperature = plain.TEMPERATURE
+                answer = await client.forward_backward(samples, loss=loss_to_proto(plain.LOSS))
+                grad_norm = (await client.optim_step()).grad_norm
+                expected = plain.plain_step_of(theirs, samples, optimizer=optimizer)
+                assert answer.loss == pytest.approx(expected.loss, abs=1e-5), step
+                assert grad_norm == pytest.approx(expected.grad_norm, rel=1e-5), step
+            await client.export(tmp_path / "after")
+            imported = import_weights((await client.publish()).weights, timeout_s=5)
+            for name, tensor in load_file(tmp_path / "after" / "model.safetensors").items():
+                assert torch.equal(imported.gathered(name), tensor), name
+            imported.close()
+    after = load_file(tmp_path / "after" / "adapter" / "adapter_model.safetensors")
+    wanted = {name.replace(".default", ""): param for name, param in expected.parameters.items() if ".lora_" in name}
+    assert after.keys() == wanted.keys()
+    for name, param in wanted.items():
+        torch.testing.assert_close(after[name][tuple(map(slice, param.shape))], param, rtol=1e-5, atol=1e-6, msg=name)
+
+
 async def test_published_and_exported_weights_have_the_adapters_added_and_rounded_once(
     client: TrainerClient, model: Path, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def config(*, fleet: dict[str, Any] | None = None, **trainer: Any) -> NodeConfig
         {"critic": {}},
         {"lora.tower": True},
         {"lora.type": "vlm_lora"},
+        {"lora.init": "pissa"},
         {"lora.type": "lora", "backend": "fsdp"},
         {"lora.type": "dora", "backend": "fsdp"},
         {"lora.dropout_position": "post", "backend": "fsdp"},

@@ -126,6 +126,15 @@ def test_adapters_of_experts_are_trained_in_float32_and_planned(kind: str) -> No
         ({"init": "gaussian", "path": "x"}, "init"),
         ({"use_dora": True, "experts": True}, "use_dora is not for experts"),
         ({"dropout": 0.1, "experts": True}, "dropout is not for experts"),
+        ({"init": "pissa", "path": "x"}, 'init = "pissa" has no effect with path'),
+        ({"init": "pissa", "experts": True}, 'init = "pissa" is not for experts'),
+        ({"init": "pissa", "use_dora": True, "dropout": 0.1}, 'dropout is not for init = "pissa" with use_dora'),
+        (
+            {"init": "pissa", "rank_pattern": {"1.*.q_proj": 65}},
+            r"rank: of model.layers.1.self_attn.q_proj, \[64, 64\], is above 64",
+        ),
+        ({"init": "pissa_niter_"}, "init"),
+        ({"init": "olora"}, "init"),
     ],
 )
 def test_names_and_patterns_without_effect_are_refused_by_key(changes: dict[str, object], words: str) -> None:
@@ -146,26 +155,32 @@ def test_names_that_the_file_of_a_vision_models_adapter_has_otherwise_are_refuse
         check("model.layers.0.self_attn.q_proj")
 
 
-def test_layers_ranks_and_scalings_of_patterns_are_pefts_and_planned() -> None:
+@pytest.mark.parametrize("init", ["default", "pissa"])
+def test_layers_ranks_and_scalings_of_patterns_are_pefts_and_planned(init: Any) -> None:
+    """PiSSA's first values double the ranks of what is trained, served and exported."""
     given: dict[str, Any] = {
         "exclude_modules": ("1.mlp.up_proj", "k_proj", "model.layers.0.self_attn.v_proj"),
         "rank_pattern": {"model.layers.0.mlp.(up|gate)_proj": 6, "self_attn.[qo]_proj": 3, "q_proj": 9},
         "alpha_pattern": {r"layers\.1\..*_proj": 10.0, "down_proj": 3.5},
     }
-    model, lora = on_meta("llama"), LoraConfig(rank=4, alpha=8, use_rslora=True, use_dora=True, **given)
+    copies, model = 1 + (init == "pissa"), on_meta("llama")
+    lora = LoraConfig(rank=4, alpha=8, use_rslora=True, use_dora=True, init=init, **given)
     shape, peft = (
         shape_of(model),
         PeftConfig(r=4, lora_alpha=8, use_rslora=True, target_modules=list(lora.target_modules), **given),
     )
     theirs = inject_adapter_in_model(peft, on_meta("llama"))
     expected = {
-        name: (module.r["default"], module.scaling["default"])
+        name: (copies * module.r["default"], module.scaling["default"])
         for name, module in theirs.named_modules()
         if isinstance(module, LoraLayer)
     }
     assert {name: (lora.rank_of(name), lora.scaling_of(name)) for name in lora.layers(shape)} == expected
-    assert len(expected) == 2 * 7 - 4
+    assert len(expected) == 2 * 7 - 4 and lora.max_rank == 9 * copies
     add_adapters(model, lora)
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            assert (module.r["default"], module.scaling["default"]) == (expected[name][0], pytest.approx(expected[name][1]))
     planned = trained_shards(node_of(config_of(trainer={"lora": lora.model_dump()}), shape, gpu_bytes=GB, host_bytes=GB))
     assert sorted(planned) == sorted(tuple(param.shape) for _, param in trained_parameters(model))
 

@@ -33,6 +33,7 @@ def conflicts_of_lora(config: "NodeConfig") -> Iterator[Problem]:
         ("megatron", "dropout_position", lora.dropout_position != "pre", "leave it out"),
         ("megatron", "target_modules", lora.targets != lora.target_modules, "give PEFT's names"),
         ("megatron", "exclude_modules", lora.excluded != lora.exclude_modules, "give PEFT's names"),
+        ("fsdp", "init", lora.is_pissa, "choose another"),
         ("fsdp", "tower", lora.tower, "leave it out"),
     )
     for backend, key, is_used, advice in words:
@@ -47,6 +48,16 @@ def check_lora_targets(model: "ModelShape", targets: Sequence[str]) -> None:
     if missing:
         has = f"it has {', '.join(there)}; those of experts are trainer.lora.experts"
         raise InvalidArgument("trainer.lora.target_modules", f"{model.architecture} has no linear {', '.join(missing)}; {has}")
+
+
+def check_pissa(model: "ModelShape", lora: "LoraConfig") -> None:
+    """Raises InvalidArgument for a rank above the number of a weight's components."""
+    for layer, shape in lora.layers(model).items():
+        if lora.is_pissa and lora.rank_of(layer) > 2 * min(shape):
+            problem = (
+                f"of {layer}, {list(shape)}, is above {min(shape)}, its number of components; lower it, or choose another init"
+            )
+            raise InvalidArgument("trainer.lora.rank", problem)
 
 
 def problems_of_lora_layers(lora: "LoraConfig", model: "ModelShape", *, is_whole: bool) -> Iterator[Problem]:

@@ -57,9 +57,10 @@ class LoraConfig(Schema):
     """With `backend = "megatron"`: "post" drops their outputs instead."""
     path: Path | None = None
     """Adapter to start from, a folder of PEFT's with the same rank, alpha, scaling and layers. Without it the policy is the model."""
-    init: Literal["default", "gaussian", "xavier"] = "default"
-    """First values of A without a `path`: PEFT's of these names, uniform or normal with a standard deviation of `1 / rank`, or Megatron's,
-    normal with `sqrt(2 / (rank + inputs))`. B is 0. PiSSA: see [the guide](../guides/lora.md#pissa)."""
+    init: str = Field(default="default", pattern=r"^(default|gaussian|xavier|pissa(_niter_\d{1,2})?)$")
+    """First values of A without a `path`: PEFT's "default" or "gaussian", uniform or normal with a standard deviation of `1 / rank`, or
+    Megatron's "xavier", normal with `sqrt(2 / (rank + inputs))`. B is 0. With "pissa", or faster "pissa_niter_4", A and B are principal
+    components of the weights ([PiSSA](../guides/lora.md#pissa)); not for experts or megatron-core."""
     target_modules: Annotated[tuple[Literal[LinearName, FusedName], ...], Field(min_length=1), Distinct] = tuple(
         name for name in get_args(LinearName) if name not in UNSERVED_LINEAR
     )
@@ -89,9 +90,11 @@ class LoraConfig(Schema):
             raise ValueError(f'use_dora = {str(self.use_dora).lower()} contradicts type = "{self.type}"; remove it')
         if self.path is not None and self.init != "default":
             raise ValueError(f'init = "{self.init}" has no effect with path, which has A and B; remove one of them')
-        for key in ("use_dora", "dropout"):
-            if self.experts and getattr(self, key):
+        for key, is_set in (("use_dora", self.use_dora), ("dropout", self.dropout), (f'init = "{self.init}"', self.is_pissa)):
+            if self.experts and is_set:
                 raise ValueError(f"{key} is not for experts, as in PEFT; remove one of them")
+        if self.is_pissa and self.use_dora and self.dropout:
+            raise ValueError(f'dropout is not for init = "{self.init}" with use_dora; remove one of them')
         return self
 
     def __hash__(self) -> int:
@@ -101,6 +104,11 @@ class LoraConfig(Schema):
     def is_fused(self) -> bool:
         """Whether layers that megatron-core computes as one share an A."""
         return self.type in ("lora", "dora")
+
+    @property
+    def is_pissa(self) -> bool:
+        """Whether A and B begin as principal components, with their first values, negated, as further ranks that are never trained."""
+        return self.init.startswith("pissa")
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -131,17 +139,18 @@ class LoraConfig(Schema):
         return {layer: weights[layer] for layer in linear if self.adapts(layer)}
 
     def rank_of(self, layer: str) -> int:
-        """Rank of a layer's adapter."""
-        return next((rank for pattern, rank in self.rank_pattern.items() if is_match(pattern, layer)), self.rank)
+        """Rank of a layer's adapter, with PiSSA's first values."""
+        rank = next((rank for pattern, rank in self.rank_pattern.items() if is_match(pattern, layer)), self.rank)
+        return rank * (1 + self.is_pissa)
 
     @property
     def max_rank(self) -> int:
         """The highest that a layer may have."""
-        return max(self.rank, *self.rank_pattern.values(), 1)
+        return max(self.rank, *self.rank_pattern.values(), 1) * (1 + self.is_pissa)
 
     def scaling_of(self, layer: str) -> float:
         """Factor of its output."""
-        rank = self.rank_of(layer)
+        rank = self.rank_of(layer) // (1 + self.is_pissa)
         alpha = next((alpha for pattern, alpha in self.alpha_pattern.items() if is_match(pattern, layer)), self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 

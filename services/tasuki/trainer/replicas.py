@@ -86,6 +86,13 @@ class NodeReplicas:
                 work.wait()
 
     @torch.no_grad()
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Gives all nodes the first one's values, in place. Collective."""
+        for tensor in tensors:
+            tensor.mul_(self._fleet.node_rank == 0)
+        self.add_up(tensors)
+
+    @torch.no_grad()
     def measure_rate(self) -> float:
         """Bytes per second that this rank sends in an all-reduce over nodes, the best of a few. Collective."""
         num_bytes = _MEASURED_BYTES[self._device.type]

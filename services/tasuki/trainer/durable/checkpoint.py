@@ -323,6 +323,7 @@ def checkpoint_facts(
             continue
         model = models[role]
         assert model.architectures, "the model was loaded by its architecture"
+        more = _MORE | ({"init"} if lora is not None and lora.is_pissa else set())
         version, schedule_start = (0, 0) if progress is None else progress[role]
         roles[role] = RoleFacts(
             version,
@@ -331,7 +332,7 @@ def checkpoint_facts(
             lora_rank=None if lora is None else lora.rank,
             lora_alpha=None if lora is None else lora.alpha,
             lora_use_rslora=lora is not None and lora.use_rslora,
-            lora_more={} if lora is None else lora.unfused.model_dump(mode="json", include=_MORE, exclude_defaults=True),
+            lora_more={} if lora is None else lora.unfused.model_dump(mode="json", include=more, exclude_defaults=True),
             model=computing_settings(model),
         )
     return CheckpointFacts(num_ranks, roles, config.optimizer_8bit)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -64,22 +64,23 @@ def peft_config(config: LoraConfig, *, has_tower: bool) -> "PeftConfig":
     # Takes two seconds to import, so only when needed.
     from peft import LoraConfig as PeftConfig
 
-    alpha, targets = cast(int, config.alpha), list(config.targets)
+    targets, copies = list(config.targets), 1 + config.is_pissa
+    raised = math.sqrt(copies) if config.use_rslora else copies
     experts = list[str](EXPERTS) if config.experts else None
     unnamed = [r"(visual|vision_tower)\.(patch_embed\..*)" if config.tower else r"(visual|vision_tower)\..*"]
     excluded = "|".join([*map(re.escape, config.excluded), *unnamed])
     named = rf"(?!(.*\.)?visual\.).*\.({'|'.join(targets)})|(.*\.)?visual\..*\.({_TOWER_LINEAR})"
     return PeftConfig(
-        r=config.rank,
-        lora_alpha=alpha,
+        r=copies * config.rank,
+        lora_alpha=cast(int, raised * config.alpha),
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         lora_dropout=config.dropout,
         target_modules=named if config.tower else targets,
         target_parameters=experts,
         exclude_modules=rf"(.*\.)?({excluded})" if has_tower else list(config.excluded) or None,
-        rank_pattern=config.rank_pattern,
-        alpha_pattern=config.alpha_pattern,
+        rank_pattern={pattern: copies * rank for pattern, rank in config.rank_pattern.items()},
+        alpha_pattern={pattern: raised * alpha for pattern, alpha in config.alpha_pattern.items()},
         init_lora_weights="gaussian" if config.init == "gaussian" else True,
     )
 
@@ -89,14 +90,14 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], *, config: LoraConfi
     folder.mkdir()
     save_tensors(tensors, folder / "adapter_model.safetensors")
     settings = peft_config(config, has_tower=any(".language_model." in name for name in tensors))
+    patterns = {"rank_pattern": settings.rank_pattern, "alpha_pattern": settings.alpha_pattern}
     settings.base_model_name_or_path, settings.task_type, settings.inference_mode = str(source), "CAUSAL_LM", True
     if not config.tower:
         settings.target_modules = sorted(config.targets)  # PEFT's is a set, in another order in each process
     settings.save_pretrained(str(folder))
     # PEFT sorts keys, but takes the first pattern that matches a layer.
     file = folder / "adapter_config.json"
-    written = json.loads(file.read_text()) | {"rank_pattern": config.rank_pattern, "alpha_pattern": config.alpha_pattern}
-    file.write_text(json.dumps(written, indent=2))
+    file.write_text(json.dumps(json.loads(file.read_text()) | patterns, indent=2))
 
 
 def adapt_experts(experts: GroupedExperts, config: LoraConfig) -> None:
@@ -115,6 +116,27 @@ def initial_a(shape: Sequence[int], *, init: str, generator: torch.Generator) ->
         return torch.empty(*shape).uniform_(-1 / math.sqrt(columns), 1 / math.sqrt(columns), generator=generator)
     std = 1 / rank if init == "gaussian" else math.sqrt(2 / (rank + columns))
     return torch.empty(*shape).normal_(std=std, generator=generator)
+
+
+def pissa(weight: Tensor, *, init: str, rank: int, scaling: float, seed: int) -> tuple[Tensor, Tensor]:
+    """[A; A0], [2 rank, in], and [B, -B0], [out, 2 rank], by PEFT, float32: W + scaling (B A - B0 A0) is PiSSA's, and at first W.
+
+    PEFT subtracts B0 A0 from W instead. Here the base stays, as others read it. weight: whole, [out, in]. seed: of the faster ones.
+    """
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.float())
+    alone = nn.ModuleDict({"layer": linear})
+    config = PeftConfig(
+        r=rank, lora_alpha=cast(int, scaling * rank), target_modules=["layer"], init_lora_weights=cast(Any, init)
+    )
+    with torch.random.fork_rng([weight.device] if weight.is_cuda else []):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, alone)
+    a, b = (cast(Any, alone["layer"]).get_submodule(f"lora_{factor}.default").weight for factor in "AB")
+    return torch.cat([a, a]), torch.cat([b, -b], dim=1)
 
 
 class Dropout(nn.Module):

@@ -24,12 +24,12 @@ from tasuki.planner.choose import chosen
 from tasuki.planner.node import Checkpointing, node_of
 from tasuki.planner.step_bytes import TRIAL_TOKENS, offloaded_per_token
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.trainer.adamw import ShardedAdamW, StreamedAdamW
+from tasuki.trainer.adamw import ShardedAdamW, StreamedAdamW, local_part
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.backend import Progress
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing, tile_mlps
 from tasuki.trainer.backends.fsdp.checkpoint import Trained, training_state
-from tasuki.trainer.backends.fsdp.lora.adapters import adapters_off, trained_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import FirstValues, adapters_off, trained_parameters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.memory import FsdpMemory, HostActivations, HostShards
 from tasuki.trainer.backends.fsdp.model import (
@@ -178,10 +178,12 @@ class FsdpBackend:
     def clip_gradients(self, role: Role) -> float:
         if self._replicas is not None:
             self._replicas.add_up([self._trained[role].expert_load.step_counts_LE])
+        self._trained[role].first_values.clear_gradients()
         return self._trained[role].optimizer.clip(self._replicas)
 
     def step_optimizer(self, role: Role, *, learning_rate: float) -> None:
-        self._trained[role].optimizer.step(learning_rate=learning_rate)
+        with self._trained[role].first_values.kept():
+            self._trained[role].optimizer.step(learning_rate=learning_rate)
         self._trained[role].expert_load.update_biases()
 
     def clear_gradients(self, role: Role) -> None:
@@ -282,13 +284,20 @@ class FsdpBackend:
         network.train()
         self.memory.guard(groups_of(network))
         self.memory.freeze(param for param in network.parameters() if not param.requires_grad)
-        parameters = [param for _, param in trained_parameters(network)]
+        named = list(trained_parameters(network))
+        parameters = [param for _, param in named]
         is_8bit, on_host = self._node.trainer.optimizer_8bit, self._node.trainer.optimizer_on_host
         kind = StreamedAdamW if on_host else QuantizedAdamW if is_8bit else ShardedAdamW
         gradients = self.memory.make_gradients(parameters)
         optimizer = kind(parameters, gradients=gradients, config=config, memory=self.memory, mesh=self._mesh)
         self._to_close.callback(optimizer.close)
         is_policy, trainer = isinstance(network, Policy), self._node.trainer
+        lora = trainer.lora if is_policy else trainer.critic_lora
+        is_pissa = lora is not None and lora.is_pissa
+        if is_pissa and self._replicas is not None:
+            # Kinds of processors decompose differently.
+            self._replicas.share([local_part(parameter) for parameter in parameters])
+        first_values = FirstValues(named if is_pissa else (), gradients if is_pissa else ())
         load = ExpertLoad(
             network.causal_lm,
             mesh=self._mesh,
@@ -296,7 +305,7 @@ class FsdpBackend:
             aux_loss_coef=trainer.router_aux_loss_coef if is_policy else 0.0,
             bias_update_rate=trainer.router_bias_update_rate if is_policy else 0.0,
         )
-        return Trained(network, optimizer, load)
+        return Trained(network, optimizer, load, first_values)
 
     def _host_activations(self, causal_lm: PreTrainedModel) -> HostActivations | None:
         """Host memory for what layers keep, if it is offloaded. Raises as HostActivations."""

@@ -14,7 +14,7 @@ from tasuki.models.known import find_family, read_model_shape
 from tasuki.models.shape import ROUTER_BIAS
 from tasuki.models.tower import TOWER
 from tasuki.trainer.adamw import ShardedAdamW
-from tasuki.trainer.backends.fsdp.lora.adapters import adapter_names, trained_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import FirstValues, adapter_names, trained_parameters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import merge
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
 from tasuki.trainer.durable.atomic_folder import cannot_write, delete_aside, folder_bytes, rename_into_place, start_aside
@@ -46,6 +46,7 @@ class Trained:
     network: Policy | Critic
     optimizer: ShardedAdamW
     expert_load: ExpertLoad
+    first_values: FirstValues
 
 
 def training_state(trained: Mapping[Role, Trained]) -> dict[str, Tensor]:

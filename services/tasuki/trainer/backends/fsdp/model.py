@@ -23,7 +23,7 @@ from tasuki.models.stored_tensors import check_head, read_stored
 from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.attention.trial import choose_delta, choose_kernel, choose_sharing
-from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters, initialize_magnitudes, load_adapters
+from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.memory import HostShards
 from tasuki.trainer.backends.fsdp.shards import constant_shards, engine_placement, head_shards, local_shards, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
@@ -155,10 +155,7 @@ def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) 
     softcap = source.model.final_logit_softcap
     policy = Policy(_on_meta(source), attention=_attention(source), final_logit_softcap=softcap)
     _materialize(policy, source, region=region)
-    if source.base is None:
-        load_shards(source.path, local_shards(policy.causal_lm) + constant_shards(policy.causal_lm))
-    if source.lora is not None and source.lora.path is None:
-        initialize_magnitudes(policy.causal_lm)
+    _load(policy, source)
     if source.model.shape.is_tied:
         check_head(read_stored(source.path), source.model.shape, first=source.mesh.get_local_rank(), step=source.mesh.size())
     return policy
@@ -173,7 +170,7 @@ def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) 
     precision = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     fully_shard(critic.value_head, mesh=source.mesh, mp_policy=precision)
     _materialize(critic, source, region=region)
-    load_shards(source.path, local_shards(critic.causal_lm) + constant_shards(critic.causal_lm))
+    _load(critic, source)
     head = head_shards(critic)
     if all(shard.name in read_stored(source.path) for shard in head):
         load_shards(source.path, head)
@@ -226,7 +223,7 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
 
 
 def _materialize(network: Policy | Critic, source: NetworkSource, *, region: AbstractContextManager[None]) -> None:
-    """Shards a network on the meta device and allocates its shards; initializes adapters."""
+    """Shards a network on the meta device and allocates its shards."""
     placement = engine_placement(network.causal_lm) if source.base is not None and source.mesh.size() > 1 else None
     _shard(network, source, placement=placement)
     device = mesh_device(source.mesh)
@@ -239,12 +236,16 @@ def _materialize(network: Policy | Critic, source: NetworkSource, *, region: Abs
         # FSDP2 also pads the shards here, so that they stay where they are from now on.
         network._apply(make)
     set_buffers(network.causal_lm, source.model, device=device)
-    if source.lora is not None:
-        initialize_adapters(network.causal_lm, init=source.lora.init, seed=source.seed)
-        if source.lora.path is not None:
-            load_adapters(network.causal_lm, source.lora.path)
     if source.compiles:
         compile_blocks(network.causal_lm)
+
+
+def _load(network: Policy | Critic, source: NetworkSource) -> None:
+    """Reads the weights, unless they are the engine's, and initializes adapters."""
+    if source.base is None:
+        load_shards(source.path, local_shards(network.causal_lm) + constant_shards(network.causal_lm))
+    if source.lora is not None:
+        initialize_adapters(network.causal_lm, source.lora, seed=source.seed)
 
 
 def reshard(network: Policy | Critic) -> None:

@@ -4,7 +4,7 @@ PEFT renames parameters: `q_proj.weight` becomes `q_proj.base_layer.weight`, nex
 `q_proj.lora_B.default.weight` [out, rank]. Only this module knows these names.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.functional import linear
 
 from tasuki.config.trainer_schema import LoraConfig
@@ -21,6 +22,7 @@ from tasuki.models.adapter_folder import ADAPTER_FILE, stored_decoder
 from tasuki.models.family import Family
 from tasuki.models.known import find_family
 from tasuki.models.shape import EXPERTS
+from tasuki.trainer.adamw import local_part
 from tasuki.trainer.modules.experts import GroupedExperts
 from tasuki.trainer.modules.lora import (
     EXPERT_A,
@@ -31,6 +33,7 @@ from tasuki.trainer.modules.lora import (
     in_file,
     initial_a,
     peft_config,
+    pissa,
     row_norms,
 )
 
@@ -68,8 +71,8 @@ def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
     for index, module in enumerate(causal_lm.modules()):
         if config.dropout and isinstance(module, LoraLayer):
             module.lora_dropout["default"] = Dropout(config.dropout, index)
-        if config.use_dora and isinstance(module, LoraLayer):
-            module.lora_variant["default"] = cast(Any, Dora)
+        if isinstance(module, LoraLayer) and (config.use_dora or (config.is_pissa and config.dropout)):
+            module.lora_variant["default"] = cast(Any, Dora if config.use_dora else DroppedPissa)
         if config.experts and isinstance(module, GroupedExperts):
             adapt_experts(module, config)
     for _, param in trained_parameters(causal_lm):
@@ -77,8 +80,40 @@ def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
 
 
 @torch.no_grad()
-def initialize_adapters(causal_lm: nn.Module, *, init: str, seed: int) -> None:
-    """Initializes A as LoraConfig.init says and B to zero, so that the policy equals the base model. Independent of the number of ranks."""
+def initialize_adapters(causal_lm: nn.Module, config: LoraConfig, *, seed: int) -> None:
+    """Fills adapters from `config.path`, or so that the policy equals the loaded model. Independent of the number of ranks."""
+    if config.path is not None:
+        _load_adapters(causal_lm, config.path)
+        return
+    if config.is_pissa:
+        _decompose(causal_lm, init=config.init, seed=seed)
+    else:
+        _draw_adapters(causal_lm, init=config.init, seed=seed)
+    for adapter in adapted_parameters(causal_lm).values():
+        if adapter.magnitude is not None:
+            a, b = adapter.a.full_tensor(), adapter.b.to_local()
+            adapter.magnitude.to_local().copy_(row_norms(adapter.base.to_local(), a, b, scaling=adapter.scaling))
+
+
+def _decompose(causal_lm: nn.Module, *, init: str, seed: int) -> None:
+    """Initializes PiSSA's A and B. Collective: each rank decomposes the whole weights of other layers."""
+    weights = list(adapted_parameters(causal_lm).values())
+    mesh = weights[0].base.device_mesh
+    own = mesh.get_local_rank()
+    for first in range(0, len(weights), mesh.size()):
+        some = weights[first : first + mesh.size()]
+        wholes = (weight.base.full_tensor() for weight in some)
+        (mine,) = [whole for rank, whole in enumerate(wholes) if rank == own] or [None]
+        for rank, weight in enumerate(some):
+            factors: Sequence[Tensor] = [torch.empty(each.shape, device=each.device) for each in (weight.a, weight.b)]
+            if mine is not None and rank == own:
+                factors = pissa(mine, init=init, rank=len(weight.a) // 2, scaling=weight.scaling, seed=seed)
+            for param, factor in zip((weight.a, weight.b), factors, strict=True):
+                param.copy_(distribute_tensor(factor, mesh, param.placements, src_data_rank=rank))
+
+
+def _draw_adapters(causal_lm: nn.Module, *, init: str, seed: int) -> None:
+    """Initializes A as LoraConfig.init says and B to zero."""
     generator = torch.Generator().manual_seed(seed)
     for name, param in causal_lm.named_parameters():
         if name.endswith((_A, EXPERT_A)):
@@ -90,18 +125,7 @@ def initialize_adapters(causal_lm: nn.Module, *, init: str, seed: int) -> None:
             param.zero_()
 
 
-@torch.no_grad()
-def initialize_magnitudes(causal_lm: nn.Module) -> None:
-    """Initializes DoRA's magnitudes, if there are any, so that the policy equals the loaded base model."""
-    for adapter in adapted_parameters(causal_lm).values():
-        if adapter.magnitude is not None:
-            a, base = adapter.a.to_local(), adapter.base.to_local()
-            zeros = a.new_zeros(1, base.shape[1]), base.new_zeros(len(base), 1)
-            adapter.magnitude.to_local().copy_(row_norms(base, *zeros, scaling=1.0))
-
-
-@torch.no_grad()
-def load_adapters(causal_lm: nn.Module, folder: Path) -> None:
+def _load_adapters(causal_lm: nn.Module, folder: Path) -> None:
     """Reads the adapters from PEFT's folder, which config.checks has judged. Every rank reads the whole file: nothing is sent."""
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
         decoder = stored_decoder(file.keys(), decoder=_decoder_of(causal_lm))
@@ -164,6 +188,38 @@ def trained_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter
     return ((name, param) for name, param in causal_lm.named_parameters() if param.requires_grad)
 
 
+class FirstValues:
+    """PiSSA's first values in this rank's shards, the last rows of A and columns of B, which no step changes."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], gradients: Sequence[Tensor]) -> None:
+        """gradients: this rank's parts of the parameters' `.grad`."""
+        pairs = list(zip(named, gradients, strict=True))
+        self._values = [part for (name, param), _ in pairs for part in _first_values(name, param, local_part(param))]
+        self._gradients = [part for (name, param), gradient in pairs for part in _first_values(name, param, gradient)]
+
+    @torch.no_grad()
+    def clear_gradients(self) -> None:
+        for gradient in self._gradients:
+            gradient.zero_()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Undoes what the block, a step with weight decay, does to them."""
+        kept = [value.clone() for value in self._values]
+        yield
+        for value, before in zip(self._values, kept, strict=True):
+            value.copy_(before)
+
+
+def _first_values(name: str, param: nn.Parameter, local: Tensor) -> Iterator[Tensor]:
+    if name.endswith(_A):
+        sharded = cast(DTensor, param)
+        _, (start, _) = compute_local_shape_and_global_offset(param.shape, sharded.device_mesh, sharded.placements)
+        yield local[max(0, len(param) // 2 - start) :]
+    elif name.endswith(_B):
+        yield local[:, param.shape[1] // 2 :]
+
+
 def adapter_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
     """Whole adapter tensors under PEFT's file names; empty without adapters. Collective."""
     params = ((name, cast(DTensor, param.detach())) for name, param in adapter_parameters(causal_lm))
@@ -191,6 +247,17 @@ def adapters_off(causal_lm: nn.Module) -> Iterator[None]:
         yield
     finally:
         switch(True)
+
+
+class DroppedPissa:
+    """PEFT's variant of a LoRA layer for PiSSA with dropout: drops inputs of what is learned, none of what the base lacks in PEFT."""
+
+    @staticmethod
+    def forward(module: Any, *, active_adapter: str, x: Tensor, result: Tensor, **_: object) -> Tensor:
+        """The layer's output [T, out]. result: its base's."""
+        a, rank = module.lora_A[active_adapter].weight, module.r[active_adapter] // 2
+        inner = linear(module.lora_dropout[active_adapter](x), a[:rank]), linear(x, a[rank:].detach())
+        return result + module.scaling[active_adapter] * module.lora_B[active_adapter](torch.cat(inner, dim=-1))
 
 
 class Dora:
