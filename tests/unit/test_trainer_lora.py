@@ -131,7 +131,7 @@ def test_adapters_of_experts_are_trained_in_float32_and_planned(kind: str) -> No
         ({"init": "pissa", "use_dora": True, "dropout": 0.1}, 'dropout is not for init = "pissa" with use_dora'),
         (
             {"init": "pissa", "rank_pattern": {"1.*.q_proj": 65}},
-            r"rank: of model.layers.1.self_attn.q_proj, \[64, 64\], is above 64",
+            "rank: is above the 64 components of model.layers.1",
         ),
         ({"init": "pissa_niter_"}, "init"),
         ({"init": "olora"}, "init"),

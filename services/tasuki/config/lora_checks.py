@@ -54,9 +54,7 @@ def check_pissa(model: "ModelShape", lora: "LoraConfig") -> None:
     """Raises InvalidArgument for a rank above the number of a weight's components."""
     for layer, shape in lora.layers(model).items():
         if lora.is_pissa and lora.rank_of(layer) > 2 * min(shape):
-            problem = (
-                f"of {layer}, {list(shape)}, is above {min(shape)}, its number of components; lower it, or choose another init"
-            )
+            problem = f"is above the {min(shape)} components of {layer}; lower it, or choose another init"
             raise InvalidArgument("trainer.lora.rank", problem)
 
 
