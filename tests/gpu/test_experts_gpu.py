@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, 
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.modules.experts import ParallelExperts
+from tasuki.trainer.memory import round_blocks
+from tasuki.trainer.modules.experts import GroupedExperts, ParallelExperts
 from tasuki.trainer.modules.routing import EXPERTS
 from tasuki.trainer.wire import Role
 from tasuki.wire.stages import MemoryTag
@@ -92,6 +93,29 @@ def save_model(kind: str, folder: Path, *, is_one_sided: bool = False) -> None:
             parameter.data[1] = -parameter.data[0]
             parameter.data[2:] = 0
     model.save_pretrained(folder)
+
+
+def test_other_numbers_of_rows_reuse_rounded_blocks() -> None:
+    module, random = GroupedExperts(experts("qwen3_moe", "grouped_mm", torch.bfloat16)), torch.Generator().manual_seed(0)
+    sizes = torch.randint(NUM_TOKENS, 2 * NUM_TOKENS, (60,), generator=random).tolist()
+
+    def growth() -> int:
+        """Bytes that torch reserves for later passes, beside the first ten."""
+        torch.cuda.empty_cache()
+        reserved = list[int]()
+        for num_tokens in sizes:
+            hidden_TH = torch.randn(num_tokens, 1024, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+            chosen_TK = torch.randint(64, (num_tokens, NUM_CHOSEN), device=DEVICE)
+            module(hidden_TH, chosen_TK, torch.rand(num_tokens, NUM_CHOSEN, device=DEVICE)).sum().backward()
+            reserved.append(torch.cuda.memory_reserved())
+        return reserved[-1] - reserved[9]
+
+    by_default = growth()
+    round_blocks()
+    try:
+        assert growth() < by_default / 4
+    finally:
+        torch._C._accelerator_setAllocatorSettings("roundup_power2_divisions:1")
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -89,6 +89,10 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
          "vision_config": {"hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
          "tie_word_embeddings": False},
     ),
+    "gemma-4-12-layers": (
+        "Gemma4Config",
+        {"text_config": {"num_hidden_layers": 12}, "vision_config": {"num_hidden_layers": 1}, "audio_config": None},
+    ),
     # transformers' own range of random weights makes outputs of experts of this size large, and rounding with them.
     "gpt-oss-20b-4-layers": (
         "GptOssConfig", {"num_hidden_layers": 4, "num_local_experts": 32, "swiglu_limit": 7.0, "initializer_range": 0.01},
@@ -143,7 +147,7 @@ def _prepare(family: str, folder: Path, load: Load) -> Any:
     if load.device == "cpu":
         save_checkpoint(model := make_tiny(family, seed=0), folder)
         if "vision_config" in (config := _config(folder)):
-            _write_processor(folder, config["vision_config"])
+            _write_processor(folder, config)
             model = transformers.AutoModelForImageTextToText.from_pretrained(folder)
         return model
     name, settings = SHAPES[family]
@@ -153,12 +157,14 @@ def _prepare(family: str, folder: Path, load: Load) -> Any:
     with torch.device(load.device):
         model = auto.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="8GB")
-    if "vision_config" in settings:
-        _write_processor(folder, _config(folder)["vision_config"])
+    _write_processor(folder, _config(folder))
     return model
 
 
-def _write_processor(folder: Path, vision: dict[str, Any]) -> None:
+def _write_processor(folder: Path, config: dict[str, Any]) -> None:
+    """Of a Qwen tower; others are neither loaded nor trained."""
+    if "spatial_merge_size" not in (vision := config.get("vision_config", {})):
+        return
     settings = {"patch_size": vision["patch_size"], "merge_size": vision["spatial_merge_size"]}
     settings |= {"image_processor_type": "Qwen2VLImageProcessorFast", "temporal_patch_size": vision["temporal_patch_size"]}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))

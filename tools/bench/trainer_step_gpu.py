@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tasuki.v1.types_pb2 import TrainingSample
 
 MEDIAN, SIGMA, LONGEST, SEED = 1500, 0.8, 8192, 0
-MICRO_BATCH_TOKENS, NUM_STEPS, LONG = 16_384, 3, 65_536
+MICRO_BATCH_TOKENS, NUM_STEPS, LONG, FEW = 16_384, 3, 65_536, 512
 GROUP, GROUP_PROMPT, GROUP_COMPLETION = 8, 8192, 2048
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.5b": ("qwen2.5-0.5b", {"checkpointing": "none"}),
@@ -67,6 +67,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"checkpointing": "full", "micro_batch_tokens": LONG + 1, "mlp_tile_tokens": MICRO_BATCH_TOKENS // 2},
     ),
     "7b-long": ("qwen2.5-7b", {"checkpointing": "full", "sequence_parallel": 2, "micro_batch_tokens": LONG + 1}),
+    "7b-long-tensor": (
+        "qwen2.5-7b",
+        {"checkpointing": "full", "micro_batch_tokens": LONG + 1, "backend": "megatron", "megatron": {"tensor_parallel": 2}},
+    ),
+    "7b-few": ("qwen2.5-7b", {"checkpointing": "full"}),
+    "7b-few-tensor": ("qwen2.5-7b", {"checkpointing": "full", "backend": "megatron", "megatron": {"tensor_parallel": 2}}),
     "7b-group": ("qwen2.5-7b", {"checkpointing": "full", "prefix_sharing": False, "micro_batch_tokens": 32_768}),
     "7b-group-shared": ("qwen2.5-7b", {"checkpointing": "full", "prefix_sharing": True, "micro_batch_tokens": 32_768}),
     "moe": ("qwen3-moe-12-layers", {"checkpointing": "full"}),
@@ -86,9 +92,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Preset, and settings of [trainer].
 
 "7b-85gb" and "7b-60gb" fit two GPUs of that size, the latter with AdamW's moments on the host. "7b-long" has two samples of LONG tokens,
-shared by two ranks; "7b-tiled" has the same samples, one per rank. "7b-group" has groups of GROUP samples of one prompt, one per rank;
-"7b-group-shared" computes each prompt once. "moe" is Qwen3-30B-A3B with 12 of its 48 layers, which takes two GPUs; in "moe-parallel" the
-ranks compute their own experts, in "moe-megatron" on megatron-core. "7b-8-layers-tensor" splits layers over two ranks there.
+shared by two ranks, in "7b-long-tensor" by megatron-core's; "7b-tiled" has the same samples, one per rank. "7b-few" has two of FEW tokens.
+"7b-group" has groups of GROUP samples of one prompt, one per rank; "7b-group-shared" computes each prompt once. "moe" is Qwen3-30B-A3B
+with 12 of its 48 layers, which takes two GPUs; in "moe-parallel" the ranks compute their own experts, in "moe-megatron" on megatron-core.
+"7b-8-layers-tensor" splits layers over two ranks there.
 """
 PEAK_FLOPS = 989e12
 
@@ -165,8 +172,9 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
     device = "cpu" if arguments.tiny else "cuda"
     preset, settings = CASES[case]
     shape, lengths = node_for(preset, gpu_bytes=1, device=device, num_ranks=1).model, lengths_of(arguments.samples)
-    if case.endswith(("long", "tiled")):
-        lengths = [LONG // 64 if arguments.tiny else LONG] * 2
+    for name, num_tokens in {"long": LONG, "tiled": LONG, "few": FEW}.items():
+        if name in case:
+            lengths = [num_tokens // 64 if arguments.tiny else num_tokens] * 2
     launch = read_launch(os.environ)
     mesh = start_mesh(device, launch=launch, gpu=launch.rank, num_threads=1, timeout_s=60)
     started = time.perf_counter()

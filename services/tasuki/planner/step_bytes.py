@@ -61,17 +61,17 @@ def _cached(node: Node, *, moment: str) -> int:
 
     With several ranks: the largest group's parameters as sent and as received, the reduced gradients of that group and a layer in
     float32, and a tile of logits with its gradient, whose blocks parameters have fragmented. With a single one: such gradients, copied,
-    and a block for logits, since its parameters have fragmented a free one. Fitted to torch's allocator on H200s for several ranks
-    (docs/benchmarks.md); not measured for a single one since gradients are reduced in every micro-batch, nor with megatron-core: a block
-    for logits.
+    and a block for logits, since its parameters have fragmented a free one. megatron-core: a block for logits. Experts of several ranks,
+    whose rows are as many in no two passes: half of what a layer's take. Fitted to torch's allocator on H200s for several ranks
+    (docs/benchmarks.md); not measured for a single one since gradients are reduced in every micro-batch.
     """
     ranks, table, layer = node.num_ranks, _largest_table(node.model), max(_gathered_numels(node))
-    trains_base, tile = node.lora is None, _tile_logits(node)
+    trains_base, tile, rows = node.lora is None, _tile_logits(node), _rows_of_spread_experts(node) // 2
     if not node.gathers_layers:
-        return _FLOAT32 * tile
+        return _FLOAT32 * tile + rows
     if ranks > 1:
         arriving = table * node.compute_bytes * (ranks + 1) // ranks + (_FLOAT32 + node.compute_bytes) * tile
-        return arriving + (_FLOAT32 * (table + layer) // ranks if trains_base else 0)
+        return max(rows, arriving + (_FLOAT32 * (table + layer) // ranks if trains_base else 0))
     unused = {"layer": table, "table": layer}.get(moment, table + layer)
     return _FLOAT32 * tile + (_FLOAT32 * unused if trains_base else 0)
 
@@ -202,6 +202,14 @@ def _flowing_in_mlp(node: Node, index: int) -> int:
         return 2 * model.experts_per_token * model.expert_size
     widest_row = max(model.hidden_size, model.expert_size)
     return max(3 * model.experts_per_token * model.hidden_size, 2 * node.rows_per_token * widest_row)
+
+
+def _rows_of_spread_experts(node: Node) -> int:
+    """Bytes of a layer's activations, and of its MLP's backward, where several ranks share its experts."""
+    if not node.trainer.spreads_experts:
+        return 0
+    sparse = next(index for index in range(node.model.num_layers) if node.model.is_sparse(index))
+    return _layer_activations(node, sparse) + node.rank_tokens * node.compute_bytes * _flowing_in_mlp(node, sparse)
 
 
 def _head(node: Node) -> int:

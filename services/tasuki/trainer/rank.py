@@ -28,6 +28,7 @@ from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.data.micro_batch import micro_batch, token_batch
 from tasuki.trainer.launch import Launch
 from tasuki.trainer.learner import Learner, trained_roles
+from tasuki.trainer.memory import round_blocks
 from tasuki.trainer.ranks import ranks_path
 from tasuki.trainer.replicas import NodeReplicas, join_nodes, mesh_device, start_mesh
 from tasuki.trainer.wire import ROLE_MESSAGES, ROLES, decode_loss, decode_parts
@@ -65,6 +66,8 @@ def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool
             skips_non_finite=trainer.on_non_finite == "skip",
             progressed=heartbeat.progressed,
         )
+        if trainer.spreads_experts and config.device == "cuda":
+            round_blocks()
         if launch.rank != 0:
             # From here on the front decides when to stop, after the running call; it also handles signals sent to all ranks.
             for number in (signal.SIGTERM, signal.SIGINT):
