@@ -194,10 +194,9 @@ def _flowing_in_mlp(node: Node, index: int) -> int:
     """
     model, num_sharing = node.model.at(index), node.trainer.tensor_parallel
     if not model.is_sparse(index):
-        # With tensor parallelism also at the product of `down`: the whole gradient of its result, and that of the factor. megatron-core
-        # computes gates and ups as one tensor, whose gradient joins theirs.
+        # With tensor parallelism also at the product of `down`: the whole gradient of its result, and that of the factor.
         whole = model.intermediate_size + num_sharing * model.hidden_size if num_sharing > 1 else 0
-        return max((1 if node.fuses_mlp and node.gathers_layers else 2) * model.intermediate_size, whole)
+        return max((1 if node.fuses_mlp else 2) * model.intermediate_size, whole)
     if node.gathers_layers and not node.trainer.spreads_experts:
         return 2 * model.experts_per_token * model.expert_size
     widest_row = max(model.hidden_size, model.expert_size)

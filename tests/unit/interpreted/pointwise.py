@@ -1,11 +1,13 @@
 """The GPU's kernels of gated MLPs against plain torch, run by Triton's interpreter on a CPU."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
 from tasuki.trainer.modules import triton_kernels as kernels
-from tasuki.trainer.modules.pointwise import Activation, down_projected
+from tasuki.trainer.modules.pointwise import Activation, down_projected, halves
 from tasuki.trainer.modules.recompute import recomputing
 from tests.operators import CountedOperators
 from tests.saved_tensors import kept_bytes
@@ -35,26 +37,33 @@ def test_the_kernel_and_its_gradients_are_those_of_plain_torch(
 
 
 class Projections(torch.nn.Module):
-    """Gate, up and down, as in a layer that is recomputed."""
+    """Gate and up, in one or in two, and down, as in a layer that is recomputed."""
 
-    def __init__(self, activation: Activation) -> None:
+    def __init__(self, activation: Activation, *, is_split: bool) -> None:
         super().__init__()
-        self.gate, self.up = (torch.nn.Linear(16, 40, bias=False) for _ in range(2))
+        self.firsts = torch.nn.ModuleList(torch.nn.Linear(16, 80 // num, bias=False) for num in [1 + is_split] * (1 + is_split))
         self.down, self.activation = torch.nn.Linear(40, 16, bias=False), activation
 
+    def factors(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        results = [first(x) for first in self.firsts]
+        return results if len(results) > 1 else halves(results[0])
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return down_projected(self.gate(x), self.up(x), self.down, self.activation)
+        gate, up = self.factors(x)
+        return down_projected(gate, up, self.down, self.activation)
 
 
+@pytest.mark.parametrize("is_split", [False, True], ids=["halves of one", "two"])
 @pytest.mark.parametrize("is_recomputed", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_an_mlp_keeps_its_factors_and_computes_its_products_once(
-    monkeypatch: pytest.MonkeyPatch, activation: Activation, is_recomputed: bool
+    monkeypatch: pytest.MonkeyPatch, activation: Activation, is_recomputed: bool, is_split: bool
 ) -> None:
     torch.manual_seed(0)
-    mlp = Projections(activation)
+    mlp = Projections(activation, is_split=is_split)
     x = torch.randn(1, 7, 16, requires_grad=True)
-    plain = mlp.down((silu(mlp.gate(x)) if activation == "silu" else gelu(mlp.gate(x), approximate="tanh")) * mlp.up(x))
+    gate, up = mlp.factors(x)
+    plain = mlp.down((silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up)
     grad = torch.randn_like(plain)
     wanted = torch.autograd.grad(plain, (x, *mlp.parameters()), grad)
     # Tensors that say they are on a GPU take the path of a GPU.
@@ -63,11 +72,13 @@ def test_an_mlp_keeps_its_factors_and_computes_its_products_once(
     with kept_bytes(mlp.parameters()) as kept, CountedOperators() as counted:
         out = forward(mlp, x)
     assert sum(kept.values()) == x.nbytes + (0 if is_recomputed else 2 * 7 * 40 * 4)
-    assert counted.runs[torch.ops.aten.mm.default] == 3
+    num_products = 3 if is_split else 2
+    assert counted.runs[torch.ops.aten.mm.default] == num_products
     with CountedOperators() as counted:
         found = torch.autograd.grad(out, (x, *mlp.parameters()), grad)
-    # Two for each projection, and gate and up once more; the product is never projected again.
-    assert counted.runs[torch.ops.aten.mm.default] == 6 + 2 * is_recomputed
+    # Two for each projection, and gate and up once more; the product is never projected again, and no gradients are joined.
+    assert counted.runs[torch.ops.aten.mm.default] == 2 * num_products + (num_products - 1) * is_recomputed
+    assert not counted.runs[torch.ops.aten.cat.default]
     torch.testing.assert_close(out, plain)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

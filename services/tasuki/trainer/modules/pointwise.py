@@ -3,7 +3,7 @@
 Each operation of such a chain reads and writes whole activations. On a GPU a chain takes about as long as the matrix products.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -40,10 +40,8 @@ class GatedMlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         projections = cast(Mapping[str, Callable[[Tensor], Tensor]], self._modules)
-        if "gate_up_proj" in projections:
-            gate, up = projections["gate_up_proj"](x).chunk(2, dim=-1)
-        else:
-            gate, up = projections["gate_proj"](x), projections["up_proj"](x)
+        fused = projections.get("gate_up_proj")
+        gate, up = (projections["gate_proj"](x), projections["up_proj"](x)) if fused is None else halves(fused(x))
         return down_projected(gate, up, projections["down_proj"], self._activation, keeps_product=self.keeps_product)
 
 
@@ -87,6 +85,11 @@ def fuse_pointwise(causal_lm: nn.Module) -> None:
                 setattr(parent, name, fused)
 
 
+def halves(both: Tensor) -> Sequence[Tensor]:
+    """[..., 2 I] -> gate and up, [..., I]. If backward writes their gradients in their place, it does not copy these to join them."""
+    return both.chunk(2, dim=-1) if torch.compiler.is_compiling() else _Halves.apply(both)
+
+
 def down_projected(
     gate: Tensor,
     up: Tensor,
@@ -123,6 +126,19 @@ def _fused(module: nn.Module) -> nn.Module | None:
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         return GatedMlp(module, activation) if activation in _ACTIVATIONS else None
     return None
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> tuple[Tensor, ...]:
+        return both.chunk(2, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, second: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        width, gap = first.shape[-1], (second.data_ptr() - first.data_ptr()) // first.element_size()
+        if first.stride() == second.stride() and (*first.stride()[-2:], gap) == (2 * width, 1, width):
+            return first.as_strided((*first.shape[:-1], 2 * width), first.stride())
+        return torch.cat((first, second), dim=-1)
 
 
 class _Gated(torch.autograd.Function):

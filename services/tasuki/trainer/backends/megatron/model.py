@@ -32,7 +32,7 @@ from tasuki.trainer.attention.packed import LayerAttention, PackedAttention, att
 from tasuki.trainer.backends.megatron.groups import Groups
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.modules.experts import GroupedExperts, ParallelExperts
-from tasuki.trainer.modules.pointwise import RmsNorm, down_projected
+from tasuki.trainer.modules.pointwise import RmsNorm, down_projected, halves
 from tasuki.trainer.modules.recompute import recomputing
 from tasuki.trainer.modules.rotary import rotated
 from tasuki.trainer.modules.routing import Router, Routers
@@ -67,7 +67,7 @@ class _Mlp(MLP):
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
         """hidden_states: [t, 1, H], of this rank's tokens. Returns as much, and no bias."""
-        gate, up = self.linear_fc1(hidden_states)[0].chunk(2, dim=-1)
+        gate, up = halves(self.linear_fc1(hidden_states)[0])
         down: Any = self.linear_fc2
         if hasattr(down, "lora"):
             return down_projected(gate, up, lambda product: down(product)[0], "silu"), None
