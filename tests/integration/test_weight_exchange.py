@@ -96,6 +96,20 @@ async def test_adapters_arrive_merged_as_the_exported_folder_has_them(ranks: Eng
     assert all(outcome.fallback_names == () for outcome in outcomes)
 
 
+async def test_shared_keys_that_are_values_arrive_as_the_exported_folder_has_them(ranks: EngineRanks, tmp_path: Path) -> None:
+    # In published models of Gemma 4 some have the one, others the other.
+    both = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    model = save_checkpoint(make_model("gemma4", seed=1, **both), tmp_path / "start")
+    with serving_trainer(tmp_path / "node", model, num_ranks=2) as trainer:
+        async with connect(trainer) as client:
+            await client.look()
+            await client.forward_backward(make_samples(8, vocab_size=VOCAB_SIZE))
+            await client.optim_step(learning_rate=0.05)
+            await client.export(tmp_path / "model")
+            published = (await client.publish()).weights
+            check_outcomes(ranks.receive(tmp_path / "model", published, tp_size=2), "gemma4")
+
+
 # --- a base read by trainer and engine
 
 MIXTURES = (

@@ -145,6 +145,8 @@ OF_EVERY_FAMILY = (
         ("LlamaForCausalLM", "num_key_value_heads", 3),
         ("LlamaForCausalLM", "num_hidden_layers", 10**9),
         ("LlamaForCausalLM", "head_dim", 0),
+        ("LlamaForCausalLM", "head_dim", 15),
+        ("Gemma4ForConditionalGeneration", "head_dim", 15),
         ("LlamaForCausalLM", "mlp_bias", 0),
         ("LlamaForCausalLM", "attention_bias", 1),
         ("Glm4MoeForCausalLM", "first_k_dense_replace", -1),

@@ -400,6 +400,11 @@ def decoder_shape(
     kv_heads = size(config, "num_key_value_heads", default=heads)
     if heads % kv_heads:
         raise InvalidArgument("num_key_value_heads", f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
+    # transformers gives the rotated part of latent attention this name.
+    given = {} if "latent" in special else config
+    head_dim = size(given, "head_dim", default=hidden // heads if head_dim is None else head_dim)
+    if head_dim % 2 and given:
+        raise InvalidArgument("head_dim", f"a rotary embedding needs an even number, not {head_dim}")
     chosen, experts = special.get("experts_per_token", 0), special.get("num_experts", 0)
     if chosen > experts:
         raise InvalidArgument("num_experts_per_tok", f"a token cannot choose {chosen} of {experts} experts")
@@ -410,10 +415,7 @@ def decoder_shape(
         num_layers=num_layers(config),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        # transformers gives the rotated part of latent attention this name.
-        head_dim=size(
-            {} if "latent" in special else config, "head_dim", default=hidden // heads if head_dim is None else head_dim
-        ),
+        head_dim=head_dim,
         vocab_size=size(config, "vocab_size"),
         context_length=size(config, "max_position_embeddings"),
         is_tied=flag(config, "tie_word_embeddings", default=is_tied),
