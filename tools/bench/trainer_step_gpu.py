@@ -67,8 +67,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"checkpointing": "full", "micro_batch_tokens": LONG + 1, "mlp_tile_tokens": MICRO_BATCH_TOKENS // 2},
     ),
     "7b-long": ("qwen2.5-7b", {"checkpointing": "full", "sequence_parallel": 2, "micro_batch_tokens": LONG + 1}),
-    "7b-long-tensor": (
-        "qwen2.5-7b",
+    "7b-8-layers-long": (
+        "qwen2.5-7b-8-layers",
+        {"checkpointing": "full", "sequence_parallel": 2, "micro_batch_tokens": LONG + 1},
+    ),
+    "7b-8-layers-long-tensor": (
+        "qwen2.5-7b-8-layers",
         {"checkpointing": "full", "micro_batch_tokens": LONG + 1, "backend": "megatron", "megatron": {"tensor_parallel": 2}},
     ),
     "7b-few": ("qwen2.5-7b", {"checkpointing": "full"}),
@@ -92,10 +96,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """Preset, and settings of [trainer].
 
 "7b-85gb" and "7b-60gb" fit two GPUs of that size, the latter with AdamW's moments on the host. "7b-long" has two samples of LONG tokens,
-shared by two ranks, in "7b-long-tensor" by megatron-core's; "7b-tiled" has the same samples, one per rank. "7b-few" has two of FEW tokens.
-"7b-group" has groups of GROUP samples of one prompt, one per rank; "7b-group-shared" computes each prompt once. "moe" is Qwen3-30B-A3B
-with 12 of its 48 layers, which takes two GPUs; in "moe-parallel" the ranks compute their own experts, in "moe-megatron" on megatron-core.
-"7b-8-layers-tensor" splits layers over two ranks there.
+shared by two ranks, in "7b-8-layers-long-tensor" by megatron-core's; "7b-tiled" has the same samples, one per rank. "7b-few" has two of
+FEW tokens. "7b-group" has groups of GROUP samples of one prompt, one per rank; "7b-group-shared" computes each prompt once. "moe" is
+Qwen3-30B-A3B with 12 of its 48 layers, which takes two GPUs; in "moe-parallel" the ranks compute their own experts, in "moe-megatron" on
+megatron-core. "7b-8-layers-tensor" splits layers over two ranks there.
 """
 PEAK_FLOPS = 989e12
 
