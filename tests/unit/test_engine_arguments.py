@@ -122,6 +122,16 @@ def test_experts_of_gpt_oss_are_computed_by_a_kernel_that_reports_routes(
     assert arguments_of(config, architecture="GptOssForCausalLM", routes=routes).get("moe_runner_backend") == runner
 
 
+@needs_sglang
+@pytest.mark.parametrize(
+    ("rollout", "is_off"),
+    [({}, False), ({"tp_size": 2}, True), ({"tp_size": 2, "engine": {"enable_flashinfer_allreduce_fusion": True}}, False)],
+)
+def test_all_reduces_are_fused_on_request(rollout: dict[str, object], is_off: bool):
+    config = NodeConfig.model_validate({"state_dir": "s", "device": "cuda", "model": {"path": "m"}, "rollout": rollout})
+    assert arguments_of(config).get("enforce_disable_flashinfer_allreduce_fusion", False) is is_off
+
+
 def engine_of(device: str, **engine: object) -> dict[str, object]:
     return arguments_of(
         NodeConfig.model_validate({"state_dir": "s", "device": device, "model": {"path": "m"}, "rollout": {"engine": engine}})

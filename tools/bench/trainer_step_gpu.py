@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 MEDIAN, SIGMA, LONGEST, SEED = 1500, 0.8, 8192, 0
 MICRO_BATCH_TOKENS, NUM_STEPS, LONG, FEW = 16_384, 3, 65_536, 512
 GROUP, GROUP_PROMPT, GROUP_COMPLETION = 8, 8192, 2048
+_ADAPTED = {"rank": 32, "experts": True}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.5b": ("qwen2.5-0.5b", {"checkpointing": "none"}),
     "1.5b": ("qwen2.5-1.5b", {"checkpointing": "none"}),
@@ -89,6 +90,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "moe-megatron": (
         "qwen3-moe-12-layers",
         {"checkpointing": "full", "backend": "megatron", "megatron": {"expert_parallel": 2}},
+    ),
+    "moe-lora": (
+        "qwen3-moe-8-layers",
+        {
+            "checkpointing": "full",
+            "expert_parallel": True,
+            "lora": {**_ADAPTED, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+        },
+    ),
+    "moe-lora-megatron": (
+        "qwen3-moe-8-layers",
+        {
+            "checkpointing": "full",
+            "backend": "megatron",
+            "megatron": {"expert_parallel": 2},
+            "lora": {**_ADAPTED, "target_modules": ["linear_qkv", "linear_proj"]},
+        },
     ),
     "7b-lora": ("qwen2.5-7b", {"checkpointing": "none", "lora": {"rank": 32}}),
     "7b-lora-recomputed": ("qwen2.5-7b", {"checkpointing": "full", "lora": {"rank": 32}}),
@@ -167,6 +185,7 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
     """Measures one case in one rank."""
     from tasuki.algorithms.loss_types import LossConfig
     from tasuki.trainer.launch import read_launch
+    from tasuki.trainer.memory import round_blocks
     from tasuki.trainer.modules.compiled_blocks import num_graphs
     from tasuki.trainer.replicas import start_mesh
     from tasuki.trainer.service.requests import decode_samples
@@ -188,6 +207,8 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
     learner = start_learner(folder, mesh=mesh, compute_dtype="bfloat16", choices=choices, **settings)
     start_s = time.perf_counter() - started
     backend_of: Any = learner.backend
+    if device == "cuda" and backend_of._node.trainer.spreads_experts:
+        round_blocks()
     planned = chosen(node_of(backend_of._node, gpu_bytes=1, host_bytes=1), backend_of._choices)
     samples = samples_of(lengths, shape.vocab_size)
     if "group" in case:
@@ -198,6 +219,7 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
     config = with_denominator(LossConfig(), samples)
     batches = micro_batches(learner, samples, config=config, max_tokens=settings["micro_batch_tokens"])
     seconds: list[float] = []
+    reserved: list[int] = []
     losses: list[float] = []
     norms: list[float] = []
 
@@ -210,6 +232,7 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
         step()  # returns once the norm is on the host, while the optimizer's kernels still run
         if device == "cuda":
             torch.cuda.synchronize()
+            reserved.append(torch.cuda.memory_reserved())
         seconds.append(time.perf_counter() - started)
     step_s = statistics.median(seconds[1:])
     lora = settings.get("lora")
@@ -240,7 +263,7 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
         node = replace(planned, logit_tokens=sum(lengths) // 2 // (len(batches) * num_groups))
         result |= {
             "allocated_bytes": sum(usage.total_bytes for usage in memory.usage()) + step_bytes(memory, device),
-            "reserved_bytes": torch.cuda.max_memory_reserved(),
+            "reserved_bytes": reserved,
             "predicted_bytes": {kind: predict(node)[Phase.TRAIN, kind] for kind in ("allocated", "driver")},
         }
     learner.backend.close()

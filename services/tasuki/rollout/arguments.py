@@ -135,6 +135,9 @@ def _gpu_arguments(config: NodeConfig) -> dict[str, Any]:
     at_once, captured = running_requests(config), graph_requests(config)
     # As on a CPU, where SGLang is compared with transformers: fused, they would be experts with a drawn place.
     unfused = {"disable_shared_experts_fusion": True}
+    if config.rollout.tp_size > 1 and not config.rollout.engine.get("enable_flashinfer_allreduce_fusion"):
+        # SGLang would fuse all-reduces of some families: its workspace is not counted, and its kernels are compiled at the first start.
+        unfused["enforce_disable_flashinfer_allreduce_fusion"] = True
     return (
         unfused
         | ({} if config.train is None else {"max_running_requests": at_once})
