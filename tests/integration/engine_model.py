@@ -52,9 +52,12 @@ def models_without_a_test() -> list[str]:
 
 
 def configure(job: Job, *, device: str) -> Any:
+    from sglang.srt import runtime_context
     from sglang.srt.layers.moe import initialize_moe_config
-    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+    from sglang.srt.server_args import ServerArgs
 
+    if job.address is not None:
+        _leave_group()
     table = Path(job.folder, "config.json").read_text()
     is_oss, is_unrotated, is_gemma4 = '"gpt_oss"' in table, '"smollm3"' in table, '"gemma4"' in table
     on_cpu = {
@@ -75,7 +78,10 @@ def configure(job: Job, *, device: str) -> Any:
         enable_multimodal=False,
         log_level="error",
     )
-    set_global_server_args_for_scheduler(args)
+    # From 0.5.23 on groups have the sizes and ranks that are published.
+    place = getattr(runtime_context, "SpawnRanks", None)
+    ranks = {} if place is None else {"ranks": place(world_rank=job.tp_rank, gpu_id=job.tp_rank)}
+    runtime_context.publish(args, role="scheduler", **ranks)
     initialize_moe_config(*([args] if signature(initialize_moe_config).parameters else []))  # none from 0.5.23 on
     return args
 
@@ -86,7 +92,7 @@ def load_model(args: Any, loader: Any = None) -> Any:
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
-    from sglang.srt.layers.dp_attention import initialize_dp_attention
+    from sglang.srt.layers import dp_attention
     from sglang.srt.model_loader import get_model_loader
 
     from tasuki.rollout.sglang.cpu.kernels import install_delta_nets
@@ -94,7 +100,11 @@ def load_model(args: Any, loader: Any = None) -> Any:
 
     config = ModelConfig.from_server_args(args)
     architecture = str((config.hf_config.architectures or [""])[0])
-    initialize_dp_attention(args, config)
+    if initialize := getattr(dp_attention, "init_dp_gathered_buffer", None):  # from 0.5.23 on
+        dp_attention.initialize_dp_attention(args)
+        initialize(config)
+    else:
+        dp_attention.initialize_dp_attention(args, config)
     # Another model of this process may have a tower.
     with ExitStack() as patched:
         if architecture in ("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"):
@@ -117,14 +127,22 @@ def load_model(args: Any, loader: Any = None) -> Any:
         return made.load_model(model_config=config, device_config=DeviceConfig(device=args.device))
 
 
-def join_group(job: Job, *, backend: str) -> None:
+def _leave_group() -> None:
     from sglang.srt import distributed
 
     distributed.parallel_state.destroy_model_parallel()
     distributed.parallel_state.destroy_distributed_environment()
+
+
+def join_group(job: Job, *, backend: str) -> None:
+    """Call it after `configure`, which leaves the group before."""
+    from sglang.srt import distributed
+
     # Weights are loaded without it; it would first exchange buffers.
     distributed.parallel_state.set_custom_all_reduce(False)
     distributed.init_distributed_environment(
         backend=backend, world_size=job.tp_size, rank=job.tp_rank, distributed_init_method=job.address, local_rank=job.tp_rank
     )
-    distributed.initialize_model_parallel(tensor_model_parallel_size=job.tp_size)
+    size = "tensor_model_parallel_size"
+    join = distributed.initialize_model_parallel
+    join(**{size: job.tp_size} if size in signature(join).parameters else {})

@@ -105,10 +105,11 @@ def _add_tower(causal_lm: Any, config: Any, of_config: Any, of_tower: Any) -> No
         causal_lm.visual.config._attn_implementation = _ATTENTION
 
 
-AutoModelForCausalLM.register(Qwen2_5_VLTextConfig, Qwen2_5_VLForCausalLM)
+# transformers keeps a class for a configuration of its own only with exist_ok, silently.
+AutoModelForCausalLM.register(Qwen2_5_VLTextConfig, Qwen2_5_VLForCausalLM, exist_ok=True)
 AutoModelForCausalLM.register(Qwen3_5TextConfig, Qwen3_5ForCausalLM, exist_ok=True)
 AutoModelForCausalLM.register(Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, exist_ok=True)
-AutoModelForCausalLM.register(Qwen3VLTextConfig, Qwen3VLForCausalLM)
+AutoModelForCausalLM.register(Qwen3VLTextConfig, Qwen3VLForCausalLM, exist_ok=True)
 
 
 def learns(module: nn.Module) -> bool:
