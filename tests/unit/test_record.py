@@ -53,6 +53,24 @@ class PaddedColumns(nn.Module):
             self.weight.data.copy_(pad_or_narrow_weight(loaded, 1, 1, 4))
 
 
+class DerivedScale(nn.Module):
+    """A norm that adds one to its weight when that is loaded, by reading the parameter back, and a plain tensor beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.plain = (nn.Parameter(torch.full((rows, 2), torch.nan), requires_grad=False) for rows in (2, 3))
+        self.derived = torch.zeros(2, 2)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, loaded in weights:
+            if name == "a":
+                self.norm.data.copy_(loaded)
+                self.derived.copy_(self.norm.data).add_(1.0)
+            elif name == "b":
+                self.plain.data[:2].copy_(loaded[:2])
+                self.plain.data[2:].copy_(loaded[2:])
+
+
 class Published:
     values: ClassVar = {name: torch.randn(rows, 2) for name, rows in (("a", 2), ("b", 3), ("c", 2), ("d", 3))}
 
@@ -99,3 +117,11 @@ def test_tensors_that_are_loaded_as_one_are_copied_and_a_part_of_both_is_a_fallb
     ]
     assert plan.fallback_names == ("c", "d")
     assert torch.equal(model.part, Published.values["d"][:2])
+
+
+def test_a_tensor_whose_parameter_the_loader_reads_back_is_a_fallback() -> None:
+    model = DerivedScale()
+    plan = record_plan(model, Published())
+    assert plan.fallback_names == ("a",)
+    assert torch.equal(model.derived, Published.values["a"] + 1)
+    assert {piece.name for piece in plan.pieces} == {"b"}

@@ -1,8 +1,8 @@
 """Records an engine model's own `load_weights` as a copy plan: records views and copies without reading or writing weights.
 
 The loader is called with tensors that have a name and a shape but no memory. A view of one is a view of its index space; a
-`copy_` into a parameter is a piece of the plan; a constant fill of a parameter is a constant. Any other operation makes its
-tensor a fallback, which each sync gathers and passes to the real `load_weights`.
+`copy_` into a parameter is a piece of the plan; a constant fill of a parameter is a constant. Any other operation, also on a
+parameter that it was copied to, makes its tensor a fallback, which each sync gathers and passes to the real `load_weights`.
 """
 
 from bisect import bisect_right
@@ -207,7 +207,15 @@ class _Recorder(TorchDispatchMode):
             if place is not None:
                 self._note_fill(func, args, *place)
                 return args[0]
+        if not _is_view(func):
+            self._note_reads(_tensors(args, kwargs))
         return func(*args, **kwargs)
+
+    def _note_reads(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What a loader computes from a parameter that it has written, later values must reach, too."""
+        found = (self._parameters.locate(tensor) for tensor in tensors if tensor.device.type != "meta" and tensor.numel())
+        read = {place[0] for place in found if place is not None}
+        self.fallback |= {piece.name for piece in self.pieces if piece.parameter in read}
 
     def _note_copy(self, destination: torch.Tensor, source: RecordingTensor) -> None:
         if not destination.numel():
@@ -249,9 +257,7 @@ class _Recorder(TorchDispatchMode):
     def _apply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: Sequence[RecordingTensor]) -> Any:
         """Runs the operation in index space. Any operation but a view makes its tensors fallbacks."""
         origin = frozenset[str]().union(*(source.origin for source in sources))
-        returns = func._schema.returns
-        is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-        if not is_view or any(source.parts for source in sources):
+        if not _is_view(func) or any(source.parts for source in sources):
             self.fallback |= origin
         try:
             spaces = _mapped(args, _index_space)
@@ -261,6 +267,11 @@ class _Recorder(TorchDispatchMode):
             self.fallback |= origin
             raise _Unrecordable(str(error)) from error
         return _mapped(result, lambda space: RecordingTensor(space, origin, self))
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 
 
 class _WriteObserver(TorchDispatchMode):

@@ -204,12 +204,16 @@ def _add_gated(hidden_TH: Tensor, gate_H: Tensor, shared_TH: Tensor, out_TH: Ten
 
 
 def install_delta_nets() -> None:
-    """Makes SGLang's gated norms take these operators, as it does with AMX, and replaces a Triton kernel. Before the model is built."""
+    """Makes SGLang's gated norms take these operators, as it does with AMX, and replaces a Triton kernel. Before the model is built.
+
+    Qwen3-Next asks torch for its device, and from 2.14 on torch names CUDA's even without a driver.
+    """
     from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
     from sglang.srt.models import qwen2_moe
 
     layernorm_gated._use_cpu = fused_norm_gate._use_cpu = True  # the latter in Qwen3-Next
     qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated
+    torch.get_device_module.__defaults__ = ("cpu",)
 
 
 def assign_req_to_token_pool_cpu(
