@@ -307,6 +307,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
         ("gemma4", "layer_types", ["full_attention", "sliding_attention"] * 2),
         ("gemma4", "rope_parameters", {"full_attention": {"rope_type": "proportional"}}),
         ("gemma4", "rope_parameters", {each: {"rope_type": "default"} for each in ("full_attention", "sliding_attention")}),
+        ("gemma4_dense", "per_layer_config", {"1": {"head_dim": 16, "num_key_value_heads": 1}}),  # beside another global_head_dim
+        ("gemma4", "per_layer_config", {"1": {"head_dim": 32}}),
+        ("gemma4", "per_layer_config", {"1": {"head_dim": 32}, "3": {"head_dim": 16}}),
+        ("gemma4", "per_layer_config", {each: {"head_dim": 32, "sliding_window": 3} for each in "13"}),
+        ("gemma4", "per_layer_config", {"1": 3}),
         ("granite", "mlp_bias", True),
         ("granite", "attention_bias", True),
     ],
@@ -314,6 +319,25 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
 def test_what_a_family_does_not_support_is_refused_by_name(kind: str, key: str, value: object) -> None:
     with pytest.raises(UnsupportedModel, match=key):
         read_model(table_of(module_of(kind), **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"), [("gemma4", {"head_dim": 32}), ("gemma4_dense", {"head_dim": 32, "num_key_value_heads": 1})]
+)
+def test_sizes_of_full_layers_are_read_as_published_models_and_as_newer_transformers_write_them(
+    kind: str, own: dict[str, int]
+) -> None:
+    table = table_of(module_of(kind))
+    full = [index for index, each in enumerate(table["layer_types"]) if each == "full_attention"]
+    names = {"global_head_dim": own["head_dim"], "num_global_key_value_heads": own.get("num_key_value_heads")}
+    published = {key: value for key, value in table.items() if key != "per_layer_config"} | names
+    newer = {key: value for key, value in published.items() if key not in names} | {
+        "per_layer_config": {f"{index:02}": own for index in full}
+    }
+    assert read_model(newer) == read_model(published)
+    for key in names:  # what transformers before 5.19 fills in
+        with pytest.raises(UnsupportedModel, match="per_layer_config"):
+            read_model(newer | {key: 5})
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ _NOTES = frozenset({
     "torch_dtype", "transformers_version", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id",
     "output_attentions", "output_hidden_states", "problem_type",
 })  # fmt: skip
+# What every tower computes, and transformers writes from 5.19 on.
+_ROTATION = ("rope_parameters", {"rope_theta": 10000.0, "rope_type": "axial"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +109,7 @@ def read_tower(config: Config, *, has_windows: bool = False) -> Tower | None:
         raise InvalidArgument("vision_config", "must be a table in the model's config.json")
     vision = {**vision, "architectures": config["architectures"]}
     for key, value in vision.items():
-        if key in _NOTES or key.startswith("_"):
+        if key in _NOTES or key.startswith("_") or (key, value) == _ROTATION:
             continue
         if key not in _OWN_SIZES[has_windows] and value:
             raise unsupported(vision, key, "its effect on the vision tower is unknown; unset it if nothing is computed from it")

@@ -118,12 +118,34 @@ def _refuse_other_gemma4(config: Config) -> None:
             raise unsupported(config, "rope_parameters", f"needs a table with rope_type {name!r} for {kind}")
     if ((config.get("rope_parameters") or {}).get(_SLIDING) or {}).get("partial_rotary_factor", 1.0) != 1.0:
         raise unsupported(config, "rope_parameters", f"transformers rotates whole heads in {_SLIDING}, the engine a part")
-    has_own = config.get("num_global_key_value_heads") is not None
-    if has_own is not flag(config, "attention_k_eq_v"):
-        problem = "transformers reads it with attention_k_eq_v alone, the engine in any case; give both or neither"
-        raise unsupported(config, "num_global_key_value_heads", problem)
     if size(config, "vocab_size_per_layer_input", default=262_144) != config.get("vocab_size"):
         raise unsupported(config, "vocab_size_per_layer_input", "trainer and engine agree on that of vocab_size only")
+
+
+def _with_global_sizes(config: Config, types: list[str], shape: ModelShape) -> Config:
+    """Sizes of full layers under the keys of published models, where transformers writes `per_layer_config` from 5.19 on."""
+    is_same, table = flag(config, "attention_k_eq_v"), config.get("per_layer_config")
+    if table is not None:
+        full = [index for index, kind in enumerate(types) if kind == _FULL]
+        listed = {layer.zfill(5): own for layer, own in table.items()} if isinstance(table, dict) else {"": None}
+        own = next(iter(listed.values()), {})
+        is_one = isinstance(own, dict) and listed == {f"{index:05}": own for index in full if own}
+        if not is_one or own.keys() - {"head_dim", "num_key_value_heads"}:
+            problem = "trainer and engine take one head_dim and num_key_value_heads for all full layers"
+            raise unsupported(config, "per_layer_config", problem)
+        sizes = {
+            "global_head_dim": own.get("head_dim", shape.head_dim),
+            "num_global_key_value_heads": own.get("num_key_value_heads", shape.num_kv_heads if is_same else None),
+        }
+        for key, value in sizes.items():
+            if config.get(key, value) != value:
+                problem = f"{key} is {config[key]}: that of transformers before 5.19, unless config.json gives {value}"
+                raise unsupported(config, "per_layer_config", problem)
+        config = {**config, **sizes}
+    if (config.get("num_global_key_value_heads") is not None) is not is_same:
+        problem = "transformers reads it with attention_k_eq_v alone, the engine in any case; give both or neither"
+        raise unsupported(config, "num_global_key_value_heads", problem)
+    return config
 
 
 def _gemma4(config: Config, shape: ModelShape) -> Model:
@@ -134,6 +156,7 @@ def _gemma4(config: Config, shape: ModelShape) -> Model:
         raise unsupported(config, "layer_types", f"transformers makes the last one {_FULL}, the engine does not")
     if not 0 <= num_shared < len(types) or set(types) - set(own):
         raise unsupported(config, "num_kv_shared_layers", "leaves no layer of some kind with keys and values to share")
+    config = _with_global_sizes(config, types, shape)
     is_wide, is_same = flag(config, "use_double_wide_mlp"), flag(config, "attention_k_eq_v")
     kv_heads = {_SLIDING: shape.num_kv_heads, _FULL: size(config, "num_global_key_value_heads", default=shape.num_kv_heads)}
     head_dims = {_SLIDING: shape.head_dim, _FULL: size(config, "global_head_dim", default=512)}
@@ -218,6 +241,7 @@ FAMILIES = (
             **dict.fromkeys(("query_pre_attn_scalar", "attn_logit_softcapping"), (None,)),
             **dict.fromkeys(("attention_k_eq_v", "num_global_key_value_heads", "global_head_dim", "num_kv_shared_layers")),
             **dict.fromkeys(("use_double_wide_mlp", "vocab_size_per_layer_input", "hidden_size_per_layer_input")),
+            "per_layer_config": None,
             "attention_bias": (False,),
             "enable_moe_block": (False,),
             "use_bidirectional_attention": (None, "vision"),

@@ -213,7 +213,8 @@ def install_delta_nets() -> None:
 
     layernorm_gated._use_cpu = fused_norm_gate._use_cpu = True  # the latter in Qwen3-Next
     qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated
-    torch.get_device_module.__defaults__ = ("cpu",)
+    by_device = torch.get_device_module
+    torch.get_device_module = lambda device="cpu": by_device(device)
 
 
 def assign_req_to_token_pool_cpu(
