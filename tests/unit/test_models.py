@@ -260,6 +260,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
         ("gpt_oss", "swiglu_limit", None),
         ("gpt_oss", "swiglu_limit", 8.0),
         ("gpt_oss", "hidden_act_alpha", 1.0),
+        ("gpt_oss", "swiglu_alpha", 1.0),
         ("gpt_oss", "tie_word_embeddings", True),
         ("gpt_oss", "layer_types", ["sliding_attention", "chunked_attention"]),
         *((kind, "n_group", 2) for kind in LATENT if kind != "deepseek_v3"),
@@ -319,6 +320,13 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
 def test_what_a_family_does_not_support_is_refused_by_name(kind: str, key: str, value: object) -> None:
     with pytest.raises(UnsupportedModel, match=key):
         read_model(table_of(module_of(kind), **{key: value}))
+
+
+def test_values_that_newer_transformers_writes_are_read_where_they_are_the_only_ones() -> None:
+    oss, vision = table_of(module_of("gpt_oss")), table_of(module_of("qwen3_vl"))
+    axial = {"rope_theta": 10000.0, "rope_type": "axial"}
+    assert read_model(oss | {"swiglu_alpha": 1.702}) == read_model(oss)
+    assert read_model(vision | {"vision_config": vision["vision_config"] | {"rope_parameters": axial}}) == read_model(vision)
 
 
 @pytest.mark.parametrize(

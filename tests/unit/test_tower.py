@@ -157,6 +157,7 @@ def test_a_sample_is_charged_for_the_products_of_its_images_in_the_tower(text: A
         ("image_token_id", {"image_token_id": None}),
         ("depth", {"vision_config": {"depth": 0}}),
         ("hidden_act", {"vision_config": {"hidden_act": "gelu"}}),
+        ("rope_parameters", {"vision_config": {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "axial"}}}),
         ("out_hidden_size", {"vision_config": {"out_hidden_size": 32}}),
         ("deepstack_visual_indexes", {"vision_config": {"deepstack_visual_indexes": [1, 0]}}),
         ("mrope_section", {"rope_parameters": {"mrope_section": [4, 2, 1]}}),

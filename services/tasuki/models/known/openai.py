@@ -58,7 +58,7 @@ FAMILIES = (
             "initial_context_length": None,
             "quantization_config": None,
             "swiglu_limit": (7.0,),
-            "hidden_act_alpha": (1.702,),
+            **dict.fromkeys(("hidden_act_alpha", "swiglu_alpha"), (1.702,)),  # names of the engine and of transformers
             "tie_word_embeddings": (False,),
         },
         shape={"head_dim": 64, "has_float_norms": True, "has_biased_experts": True, "has_sinks": True},
