@@ -1,5 +1,8 @@
 """Share of an adapter on each engine rank, by SGLang's own layers without an engine: even, replicated and padded shapes."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -7,6 +10,7 @@ import pytest
 import torch
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.lora.layers import MergedColumnParallelLinearWithLoRA, QKVParallelLinearWithLoRA, RowParallelLinearWithLoRA
+from sglang.srt.runtime_context import get_parallel
 from torch.nn.functional import pad
 
 from tasuki.config.trainer_schema import LoraConfig
@@ -23,13 +27,24 @@ PADDED_WIDELY = ((4, 2, 96), (8, 4, 128), 4)
 Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]
 
 
+@contextmanager
+def place_of(tp_rank: int, tp_size: int) -> Iterator[dict[str, Any]]:
+    """The rank's place as arguments of its layers; from 0.5.23 on they look for it in SGLang's context."""
+    place: dict[str, Any] = {"tp_rank": tp_rank, "tp_size": tp_size}
+    if place.keys() <= signature(RowParallelLinear).parameters.keys():
+        yield place
+    else:
+        with get_parallel().override(**place):
+            yield {}
+
+
 def layer_of(shape: Shape, tp_rank: int) -> dict[str, Any]:
     """Makes the rank's modules of one layer, as SGLang does."""
     _, (heads, kv_heads, intermediate), tp_size = shape
-    tp: dict[str, Any] = {"tp_rank": tp_rank, "tp_size": tp_size, "bias": False}
     backend = cast(Any, None)
-    gate_up = MergedColumnParallelLinear(HIDDEN, [intermediate] * 2, **tp)
-    with _Unpinned():
+    with place_of(tp_rank, tp_size) as tp, _Unpinned():
+        tp["bias"] = False
+        gate_up = MergedColumnParallelLinear(HIDDEN, [intermediate] * 2, **tp)
         return {
             "qkv_proj": QKVParallelLinearWithLoRA(QKVParallelLinear(HIDDEN, HEAD, heads, kv_heads, **tp), backend),
             "o_proj": RowParallelLinearWithLoRA(RowParallelLinear(heads * HEAD, HIDDEN, **tp), backend),
@@ -139,8 +154,8 @@ def test_a_tensor_of_another_shape_is_refused_by_name() -> None:
 
 
 def test_buffers_that_do_not_fit_their_layer_are_refused_with_what_to_change() -> None:
-    smaller = QKVParallelLinear(HIDDEN, HEAD // 2, 8, 2, bias=False, tp_rank=0, tp_size=2)
-    with _Unpinned():
+    with place_of(0, 2) as tp, _Unpinned():
+        smaller = QKVParallelLinear(HIDDEN, HEAD // 2, 8, 2, bias=False, **tp)
         changed = {"qkv_proj": QKVParallelLinearWithLoRA(smaller, cast(Any, None))}
     with pytest.raises(
         UnsupportedModel, match="qkv_proj: SGLang allocates LoRA buffers of .* at rollout.tp_size = 2; .* rollout.lora"

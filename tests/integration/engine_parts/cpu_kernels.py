@@ -31,6 +31,16 @@ def test_sglang_takes_them() -> None:
         assert str(operator).startswith("sgl_kernel.")
 
 
+def test_a_product_with_a_gate_is_in_its_place_and_the_result() -> None:
+    """SGLang 0.5.23 reads one, 0.5.17 the other."""
+    x, gate = inputs()["v"].flatten(2), inputs()["v"].roll(1)
+    exact = x * gate.flatten(2).sigmoid()
+    operator = torch.ops.sgl_kernel.fused_sigmoid_mul_cpu
+    assert torch.equal(operator(x, gate, inplace=True), exact) and torch.equal(x, exact)
+    operator(x, gate)
+    assert torch.equal(x, exact * gate.flatten(2).sigmoid())
+
+
 @pytest.mark.parametrize("num_first", [1, 64, 70])
 def test_parts_of_a_sequence_continue_the_states_of_their_slots(num_first: int) -> None:
     given, a_log, dt_bias = inputs(), torch.linspace(0, 2, HEADS), torch.linspace(-1, 1, HEADS)

@@ -159,8 +159,10 @@ def _normed(x: Tensor, eps: float) -> Tensor:
     return x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
 
 
-def _sigmoid_mul(x: Tensor, gate: Tensor, inplace: bool) -> Tensor:
-    return x * gate.reshape(x.shape).sigmoid()
+def _sigmoid_mul(x: Tensor, gate: Tensor, inplace: bool = True) -> Tensor:
+    """In place: SGLang 0.5.23 reads x after it, 0.5.17 the result."""
+    assert inplace, "SGLang asks for nothing else"
+    return x.mul_(gate.reshape(x.shape).sigmoid())
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -176,7 +178,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     ),
     "fused_qk_gemma_rmsnorm_with_gate_cpu(Tensor q_gate, Tensor k, Tensor q_weight, Tensor k_weight, float eps, int head_dim, "
     "int num_heads) -> (Tensor, Tensor, Tensor)": _gated_head_norms,
-    "fused_sigmoid_mul_cpu(Tensor x, Tensor gate, bool inplace) -> Tensor": _sigmoid_mul,
+    "fused_sigmoid_mul_cpu(Tensor(a!) x, Tensor gate, bool inplace=True) -> Tensor(a!)": _sigmoid_mul,
 }
 _library: list[torch.library.Library] = []
 
