@@ -308,7 +308,6 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
         ("gemma4", "layer_types", ["full_attention", "sliding_attention"] * 2),
         ("gemma4", "rope_parameters", {"full_attention": {"rope_type": "proportional"}}),
         ("gemma4", "rope_parameters", {each: {"rope_type": "default"} for each in ("full_attention", "sliding_attention")}),
-        ("gemma4_dense", "per_layer_config", {"1": {"head_dim": 16, "num_key_value_heads": 1}}),  # beside another global_head_dim
         ("gemma4", "per_layer_config", {"1": {"head_dim": 32}}),
         ("gemma4", "per_layer_config", {"1": {"head_dim": 32}, "3": {"head_dim": 16}}),
         ("gemma4", "per_layer_config", {each: {"head_dim": 32, "sliding_window": 3} for each in "13"}),
