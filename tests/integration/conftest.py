@@ -74,7 +74,7 @@ def rollout_process(rollout_model: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def engine_pair(rollout_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
-    """A service whose engine has two ranks. The last test of test_rollout_process.py kills one of them."""
+    """A service whose engine has two ranks. A test of test_rollout_process.py poisons it, so that it ends."""
     with serving_rollout(tmp_path_factory.mktemp("pair"), rollout_model, "rollout.tp_size=2") as rollout:
         yield rollout
 

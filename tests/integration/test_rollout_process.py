@@ -21,6 +21,7 @@ from tests.integration.rollout_process import (
     connected,
     left_of,
     log_probs_of,
+    serving_rollout,
     shared_memory,
     start_rollout,
     stop_rollout,
@@ -128,7 +129,7 @@ async def test_two_ranks_receive_and_generate(client: RolloutClient, pair_traine
 
 async def test_corrupt_weights_poison_the_engine(client: RolloutClient, pair_trainer: TestTrainer) -> None:
     await client.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
-    weights = pair_trainer.publish(1)
+    weights, later = pair_trainer.publish(1), pair_trainer.handles(2)
     arena = pair_trainer.exports[1]._arena
     name = arena.manifest.entries[3].name
     arena.tensors[3].view(torch.int16).flatten()[-1] ^= 1
@@ -139,22 +140,22 @@ async def test_corrupt_weights_poison_the_engine(client: RolloutClient, pair_tra
     state = await client.state()
     assert (state.is_poisoned, state.HasField("policy_version"), state.HasField("received_version")) == (True, False, False)
     assert name in state.poison_reason
-    for call in (client.generate([[5]]), client.receive(pair_trainer.publish(2)), client.resume(types_pb2.STAGE_RESUME_KV, KV)):
+    for call in (client.generate([[5]]), client.receive(later), client.resume(types_pb2.STAGE_RESUME_KV, KV)):
         assert isinstance(await refused(call), EnginePoisoned)
     await client.pause(types_pb2.STAGE_PAUSE_KV, KV)
     await client.pause(types_pb2.STAGE_PAUSE_WEIGHTS, WEIGHTS)
     assert isinstance(await refused(client.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)), EnginePoisoned)
 
 
-def test_a_dead_rank_ends_the_service_and_leaves_nothing(engine_pair: RolloutProcess, pair_trainer: TestTrainer) -> None:
-    processes = children(engine_pair)
-    ranks = engine_rank_pids(engine_pair.state_dir)
-    assert len(ranks) == 2 and set(ranks) <= {process.pid for process in processes}
-    shared = shared_memory([engine_pair.process.pid, *(process.pid for process in processes)])
-    os.kill(ranks[1], signal.SIGKILL)
-    assert engine_pair.process.wait(limit_s(15)) == 1
-    assert still_there(processes) == []
-    assert left_of(shared) == []
-    assert "event=engine_lost" in engine_pair.log.read_text()
-    left = {path.name for path in engine_pair.socket_dir.iterdir()}
-    assert left - {"generate-calls"} == {"pair-0.sock", "pair-1.sock", "pulse", "start-rollout.json"}
+def test_a_dead_rank_ends_the_service_and_leaves_nothing(tmp_path: Path, rollout_model: Path) -> None:
+    with serving_rollout(tmp_path / "node", rollout_model, "rollout.tp_size=2") as rollout:
+        processes = children(rollout)
+        ranks = engine_rank_pids(rollout.state_dir)
+        assert len(ranks) == 2 and set(ranks) <= {process.pid for process in processes}
+        shared = shared_memory([rollout.process.pid, *(process.pid for process in processes)])
+        os.kill(ranks[1], signal.SIGKILL)
+        assert rollout.process.wait(limit_s(15)) == 1
+        assert still_there(processes) == []
+        assert left_of(shared) == []
+        assert "event=engine_lost" in rollout.log.read_text()
+        assert {path.name for path in rollout.socket_dir.iterdir()} - {"generate-calls"} == {"pulse", "start-rollout.json"}
