@@ -128,7 +128,7 @@ def _with_global_sizes(config: Config, types: list[str], shape: ModelShape) -> C
     if table is not None:
         full = [index for index, kind in enumerate(types) if kind == _FULL]
         listed = {layer.zfill(5): own for layer, own in table.items()} if isinstance(table, dict) else {"": None}
-        own = next(iter(listed.values()), {})
+        own: Any = next(iter(listed.values()), {})
         is_one = isinstance(own, dict) and listed == {f"{index:05}": own for index in full if own}
         if not is_one or own.keys() - {"head_dim", "num_key_value_heads"}:
             problem = "trainer and engine take one head_dim and num_key_value_heads for all full layers"
