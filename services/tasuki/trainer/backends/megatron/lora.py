@@ -104,10 +104,11 @@ class Adapter(nn.Module):
     @torch.no_grad()
     def merge(self, held: Sequence[Tensor], *, layer: Any, first_row: int) -> None:
         """Writes W + scaling B A to `held`, rows from `first_row` on: summed in float32, rounded once. Collective as `factor`."""
-        a, b = self.factors()
+        a, b = (each.float() for each in self.factors())
+        b = b * self.scaling_R
         for each in held:
             rows = slice(first_row, first_row := first_row + len(each))
-            merged = torch.addmm(layer.weight[rows].float(), b[rows].float() * self.scaling_R, a.float())
+            merged = torch.addmm(layer.weight[rows].float(), b[rows], a)
             each.copy_(merged * self.factor(layer, rows)[:, None] if self.magnitude else merged)
 
     @torch.no_grad()
