@@ -15,7 +15,7 @@ import pytest
 from tasuki.cli.__main__ import main
 from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.lock import NODE_LOCK, Instance, StateLock, begin_instance, holder, lock_path, read_instance
-from tasuki.config.paths import LAUNCHED_VARIABLE, replay_path
+from tasuki.config.paths import LAUNCHED_VARIABLE, log_path, replay_path
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.node import start
 from tasuki.node.services import node_services, without_secrets
@@ -251,9 +251,11 @@ def test_a_start_waits_for_a_replay_as_long_as_it_goes_on(tmp_path: Path, monkey
         if clock[0] <= 3000:
             replay_path(config.state_dir).write_text(f"replaying command {clock[0] / 100:.0f} of 30")
 
+    (log := log_path(config.state_dir, "trainer")).parent.mkdir(parents=True)
+    log.write_text("imported\ncompiles kernels\n\n")
     monkeypatch.setattr(start, "_check_runs", lambda *_: None)
     monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded, match=f"; {log} ends: compiles kernels"):
         start.wait_until_serving(config, tell=told.append, supervisor=None)
-    assert told[1] == "starting coordinator, rollout, trainer: 200 s, replaying command 2 of 30"
+    assert told[1] == f"starting coordinator, rollout, trainer: 200 s, replaying command 2 of 30; {log} ends: compiles kernels"
     assert 3000 + 900 <= clock[0] <= 3000 + 1200

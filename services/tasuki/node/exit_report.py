@@ -30,7 +30,7 @@ KILLED_FOR_MEMORY = "the kernel has killed a process for lack of memory"
 _OURS = re.compile(r"^tasuki(?:\.\w+)?: (?:error )?([A-Z_]+): (.*)$", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
 _CRASH = "Fatal Python error: "
-_NUM_LINES = 12
+_NUM_LINES, _LINE = 12, 200
 _LOG_BYTES = 16_000_000
 _STOP_TIMEOUT_S = 10.0
 _START = "tasuki up CONFIG"
@@ -128,6 +128,13 @@ def read_log(path: Path) -> str:
             return file.read(_LOG_BYTES).decode(errors="replace")
     except OSError:
         return ""
+
+
+def log_ends(state_dir: Path, service: str) -> str:
+    """ "; LOG ends: LINE", with the last line of a service's log; empty if it says nothing."""
+    path = log_path(state_dir, service)
+    lines = [line for line in read_log(path).splitlines() if line.strip()]
+    return f"; {path} ends: {lines[-1][:_LINE]}" if lines else ""
 
 
 def find_error(log: str) -> LoggedError:

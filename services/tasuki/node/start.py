@@ -36,7 +36,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.table import UNIX
 from tasuki.models.folder_files import text_digests
 from tasuki.node.choose import check_host_budget, check_host_ranks, choose
-from tasuki.node.exit_report import KEPT_LOGS, node_down, rotate, why_it_ended
+from tasuki.node.exit_report import KEPT_LOGS, log_ends, node_down, rotate, why_it_ended
 from tasuki.node.model_folder import check_model_folders
 from tasuki.node.node_settings import check_node_runs_with, running_settings
 from tasuki.node.processes import preloaded_model, stop_node, to_stderr
@@ -70,6 +70,8 @@ CALL_TIMEOUT_S = 2.0
 # In addition to the engine's start, since the trainer may load its model only once the engine sleeps.
 _START_MARGIN_S = 300.0
 _TELL_EVERY_S = 10.0
+_LONG_S = 60.0
+"""From here on the end of a log tells what a start does, as SGLang's compiling of kernels."""
 Tell = Callable[[str], None]
 WaitsFor = Callable[[], str]
 """A line naming what a node waits for besides this machine, or an empty string."""
@@ -281,9 +283,11 @@ def wait_until_serving(
             deadline, replay, progress = time.monotonic() + timeout_s, now, f", {now}" if now else ""
         if waiting and time.monotonic() - told >= _TELL_EVERY_S:
             told = time.monotonic()
-            tell(waits_for() or f"starting {', '.join(waiting)}: {told - started:.0f} s{progress}")
+            said = log_ends(config.state_dir, [*waiting][-1]) if told - started > _LONG_S else ""
+            tell(waits_for() or f"starting {', '.join(waiting)}: {told - started:.0f} s{progress}{said}")
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"{', '.join(waiting)} did not serve within {deadline - started:.0f} s")
+            said = log_ends(config.state_dir, [*waiting][-1])
+            raise DeadlineExceeded(f"{', '.join(waiting)} did not serve within {deadline - started:.0f} s{said}")
         time.sleep(_POLL_S)
         has_waited = True
     state = _state_with_phase(config, supervisor=supervisor, deadline=deadline)
