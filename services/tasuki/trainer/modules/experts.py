@@ -26,11 +26,10 @@ _EXPERTS = (
     "Qwen3MoeExperts",
     "Qwen3_5MoeExperts",
     "Qwen3NextExperts",
-    "Glm4MoeNaiveMoe",
-    "Glm4MoeLiteNaiveMoe",
     "DeepseekV2Experts",
-    "DeepseekV3NaiveMoe",
     "GptOssExperts",
+    # Before and from transformers 5.19 on.
+    *(f"{family}{kind}" for family in ("Glm4Moe", "Glm4MoeLite", "DeepseekV3") for kind in ("NaiveMoe", "Experts")),
 )
 
 

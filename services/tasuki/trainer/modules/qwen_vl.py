@@ -44,12 +44,10 @@ class _MRotaryEmbedding(Qwen2_5_VLRotaryEmbedding):
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """position_ids: [3, 1, T], or [1, T] equal ones. Returns [1, T, D] each, as a Qwen 2 takes them."""
         positions_31T = position_ids if position_ids.dim() == 3 else position_ids.expand(3, *position_ids.shape)
-        sections = 2 * cast(Any, self.config).rope_parameters["mrope_section"]
-        cos_31TD, sin_31TD = super().forward(x, positions_31T)
-        cos, sin = (
-            torch.cat([part[index % 3] for index, part in enumerate(each.split(sections, dim=-1))], dim=-1)
-            for each in (cos_31TD, sin_31TD)
-        )
+        sections = cast(Any, self.config).rope_parameters["mrope_section"]
+        parts = (positions_31T.unsqueeze(-1).float() * self.inv_freq.float()).split(sections, dim=-1)
+        angles_1TD = torch.cat([part[index % 3] for index, part in enumerate(parts)], dim=-1).repeat(1, 1, 2)
+        cos, sin = (each.mul(self.attention_scaling).to(x.dtype) for each in (angles_1TD.cos(), angles_1TD.sin()))
         return cos, sin
 
 
@@ -102,6 +100,7 @@ def _add_tower(causal_lm: Any, config: Any, of_config: Any, of_tower: Any) -> No
         tower = of_config(**vision)
         tower._attn_implementation = "sdpa"
         causal_lm.visual = of_tower(tower).requires_grad_(False)
+        causal_lm.visual.rotary_pos_emb._buffers.pop("original_inv_freq", None)  # a copy, from transformers 5.19 on
         causal_lm.visual.config._attn_implementation = _ATTENTION
 
 

@@ -102,12 +102,12 @@ class BiasedRouter(Router):
 
     def __init__(self, layer: nn.Module) -> None:
         given: Any = layer
-        super().__init__(given.gate, num_chosen=given.top_k)
+        super().__init__(given.gate, num_chosen=given.config.num_experts_per_tok)
         self.register_buffer("e_score_correction_bias", given.gate.e_score_correction_bias)
-        self._scale: float = given.routed_scaling_factor
-        self._num_groups: int = given.n_group
-        self._num_chosen_groups: int = given.topk_group
-        assert given.norm_topk_prob, "the family refuses others"
+        self._scale: float = given.config.routed_scaling_factor
+        self._num_groups: int = given.config.n_group
+        self._num_chosen_groups: int = given.config.topk_group
+        assert given.config.norm_topk_prob, "the family refuses others"
 
     def forward(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         hidden_TH = hidden_TH.flatten(0, -2)
@@ -152,14 +152,17 @@ class ChosenRouter(Router):
 
 
 class ScaledRouter(Router):
-    """The router of a layer that computes its logits itself, in float32, and ranks probabilities. Weights are scaled."""
+    """A router of float32 logits that ranks probabilities. Weights are scaled. Before transformers 5.19 the layer computes its logits."""
 
     def __init__(self, layer: nn.Module) -> None:
         given: Any = layer
-        super().__init__(given.gate, num_chosen=given.top_k)
-        self._scale: float = given.routed_scaling_factor
+        super().__init__(given.gate, num_chosen=given.config.num_experts_per_tok)
+        self._scale: float = given.config.routed_scaling_factor
+        self._has_logits = isinstance(given.gate, nn.Linear)
 
-    def forward(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Takes the layer's logits [T, E] instead if it computes them."""
+        logits_TE = hidden_TH if self._has_logits else linear(hidden_TH.float(), self.weight.float())
         probs_TE = logits_TE.flatten(0, -2).softmax(dim=-1)
         weights_TK, chosen_TK = self._choose(probs_TE, probs_TE.detach())
         return logits_TE, weights_TK * self._scale, chosen_TK

@@ -342,7 +342,8 @@ def set_buffers(causal_lm: PreTrainedModel, model: Model, *, device: torch.devic
         decoder.rotary_emb = type(decoder.rotary_emb)(config=causal_lm.config)
         if model.shape.tower is not None:
             rotary = cast(Any, causal_lm).visual.rotary_pos_emb
-            cast(Any, causal_lm).visual.rotary_pos_emb = type(rotary)(rotary.dim)
+            # From transformers 5.19 on it has a configuration.
+            rotary.inv_freq = type(rotary)(rotary.dim if hasattr(rotary, "dim") else rotary.config).inv_freq
     constants = {name: torch.zeros(shape, device=device) for name, shape in model.shape.constants().items()}
     computed = {name: torch.tensor(value, device=device) for name, value in model.constant_buffers.items()}
     for name, value in (constants | computed).items():
