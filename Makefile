@@ -44,7 +44,8 @@ GRID := tests/chaos/test_grid.py
 # The longest one last.
 PROOFS = $(filter-out $(GRID),$(wildcard tests/chaos/test_*.py)) $(SAMPLED) $(GRID)
 # What runs SGLang on a CPU.
-ENGINE_TESTS := tests/integration/test_engine_parts.py $(wildcard tests/integration/test_rollout*.py) tests/integration/test_weight_exchange.py
+ENGINE_TESTS := tests/integration/test_engine_parts.py $(wildcard tests/integration/test_rollout*.py) \
+  $(addprefix tests/integration/test_,weight_exchange.py router_replay.py recorded_ahead.py replicas.py)
 # Not folder by folder: the process that only hands out tests would import what their fixtures do.
 TESTS := tests $(addprefix --ignore=tests/,chaos containers fleet oracles)
 

@@ -274,10 +274,13 @@ def install_routes(model: ModelShape, *, device: str) -> None:
     dtype = torch.uint8 if routes.dtype.itemsize == 1 else torch.int16
 
     class HostRoutes(base.BaseHostCache):
-        def __init__(self, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
+        def __init__(self, num_tokens: int, num_layers: int, topk_size: int, name: str, **_: object) -> None:
             shape = num_tokens, num_layers, topk_size
             self.num_tokens, self.num_layers, self.topk_size, self.name = *shape, name
             self.buffer = torch.zeros(shape, dtype=dtype, pin_memory=device == "cuda")
+
+        def destroy(self) -> None:
+            """Leaves the buffer to torch: SGLang 0.5.23 pins one itself, and unpins it here."""
 
     class DeviceRoutes(base.BaseDeviceCache):
         def __init__(self, max_batch_size: int, num_layers: int, topk_size: int, device: str, name: str) -> None:
