@@ -262,7 +262,9 @@ def run_scheduler(
     run = sglang_scheduler.run_scheduler_process
     # SGLang 0.5.23 has pp_rank alone.
     unused = {"attn_cp_rank", "moe_dp_rank", "moe_ep_rank", "pp_rank"} & signature(run).parameters.keys()
-    run(server_args, port_args, gpu_id, tp_rank, dp_rank=None, pipe_writer=pipe_writer, **dict.fromkeys(unused, 0))
+    # On a CPU it finds the rank's cores by the number of its GPU.
+    place = tp_rank if server_args.device == "cpu" else gpu_id
+    run(server_args, port_args, place, tp_rank, dp_rank=None, pipe_writer=pipe_writer, **dict.fromkeys(unused, 0))
 
 
 def _rank_memory(config: NodeConfig | None, device: torch.device) -> NativeAllocator:
