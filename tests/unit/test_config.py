@@ -126,6 +126,17 @@ NO_SIZE = "give a whole number of bytes above 0, or text"
         (["train.ppo_mini_batch_size=256"], "train.ppo_mini_batch_size", "name is train.num_mini_batches, with their number instead"),
         (["algorithm.adv_estimator=grpo"], "algorithm.adv_estimator", "unknown key; tasuki's name is train.algorithm"),
         (["actor_rollout_ref.rollout.n=8"], "actor_rollout_ref.rollout.n", "unknown key; tasuki's name is train.group_size"),
+        (
+            ["trainer.megatron.tensor_model_parallel_size=2"],
+            "trainer.megatron.tensor_model_parallel_size",
+            "unknown key; tasuki's name is rollout.tp_size, or trainer.megatron.tensor_parallel",
+        ),
+        (["trainer.megatron.sequence_parallel=true"], "trainer.megatron.sequence_parallel", "sequence parallelism always on"),
+        (
+            ["trainer.lora.lora_A_init_method=xavier"],
+            "trainer.lora.lora_A_init_method",
+            "unknown key; tasuki's name is trainer.lora.init",
+        ),
         # Ports.
         ([ANYWHERE], "listen", "is not loopback: set security.cert and security.key"),
         ([ANYWHERE, INSECURE], "listen", "is not loopback: set security.cert"),
