@@ -2,7 +2,9 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from tasuki.cli.plan import backend_lines, traffic_table
 from tasuki.memory.host import HostMemory, host_memory
 from tasuki.planner.advice import backend_plans
 from tasuki.planner.plan import PLAN_STAGES, plan
-from tasuki.planner.presets import PRESETS
+from tasuki.planner.presets import MODELS, PRESETS
 from tasuki.planner.trainer_bytes import node_traffic
 from tests.planned import node_with
 
@@ -254,7 +256,34 @@ def test_both_backends_are_compared_where_both_have_the_model(node: Path, capsys
     assert "megatron" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("model", "has_figure"), [("qwen2.5-7b", True), ("qwen3-30b-a3b", False)])
-def test_a_measured_speed_is_named_for_models_of_its_kind_alone(model: str, has_figure: bool) -> None:
-    (line,) = backend_lines(backend_plans(plan(node_with(model, num_ranks=2))))
-    assert ("7B" in line) is has_figure
+_ON_EXPERTS = {"lora": {"target_modules": ["q_proj", "v_proj"], "experts": True}}
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "measured"),
+    [
+        ("qwen2.5-7b", {}, "dense 7B in full"),
+        ("qwen3-30b-a3b", {}, "not measured"),
+        ("qwen3-30b-a3b", _ON_EXPERTS, "LoRA on experts"),
+    ],
+)
+def test_a_measured_speed_is_named_for_models_of_its_kind_alone(model: str, trainer: dict[str, Any], measured: str) -> None:
+    (line,) = backend_lines(backend_plans(plan(node_with(model, num_ranks=2, trainer=trainer))))
+    assert line.partition("Speed: ")[2].removeprefix("a ").startswith(measured)
+
+
+@pytest.mark.parametrize(
+    "trainer", [{"expert_parallel": True}, {"backend": "megatron", "megatron": {"tensor_parallel": 2, "expert_parallel": 4}}]
+)
+def test_backends_are_compared_with_experts_as_spread(trainer: dict[str, Any]) -> None:
+    plans = backend_plans(plan(node_with("qwen3-30b-a3b", num_ranks=4, trainer=trainer)))
+    assert {name: one.node.trainer.expert_ranks for name, one in plans.items()} == dict.fromkeys(
+        ("fsdp", "megatron TP 1", "megatron TP 2", "megatron TP 4"), 4
+    )
+
+
+def test_a_layout_of_any_number_of_ranks_is_compared() -> None:
+    plans = backend_plans(
+        plan(node_with(replace(MODELS["qwen3-30b-a3b"], num_kv_heads=3, num_heads=24, vocab_size=3000), num_ranks=3))
+    )
+    assert plans.keys() == {"fsdp", "megatron TP 1", "megatron TP 3"}

@@ -54,11 +54,16 @@ def advise(planned: Plan) -> Advice:
 def backend_plans(planned: Plan) -> dict[str, Plan]:
     """The plan on FSDP2 and on every layout of megatron-core that is not refused, with open choices made again, by name."""
     node, plans = planned.node, dict[str, Plan]()
-    sizes = [1 << power for power in range(node.num_ranks.bit_length()) if node.num_ranks % (1 << power) == 0]
-    layouts: dict[str, dict[str, object]] = {"fsdp": {"trainer.megatron": None, "trainer.backend": "fsdp"}}
-    for size in sizes:
-        keys = {"trainer.backend": "megatron", "trainer.megatron.tensor_parallel": size}
-        layouts[f"megatron TP {size}"] = keys
+    num_ranks, spread = node.num_ranks, node.trainer.expert_ranks
+    fsdp = {"trainer.megatron": None, "trainer.backend": "fsdp", "trainer.expert_parallel": 1 < spread == num_ranks}
+    layouts: dict[str, dict[str, object]] = {"fsdp": fsdp}
+    for size in (size for size in range(1, num_ranks + 1) if num_ranks % size == 0):
+        keys = {"tensor_parallel": size, "expert_parallel": spread}
+        layouts[f"megatron TP {size}"] = {
+            "trainer.backend": "megatron",
+            "trainer.expert_parallel": False,
+            "trainer.megatron": keys,
+        }
     for name, values in layouts.items():
         with suppress(InvalidArgument):
             config = changed(node.config, values)
