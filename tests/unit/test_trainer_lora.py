@@ -319,8 +319,9 @@ def facts(*, policy: int | None = None, critic: int | None = -1, alpha: float | 
         (
             facts(policy=8, alpha_pattern={"q_proj": 2.0}),
             facts(policy=8),
-            "with alpha_pattern {'q_proj': 2.0} as policy, but the trainer has None",
+            "with alpha_pattern {'q_proj': 2.0} as policy, but the trainer has {}",
         ),
+        (facts(policy=8), facts(policy=8, type="lora"), "with type canonical_lora as policy, but the trainer has lora"),
         (
             facts(policy=8, alpha_pattern={"q_proj": 2.0, ".*_proj": 4.0}),
             facts(policy=8, alpha_pattern={".*_proj": 4.0, "q_proj": 2.0}),

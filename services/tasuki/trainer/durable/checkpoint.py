@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from transformers import PreTrainedConfig
 
-from tasuki.config.trainer_schema import TrainerConfig
+from tasuki.config.trainer_schema import LoraConfig, TrainerConfig
 from tasuki.models.family import computing_keys
 from tasuki.models.known import find_family
 from tasuki.trainer.backend import Progress
@@ -260,7 +260,11 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
         if saved.lora_rank != mine.lora_rank:
             kinds = [f"adapters of rank {rank}" if rank else "a whole model" for rank in (saved.lora_rank, mine.lora_rank)]
             raise InvalidArgument("path", f"{path} holds {kinds[0]} as {role}, but the trainer trains {kinds[1]}")
-        was, is_ = ({"alpha": each.lora_alpha, "use_rslora": each.lora_use_rslora, **each.lora_more} for each in (saved, mine))
+        defaults = LoraConfig().model_dump(mode="json")  # are not stored
+        was, is_ = (
+            {**defaults, "alpha": each.lora_alpha, "use_rslora": each.lora_use_rslora, **each.lora_more}
+            for each in (saved, mine)
+        )
         for key in sorted(was.keys() | is_.keys()):
             # An alpha of None is that of a checkpoint that does not say. Of patterns the first that matches counts.
             held, wanted = (list(it.items()) if isinstance(it, dict) else it for it in (was.get(key), is_.get(key)))
