@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tasuki.client import Client, Phase, SamplingParams, TrainingSample
+from tasuki.rpc.process_start import read_start_seconds
 from tests.conftest import ENVIRONMENT, ROOT, RunningNode, started_node
 from tests.integration.trainer_process import TrainerClient, connect, serving_trainer, start_trainer
 from tests.integration.trainer_samples import make_samples
@@ -69,6 +70,8 @@ async def test_a_killed_trainer_resumes_bit_for_bit_and_its_checkpoint_in_anothe
             for version in range(3):
                 await step(client, version)
             expected = await client.log_probs(samples)
+    parts = read_start_seconds(tmp_path / "straight", "trainer")
+    assert parts["planning"] < parts["imports"], "megatron-core's modules are counted as imports"
     killed = start_trainer(tmp_path / "killed", model, num_ranks=2, settings=f"{settings}2")
     killed.wait_until_serving()
     async with connect(killed) as client:

@@ -54,6 +54,7 @@ def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool
             megatron.check_installed()
             from tasuki.trainer.backends.megatron.backend import MegatronBackend
 
+            start.end("imports")
             backend = MegatronBackend(config, choices, **more)
         else:
             backend = FsdpBackend(config, choices, **more)
