@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -21,9 +22,11 @@ from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
-from tasuki.trainer.modules.lora import Dropout, in_file, peft_config
+from tasuki.trainer.modules.lora import EXPERT_B, Dropout, in_file, peft_config
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
+from tasuki.weights.export import Place
+from tasuki.weights.plan import Slice
 from tasuki.wire.errors import InvalidArgument
 from tests.integration import trainer_samples as plain
 from tests.integration.learning import assert_equal, fsdp, learn, start_learner, train, trained, whole_parameters
@@ -277,4 +280,27 @@ def test_merged_weights_have_the_names_that_are_published(mesh: DeviceMesh, tmp_
     assert any("visual." in name for name in merged.names) is has_tower
     assert merged.names and merged.names == merged.by_name.keys()
     assert merged.names <= {shard.name for shard in local_shards(causal_lm)}
+    fsdp(learner).close()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe"])
+def test_published_experts_have_their_own_adapters_added(mesh: DeviceMesh, tmp_path: Path, kind: str) -> None:
+    """One by one, or whole as in the checkpoints of Qwen3.5."""
+    folder = save_checkpoint(make_model(kind, seed=0), tmp_path / "model")
+    learner = start_learner(folder, mesh=mesh, lora={"rank": 4, "target_modules": ["o_proj"], "experts": True})
+    causal_lm = fsdp(learner)._policy.causal_lm
+    for name, param in causal_lm.named_parameters():
+        if name.endswith(EXPERT_B):
+            cast(DTensor, param).to_local().data.normal_()
+    merged = MergedWeights(causal_lm)
+    shards = [shard for shard in local_shards(causal_lm) if shard.name in merged.names]
+    places = {
+        shard.name: Place(torch.empty(shard.local.shape), Slice(0, tuple(shard.local.shape), shard.local.stride()))
+        for shard in shards
+    }
+    merged.fill(places)
+    fsdp(learner).export_model(tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
+    for name, place in places.items():
+        assert torch.equal(place.held.to(exported[name].dtype), exported[name]), name
     fsdp(learner).close()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tasuki.config.checks import check_model
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.models.adapter_folder import check_shared_a
+from tasuki.models.adapter_folder import check_adapter, check_shared_a
 from tasuki.models.known import read_model
 from tasuki.models.shape import ModelShape
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -62,6 +62,7 @@ def write(folder: Path, targets: tuple[str, ...]) -> ModelShape:
         (lambda folder: settings(folder, init_lora_weights="pissa"), "'pissa' belongs to a changed model"),
         (lambda folder: settings(folder, r=8), "trainer.lora.rank: is 4"),
         (lambda folder: settings(folder, lora_alpha=7), "trainer.lora.alpha: is 32"),
+        (lambda folder: settings(folder, r="4"), "has r '4'; set the same"),
         (lambda folder: settings(folder, use_rslora=True), "trainer.lora.use_rslora: is False"),
         (lambda folder: tensors(folder, lambda held: held.pop(NAME)), f"lacks {NAME}"),
         (lambda folder: tensors(folder, lambda held: held.update(more=held[NAME].clone())), "holds more"),
@@ -77,6 +78,15 @@ def test_an_adapter_of_something_else_is_refused_by_name(tmp_path: Path, damage:
     with pytest.raises((InvalidArgument, PathNotFound)) as refused:
         check_model(config, model)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("named", [5, [["mlp.experts.down_proj"]], "mlp.experts.down_proj"])
+def test_target_parameters_that_are_no_names_are_refused(tmp_path: Path, named: object) -> None:
+    write(tmp_path, ("q_proj",))
+    settings(tmp_path, target_parameters=named)
+    lora = LoraConfig(rank=4, target_modules=("q_proj",), experts=True)
+    with refusing("trainer.lora.path", match="has target_parameters"):
+        check_adapter(tmp_path, read_model(make_model("qwen3_moe", seed=0).config.to_dict()).shape, lora)
 
 
 @pytest.mark.parametrize(("layer", "is_compared_at_start"), [(0, True), (1, False)])

@@ -12,7 +12,7 @@ from peft import LoraConfig as PeftConfig
 from peft import inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditionalGeneration
 
 from tasuki.config.checks import check_model
 from tasuki.config.lora_checks import check_lora_targets
@@ -28,8 +28,8 @@ from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, base_parame
 from tasuki.trainer.backends.fsdp.lora.merged_weights import _grouped
 from tasuki.trainer.durable.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
 from tasuki.trainer.modules import lora as adapters
-from tasuki.trainer.modules.experts import replace_experts
-from tasuki.trainer.modules.lora import merge_experts, set_dropout, write_adapter
+from tasuki.trainer.modules.experts import GroupedExperts, replace_experts
+from tasuki.trainer.modules.lora import merge_experts, peft_config, set_dropout, write_adapter
 from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.sealed_json import sealed
@@ -83,6 +83,10 @@ def test_experts_are_merged_a_few_at_a_time_and_rounded_once(at_once: int, monke
     wanted = (base.double() + 2 * b.double() @ a.double()).bfloat16().flatten(0, 1)[6:-6]
     assert torch.equal(held.flatten(0, 2), wanted)
     assert largest.num_bytes <= at_once * base[0].numel() * 4
+    # Whole, as the checkpoints of Qwen3.5 have them.
+    whole = torch.full((7, 12, 8), torch.nan, dtype=torch.bfloat16)
+    merge_experts([whole], base, a, b, scaling=2.0)
+    assert torch.equal(whole.flatten(0, 1)[6:-6], wanted) and not whole.isnan().any()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
@@ -109,6 +113,23 @@ def test_adapters_of_experts_are_trained_in_float32_and_planned(kind: str) -> No
     config = config_of(trainer={"lora": lora.model_dump()})
     planned = trained_shards(node_of(config, shape, gpu_bytes=GB, host_bytes=GB))
     assert sorted(planned) == sorted(tuple(param.shape) for param in trained.values())
+
+
+def test_patterns_that_match_nothing_too_leave_the_scaling_of_experts_alone() -> None:
+    given: dict[str, Any] = {"rank_pattern": {"|q_proj": 2}, "alpha_pattern": {"(q_proj)?": 5.0}}
+    model = on_meta("qwen3_moe")
+    with torch.device("meta"):
+        replace_experts(model, None)
+        add_adapters(model, LoraConfig(rank=8, alpha=16, target_modules=("q_proj",), experts=True, **given))
+    assert {module.scaling for module in model.modules() if isinstance(module, GroupedExperts)} == {2.0}
+
+
+def test_peft_adapts_the_text_of_a_gemma_4_alone_beside_its_towers() -> None:
+    config = Gemma4Config(text_config=CONFIGS["gemma4"]().to_dict(), vision_config={}, audio_config={})
+    with torch.device("meta"):
+        model = inject_adapter_in_model(peft_config(LoraConfig(), has_tower=True), Gemma4ForConditionalGeneration(config))
+    adapted = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    assert adapted and all(".language_model." in name for name in adapted)
 
 
 @pytest.mark.parametrize(

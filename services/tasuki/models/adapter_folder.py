@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,7 +85,7 @@ def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
     if config.get("peft_type") != "LORA":
         raise InvalidArgument(KEY, f"{file} has peft_type {config.get('peft_type')!r}; only LORA can be trained")
     for name, value in config.items():
-        if name == "target_parameters" and lora.experts and set(value or ()) == set(EXPERTS):
+        if name == "target_parameters" and lora.experts and value in map(list, permutations(EXPERTS)):
             continue
         if name not in _NO_MATTER and value and value != _NEUTRAL.get(name):
             problem = f"has {name} {value!r}, which is not supported; merge the adapter into its model with PEFT"
@@ -99,7 +99,7 @@ def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
         ours, theirs = getattr(lora, key), config.get(name) or type(getattr(lora, key))()
         # Of patterns the first that matches counts.
         if theirs != ours or (isinstance(ours, dict) and list(theirs) != list(ours)):
-            raise InvalidArgument(f"trainer.lora.{key}", f"is {ours}, but {file} has {name} {theirs}; set the same")
+            raise InvalidArgument(f"trainer.lora.{key}", f"is {ours!r}, but {file} has {name} {theirs!r}; set the same")
     stored = read_file(folder / ADAPTER_FILE, key=KEY)
     decoder = find_family(model.architecture).adapter_decoder(has_tower=model.tower is not None)
     decoder = stored_decoder(stored, decoder=decoder)

@@ -67,7 +67,7 @@ def peft_config(config: LoraConfig, *, has_tower: bool) -> "PeftConfig":
     targets, copies = list(config.targets), 1 + config.is_pissa
     raised = math.sqrt(copies) if config.use_rslora else copies
     experts = list[str](EXPERTS) if config.experts else None
-    unnamed = [r"(visual|vision_tower)\.(patch_embed\..*)" if config.tower else r"(visual|vision_tower)\..*"]
+    unnamed = [r"(visual|vision_tower)\.(patch_embed\..*)" if config.tower else r"(visual|vision_tower|audio_tower)\..*"]
     excluded = "|".join([*map(re.escape, config.excluded), *unnamed])
     named = rf"(?!(.*\.)?visual\.).*\.({'|'.join(targets)})|(.*\.)?visual\..*\.({_TOWER_LINEAR})"
     return PeftConfig(
@@ -102,7 +102,7 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], *, config: LoraConfi
 
 def adapt_experts(experts: GroupedExperts, config: LoraConfig) -> None:
     """Adds an adapter, uninitialized, to both matrices of each expert."""
-    experts.scaling = config.scaling_of("")
+    experts.scaling = config.scaling_of(EXPERTS[0])  # patterns are for other layers
     for name, param in list(experts.named_parameters()):
         num_rows, num_columns = param.shape[1:]
         for end, shape in ((EXPERT_A, (config.rank, num_columns)), (EXPERT_B, (num_rows, config.rank))):
@@ -167,17 +167,17 @@ def set_dropout(causal_lm: nn.Module, seed: int | None) -> None:
 def merge_experts(held: Sequence[Tensor], base: Tensor, a: Tensor, b: Tensor, *, scaling: float, first_row: int = 0) -> None:
     """Writes W + scaling B A of experts: summed in float32, rounded once. base: [E, out, in].
 
-    held: consecutive rows of base, each of one expert, in one dtype. first_row: of all experts' rows, counted one after another.
+    held: consecutive rows of base, each of one expert or of whole ones, in one dtype. first_row: of all experts' rows, one after another.
     """
+    held = [rows for each in held for rows in (each.unbind() if each.dim() == 3 else [each])]
     piece_bytes = _CPU_PIECE_BYTES if base.device.type == "cpu" else _PIECE_BYTES
     num_rows, at_once = base.shape[1], max(1, piece_bytes // (4 * math.prod(base.shape[1:])))
     starts = accumulate((each.shape[-2] for each in held), initial=first_row)
     for _, piece in groupby(zip(starts, held, strict=False), key=lambda pair: pair[0] // num_rows // at_once):
         firsts, written = zip(*piece, strict=True)
         experts = slice(firsts[0] // num_rows, firsts[-1] // num_rows + 1)
-        merged = torch.baddbmm(base[experts].float(), b[experts].float(), a[experts].float(), alpha=scaling).to(
-            written[0].dtype
-        )
+        factors = (each[experts].float() for each in (base, b, a))
+        merged = torch.baddbmm(*factors, alpha=scaling).to(written[0].dtype)
         rows, before = merged.flatten(0, 1), firsts[0] % num_rows
         sizes = [each.shape[-2] for each in written]
         torch._foreach_copy_(written, rows[before : before + sum(sizes)].split(sizes))

@@ -128,7 +128,7 @@ def _export(checkpoint: Path, output: Path, *, source: Path, held: torch.dtype, 
                 scaling = lora.scaling_of(name.removesuffix(".weight"))
                 base, tensor = tensor, torch.empty(shape, dtype=dtype)
                 if len(shape) == 3:
-                    merge_experts(tensor.unbind(), base, a, b, scaling=scaling)
+                    merge_experts([tensor], base, a, b, scaling=scaling)
                 else:
                     merge(tensor, base=base, factors=(b, a), scaling=scaling, magnitude=magnitude)
             shards = checkpoint_shards(name, shape, (0,) * len(shape), tensor, names=family.checkpoint)

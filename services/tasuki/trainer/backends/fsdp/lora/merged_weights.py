@@ -34,7 +34,7 @@ def merged(weight: Adapter, dtype: torch.dtype) -> DTensor:
     base, mesh, placements = weight.base.to_local(), weight.base.device_mesh, weight.base.placements
     local = torch.empty_like(base, dtype=dtype)
     if base.dim() == 3:
-        merge_experts(local.unbind(), base, weight.a.to_local(), weight.b.to_local(), scaling=weight.scaling)
+        merge_experts([local], base, weight.a.to_local(), weight.b.to_local(), scaling=weight.scaling)
     else:
         merge(local, base=base, factors=_cut(weight), scaling=weight.scaling, magnitude=_magnitude(weight))
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=weight.base.shape, stride=weight.base.stride())
