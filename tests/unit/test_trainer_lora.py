@@ -29,7 +29,7 @@ from tasuki.trainer.backends.fsdp.lora.merged_weights import _grouped
 from tasuki.trainer.durable.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
 from tasuki.trainer.modules import lora as adapters
 from tasuki.trainer.modules.experts import GroupedExperts, replace_experts
-from tasuki.trainer.modules.lora import merge_experts, peft_config, set_dropout, write_adapter
+from tasuki.trainer.modules.lora import from_file, merge_experts, peft_config, set_dropout, write_adapter
 from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.sealed_json import sealed
@@ -218,6 +218,12 @@ def test_patterns_of_a_written_adapter_keep_their_order_of_which_peft_takes_the_
     found = {name: module.scaling["default"] for name, module in layers if isinstance(module, LoraLayer)}
     assert found == {name: lora.scaling_of(name) for name in lora.layers(shape_of(on_meta("llama")))}
     assert set(found.values()) == {9 / 3, 2 / 5}
+
+
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_an_adapter_with_a_number_that_is_not_finite_is_refused_by_name(value: float) -> None:
+    with refusing("trainer.lora.path", match=r"layers\.1\.q_proj\.lora_A\.weight holds a number that is not finite"):
+        from_file("layers.1.q_proj.lora_A.default.weight", torch.tensor([[1.0, value]]), (1, 2))
 
 
 def test_dora_is_served_merged() -> None:

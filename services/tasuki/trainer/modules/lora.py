@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.models.adapter_folder import in_peft
+from tasuki.models.adapter_folder import KEY, in_peft
 from tasuki.models.shape import EXPERTS
 from tasuki.trainer.durable.model_folder import save_tensors
 from tasuki.trainer.modules.experts import GroupedExperts
+from tasuki.wire.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -53,7 +54,9 @@ def in_file(name: str, param: Tensor, *, decoder: str = "model") -> tuple[str, T
 
 
 def from_file(name: str, stored: Tensor, shape: Sequence[int]) -> Tensor:
-    """Inverse of `in_file`. shape: of the whole parameter."""
+    """Inverse of `in_file`. shape: of the whole parameter. Raises InvalidArgument for a number that is not finite."""
+    if not stored.isfinite().all():
+        raise InvalidArgument(KEY, f"{name.replace('.default', '')} holds a number that is not finite; take another adapter")
     if name.endswith(EXPERT_B):
         return stored.view(shape[1], shape[2], shape[0]).permute(2, 0, 1).contiguous()
     return stored.view(*shape)
