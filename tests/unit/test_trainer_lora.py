@@ -291,6 +291,19 @@ def test_adapters_of_experts_are_refused_where_they_cannot_be_computed(field: st
     assert field.strip() in str(refused.value)
 
 
+def test_ranks_of_a_critic_are_judged_by_their_own_key() -> None:
+    def check(kind: str, critic: str, *, rank: int | None, **lora: Any) -> None:
+        table = {"lora": {"rank": 8, "target_modules": ["o_proj"], **lora}, "critic": {"lora_rank": rank}}
+        check_model(config_of(trainer=table), shape_of(on_meta(kind)), critic=shape_of(on_meta(critic)))
+
+    check("qwen3_moe", "qwen3_moe", rank=16, experts=True)
+    check("qwen3_moe", "qwen3", rank=None, experts=True)  # a dense critic, trained in full
+    with refusing("trainer.critic.lora_rank", match="4 is not divisible by 8"):
+        check("qwen3_moe", "qwen3_moe", rank=4, experts=True)
+    with refusing("trainer.critic.lora_rank", match="above the 64 components"):
+        check("qwen3", "qwen3", rank=65, init="pissa")
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_adapters_are_beside_every_linear_layer_that_the_family_names(kind: str) -> None:
     model = on_meta(kind)

@@ -226,12 +226,12 @@ def check_model(config: "NodeConfig", model: "ModelShape", *, critic: "ModelShap
         is_whole = trainer.lora.is_fused or (trainer.lora.use_dora and trainer.backend == "megatron")
         problems = problems_of_lora_layers(trainer.lora, model, is_whole=is_whole)
         _raise_first(chain(problems, problems_of_lora_experts(config, models)))
-        check_pissa(model, trainer.lora)
+        check_pissa(model, trainer.lora, key="trainer.lora.rank")
         if trainer.lora.path is not None:
             check_adapter(trainer.lora.path, model, trainer.lora)
     if critic is not None and trainer.critic_lora is not None:
         check_lora_targets(critic, trainer.critic_lora.targets)
-        check_pissa(critic, trainer.critic_lora)
+        check_pissa(critic, trainer.critic_lora, key="trainer.critic.lora_rank")
     _raise_first(_problems_of_models(config, models))
     tokens, longest = rollout.engine.get(MAX_TOKENS), rollout.context_length or model.context_length
     if longest > model.context_length:

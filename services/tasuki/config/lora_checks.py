@@ -50,12 +50,12 @@ def check_lora_targets(model: "ModelShape", targets: Sequence[str]) -> None:
         raise InvalidArgument("trainer.lora.target_modules", f"{model.architecture} has no linear {', '.join(missing)}; {has}")
 
 
-def check_pissa(model: "ModelShape", lora: "LoraConfig") -> None:
-    """Raises InvalidArgument for a rank above the number of a weight's components."""
+def check_pissa(model: "ModelShape", lora: "LoraConfig", *, key: str) -> None:
+    """Raises InvalidArgument for a rank above the number of a weight's components. key: of the rank."""
     for layer, shape in lora.layers(model).items():
         if lora.is_pissa and lora.rank_of(layer) > 2 * min(shape):
             problem = f"is above the {min(shape)} components of {layer}; lower it, or choose another init"
-            raise InvalidArgument("trainer.lora.rank", problem)
+            raise InvalidArgument(key, problem)
 
 
 def problems_of_lora_layers(lora: "LoraConfig", model: "ModelShape", *, is_whole: bool) -> Iterator[Problem]:
@@ -106,15 +106,16 @@ def _problems_of_fused_layers(lora: "LoraConfig", adapted: Iterable[str]) -> Ite
 
 
 def problems_of_lora_experts(config: "NodeConfig", models: "Sequence[ModelShape]") -> Iterator[Problem]:
-    """Experts that cannot have adapters, and a rank that their grouped products cannot take."""
-    lora = config.trainer.lora
+    """Experts that cannot have adapters, and ranks that their grouped products cannot take. models: the policy's, and a critic's."""
+    lora, critic_lora = config.trainer.lora, config.trainer.critic_lora
     if lora is None or not lora.experts:
         return
-    for model in models:
+    for model in models if critic_lora else models[:1]:
         if not model.num_experts or model.has_biased_experts:
             what = "experts with biases, which cannot have adapters" if model.num_experts else "no experts"
             yield "trainer.lora.experts", f"{model.architecture} has {what}; remove it"
     # Rows of 16 bytes. A GPU in float32 has the limit of bfloat16.
     least = 4 if config.device == "cpu" and config.trainer.compute_dtype == "float32" else 8
-    if lora.rank % least:
-        yield "trainer.lora.rank", f"{lora.rank} is not divisible by {least}, as grouped products need for trainer.lora.experts"
+    for key, adapters in (("lora.rank", lora), ("critic.lora_rank", critic_lora)):
+        if adapters and adapters.rank % least:
+            yield f"trainer.{key}", f"{adapters.rank} is not divisible by {least}, as grouped products of experts need"
