@@ -78,6 +78,7 @@ def test_an_adapter_of_something_else_is_refused_by_name(tmp_path: Path, damage:
     with pytest.raises((InvalidArgument, PathNotFound)) as refused:
         check_model(config, model)
     assert words in str(refused.value)
+    assert refused.value.metadata["field"].startswith("trainer.lora.")  # which doctor says to change
 
 
 @pytest.mark.parametrize("named", [5, [["mlp.experts.down_proj"]], "mlp.experts.down_proj"])

@@ -79,7 +79,7 @@ def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
     """Raises PathNotFound, or InvalidArgument for an adapter that this run cannot continue."""
     for name in (_CONFIG_FILE, ADAPTER_FILE):
         if not (folder / name).is_file():
-            raise PathNotFound(f"{KEY}: {folder} is no folder of PEFT's: {name} is missing", path=folder)
+            raise PathNotFound(f"{KEY}: {folder} is no folder of PEFT's: {name} is missing", path=folder, field=KEY)
     file = folder / _CONFIG_FILE
     config = read_json_object(file, field=KEY)
     if config.get("peft_type") != "LORA":
