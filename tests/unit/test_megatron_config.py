@@ -11,6 +11,7 @@ from tasuki.config.load import config_of
 from tasuki.config.schema import NodeConfig
 from tasuki.models.known import read_model
 from tasuki.models.shape import EXPERTS
+from tasuki.node.start import start_node
 from tasuki.planner.node import Checkpointing, Part
 from tasuki.planner.presets import MODELS
 from tasuki.planner.trainer_bytes import checkpoint_bytes, gradient_bytes, trainer_tags
@@ -124,15 +125,16 @@ def test_other_parallelism_is_refused_with_the_way_round(key: str) -> None:
 
 
 @pytest.mark.parametrize("version", [None, "0.15.0"])
-def test_another_megatron_core_is_refused(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+def test_a_node_with_another_megatron_core_does_not_start(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     def found(_: str) -> str:
         if version is None:
             raise megatron.metadata.PackageNotFoundError
         return version
 
     monkeypatch.setattr(megatron.metadata, "version", found)
+    config = config_of({"state_dir": "/s", "model": {"path": "/m"}, "trainer": {"backend": "megatron"}})
     with pytest.raises(InvalidArgument, match=megatron.VERSION):
-        megatron.check_installed()
+        start_node(config)
 
 
 def test_the_headline_names_the_backend() -> None:

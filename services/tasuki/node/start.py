@@ -47,6 +47,7 @@ from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.methods import PathUse
 from tasuki.rpc.port import check_ports, fleet_port
 from tasuki.rpc.process_start import read_replay, read_start_seconds, serves_line
+from tasuki.trainer.backends import megatron
 from tasuki.v1 import coordinator_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.wire.address import bind_once, interfaces_with_address, split_host_port
@@ -119,6 +120,8 @@ def start_node(
     serves, and as `check_place` for a node of a fleet. After any exception, including KeyboardInterrupt, nothing is left running.
     """
     check_node_installed()
+    if config.trainer.backend == "megatron":
+        megatron.check_installed()
     check_host_ranks(config)
     check_model_folders(config)
     check_gpu_is_shown(config)

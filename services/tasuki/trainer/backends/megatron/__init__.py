@@ -4,6 +4,7 @@ import warnings
 from importlib import metadata
 
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.extras import install_extras
 
 VERSION = "0.16.1"
 
@@ -18,5 +19,5 @@ def check_installed() -> None:
     except metadata.PackageNotFoundError:
         found = "none"
     if found != VERSION:
-        advice = 'pip install "tasuki[trainer,megatron]", or use trainer.backend = "fsdp"'
+        advice = f'{install_extras("trainer", "megatron")}, or use trainer.backend = "fsdp"'
         raise InvalidArgument("trainer.backend", f'"megatron" needs megatron-core {VERSION}; {found} is installed: {advice}')
