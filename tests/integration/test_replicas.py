@@ -19,7 +19,9 @@ from tests.integration.rollout_process import (
     log_probs_of,
     long_call,
     start_rollout,
+    start_samples,
     stop_rollout,
+    stopped_engine,
     until_idle,
     wait_until_serving,
 )
@@ -86,14 +88,18 @@ async def test_both_replicas_receive_each_version_and_generate_with_it(
         await client.sleep()
 
 
-async def test_cancel_and_drain_reach_both_replicas(client: RolloutClient, trainer: TestTrainer) -> None:
+async def test_cancel_and_drain_reach_both_replicas(
+    client: RolloutClient, replicas: RolloutProcess, trainer: TestTrainer
+) -> None:
     await client.wake(trainer.publish(2))
     async with long_call(client, num_samples=8) as running:
         running.cancel()
         assert await until_idle(client) == 0
-    async with long_call(client, num_samples=8) as running:
-        drained = await client.drain(grace_ms=0)
-        samples = await running
+    with stopped_engine(replicas):  # so that no sample ends before the drain begins
+        running = await start_samples(client, num_samples=8)
+        draining = asyncio.ensure_future(client.drain(grace_ms=0))
+        await asyncio.sleep(0.5)
+    drained, samples = await draining, await running
     assert (drained.num_finished, drained.num_cut) == (0, 8)
     assert {sample.finish_reason for sample in samples} == {types_pb2.FINISH_REASON_CUT}
 
