@@ -71,7 +71,7 @@ class TorchCache:
 def round_blocks() -> None:
     """Makes torch allocate blocks of eight sizes between powers of two, so that tensors of another size in every pass reuse them.
 
-    For what is allocated later. On H200s a rank whose experts serve 16,384 tokens then holds 10 GB, not 24 and more in each step.
+    For what is allocated later. By default the unused part grows with the steps (docs/benchmarks.md).
     """
     torch._C._accelerator_setAllocatorSettings("roundup_power2_divisions:8")
 
