@@ -80,7 +80,7 @@ Status Arena::release(uintptr_t address) {
 }
 
 Status Arena::begin_save() {
-  Status status = host_copy_.save(base_, blocks_.runs(), frozen_);
+  Status status = host_copy_.save(base_, blocks_.runs());
   has_saved_content_ = status.ok();
   return status;
 }

@@ -55,7 +55,11 @@ class Arena {
 
   // Pause, in this order. A failed step leaves the arena unchanged.
   Status begin_save();  // starts the copy to the host
-  void forget_saved() { host_copy_.forget(); }
+  // Its copies have arrived: frozen bytes need no other.
+  void end_save() { host_copy_.keep(frozen_); }
+  bool has_saved_frozen() const { return host_copy_.keeps(frozen_); }
+  // Starts undoing writes to frozen bytes that were saved; a resume does the same.
+  Status restore_frozen() { return host_copy_.restore_constant(base_); }
   // Host memory that a save lacks, now or once it has `total_bytes`; and what was pinned for it.
   size_t missing_host_bytes(size_t total_bytes) const { return host_copy_.missing_bytes(blocks_.runs(), total_bytes); }
   void adopt_host(void* host, size_t bytes) { host_copy_.adopt(host, bytes); }

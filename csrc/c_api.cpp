@@ -125,6 +125,14 @@ int tasuki_freeze(void* address, uint64_t bytes, int* is_ours) {
   });
 }
 
+int tasuki_save_frozen(uint64_t arena) {
+  return guarded([&] { return process().memory.save_frozen(arena); });
+}
+
+int tasuki_restore_frozen(uint64_t arena) {
+  return guarded([&] { return process().memory.restore_frozen(arena); });
+}
+
 int tasuki_reserve_host(uint64_t arena, uint64_t total_bytes, uint64_t max_bytes, uint64_t* missing_bytes) {
   return guarded([&]() -> Status {
     if (missing_bytes == nullptr || max_bytes == 0) return bad("missing_bytes: null, or max_bytes: 0");

@@ -27,31 +27,36 @@ bool are_same(const std::vector<Range>& one, const std::vector<Range>& other) {
 
 }  // namespace
 
-Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs, const Ranges& constant) {
-  // Equal runs have equal places in host memory.
-  Ranges valid = are_same(runs, runs_) ? valid_ : Ranges();
-  forget();
-  Status status = grow(bytes_of(runs));
+Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs) {
+  Status status;
+  if (!are_same(runs, runs_)) {
+    // Equal runs have equal places in host memory; others take the place of what is there.
+    status = restore_constant(base);
+    if (!status.ok()) return status;
+    valid_.clear();
+  }
+  status = grow(bytes_of(runs));
   if (!status.ok()) return status;
   saved_.clear();
+  runs_ = runs;
   size_t segment = 0, used = 0;
   for (const Range& run : runs) {
     for (size_t done = 0; done < run.bytes;) {
       if (used == segments_[segment].bytes) ++segment, used = 0;
       size_t bytes = std::min(run.bytes - done, segments_[segment].bytes - used);
-      Saved piece{{run.offset + done, bytes}, segments_[segment].host + used};
-      for (const Range& part : valid.missing_in(piece.range)) {
-        for (size_t at = part.offset; at < part.end(); at += kPiece) {
-          size_t copied = std::min(kPiece, part.end() - at);
-          status = driver_.copy_to_host(device_, piece.host + (at - piece.range.offset), base + at, copied);
-          if (!status.ok()) return status;
-        }
-      }
-      saved_.push_back(piece);
+      saved_.push_back({{run.offset + done, bytes}, segments_[segment].host + used});
       done += bytes, used += bytes;
     }
   }
-  runs_ = runs, valid_ = constant;
+  for (const Saved& piece : saved_) {
+    for (const Range& part : valid_.missing_in(piece.range)) {
+      for (size_t at = part.offset; at < part.end(); at += kPiece) {
+        size_t copied = std::min(kPiece, part.end() - at);
+        status = driver_.copy_to_host(device_, piece.host + (at - piece.range.offset), base + at, copied);
+        if (!status.ok()) return status;
+      }
+    }
+  }
   return {};
 }
 
@@ -93,7 +98,7 @@ void HostCopy::release() {
   for (const Segment& segment : segments_) static_cast<void>(driver_.unpin(device_, segment.host, segment.bytes));
   segments_.clear();
   saved_.clear();
-  forget();
+  valid_.clear();
   pinned_bytes_ = 0;
 }
 

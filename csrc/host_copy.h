@@ -17,16 +17,21 @@ class HostCopy {
   HostCopy(const HostCopy&) = delete;
   HostCopy& operator=(const HostCopy&) = delete;
 
-  // Starts copying `runs` of the arena at `base`; pins more memory first if needed. Bytes of `constant` are copied only the first
-  // time.
-  Status save(uintptr_t base, const std::vector<Range>& runs, const Ranges& constant);
+  // Starts copying `runs` of the arena at `base`, except bytes kept before; pins more memory first if needed.
+  Status save(uintptr_t base, const std::vector<Range>& runs);
+  // The copies of the last save have arrived: those of `constant` are kept, whatever happens to the arena's bytes.
+  void keep(const Ranges& constant) { valid_ = constant; }
+  bool keeps(const Ranges& constant) const { return valid_ == constant; }
+  // Starts copying back the bytes that are kept.
+  Status restore_constant(uintptr_t base) {
+    return restore(base, valid_.all(), [](uintptr_t) { return Status{}; });
+  }
   // Memory that a save of `runs`, or of that many bytes, would have to pin first.
   size_t missing_bytes(const std::vector<Range>& runs, size_t total_bytes) const;
   // Memory pinned by another thread, for the next saves.
   void adopt(void* host, size_t bytes);
   // Marks the saved copy of `range` as outdated.
   void forget(const Range& range) { valid_.remove(range); }
-  void forget() { valid_.clear(); }
   // Receives the address up to which copies have been started.
   using Reached = std::function<Status(uintptr_t end)>;
   // Starts copying back the saved bytes still covered by `runs`, by ascending address, and calls `reached` after every piece.
@@ -53,7 +58,7 @@ class HostCopy {
   std::vector<Segment> segments_;
   std::vector<Saved> saved_;
   std::vector<Range> runs_;  // saved last
-  Ranges valid_;             // bytes whose copy is current
+  Ranges valid_;             // bytes whose copy is kept
   size_t pinned_bytes_ = 0;
 };
 

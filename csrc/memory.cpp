@@ -80,6 +80,30 @@ Status Memory::freeze(uintptr_t address, size_t bytes, bool* is_ours) {
   return {};
 }
 
+Status Memory::save_frozen(uint64_t arena) {
+  Lock lock(mutex_);
+  std::vector<Arena*> found;
+  Status status = find({arena}, &found);
+  if (status.ok()) status = settle(found);
+  if (!status.ok() || found[0]->state == State::paused || found[0]->has_saved_frozen()) return status;
+  status = found[0]->driver().synchronize(found[0]->device());
+  if (status.ok()) status = found[0]->begin_save();
+  if (status.ok()) status = found[0]->driver().synchronize(found[0]->device());
+  if (status.ok()) found[0]->end_save();
+  return status;
+}
+
+Status Memory::restore_frozen(uint64_t arena) {
+  Lock lock(mutex_);
+  std::vector<Arena*> found;
+  Status status = find({arena}, &found);
+  if (status.ok()) status = settle(found);
+  if (!status.ok() || found[0]->state == State::paused) return status;
+  status = found[0]->driver().synchronize(found[0]->device());  // no kernel still writes to them
+  if (status.ok()) status = found[0]->restore_frozen();
+  return status.ok() ? found[0]->driver().synchronize(found[0]->device()) : status;
+}
+
 Status Memory::reserve_host(uint64_t arena, size_t total_bytes, size_t max_bytes, size_t* missing) {
   std::vector<Arena*> found;
   Driver* driver = nullptr;

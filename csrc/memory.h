@@ -44,6 +44,9 @@ class Memory {
   Status release(uintptr_t address);
   // *is_ours: whether the address is in an arena.
   Status freeze(uintptr_t address, size_t bytes, bool* is_ours);
+  // Copies frozen bytes to the host, unless they are there; and undoes what was written to them since. Nothing while paused.
+  Status save_frozen(uint64_t arena);
+  Status restore_frozen(uint64_t arena);
   // Pins at most `max_bytes` of the host memory that a pause of the arena needs, now or once it holds `total_bytes`; nothing if a pause
   // keeps no content. Pins without holding the mutex.
   Status reserve_host(uint64_t arena, size_t total_bytes, size_t max_bytes, size_t* missing);

@@ -52,6 +52,13 @@ class Ranges {
     return gaps;
   }
 
+  std::vector<Range> all() const {
+    std::vector<Range> ranges;
+    for (const auto& [offset, end] : ends_) ranges.push_back({offset, end - offset});
+    return ranges;
+  }
+
+  bool operator==(const Ranges& other) const { return ends_ == other.ends_; }
   void clear() { ends_.clear(); }
 
  private:

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define TASUKI_ABI_VERSION 13
+#define TASUKI_ABI_VERSION 14
 
 enum tasuki_code {
   TASUKI_OK = 0,
@@ -107,6 +107,10 @@ int tasuki_free(void* address);
 /* Promises that the bytes at `address` stay constant until their block is freed: pauses that keep content copy them once. For an address
  * in no arena, sets *is_ours to 0 and does nothing. */
 int tasuki_freeze(void* address, uint64_t bytes, int* is_ours);
+/* Copies an arena's frozen bytes to the host, unless they are there. From then on they may be written: pauses do not read them again, and
+ * tasuki_restore_frozen, as a resume, brings back what was saved. Both do nothing while the arena is paused. */
+int tasuki_save_frozen(uint64_t arena);
+int tasuki_restore_frozen(uint64_t arena);
 
 /* Pins at most max_bytes of the host memory that a pause of the arena needs, now or once it holds total_bytes, and returns how much is
  * still lacking, so that no pause has to pin. Does nothing if a pause keeps no content. Does not block other calls. */

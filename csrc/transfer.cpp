@@ -90,6 +90,9 @@ Status Memory::pause_all(const std::vector<Arena*>& arenas, uint64_t* given_back
     if (status.ok()) status = arena->begin_save();
   }
   if (status.ok()) status = synchronize(awake);  // copies have arrived, and no kernel runs over pages that go
+  for (Arena* arena : saved) {
+    if (status.ok()) arena->end_save();
+  }
   size_t num_unmapped = 0;
   while (status.ok() && num_unmapped < awake.size()) {
     status = awake[num_unmapped]->unmap();
@@ -98,7 +101,6 @@ Status Memory::pause_all(const std::vector<Arena*>& arenas, uint64_t* given_back
   if (!status.ok()) {
     // Copies started before a failure read memory that stays mapped; the next save is ordered after them.
     for (size_t i = 0; i < num_unmapped; ++i) status = worse(status, awake[i]->map_again());
-    for (Arena* arena : saved) arena->forget_saved();
     return status;
   }
   for (Arena* arena : arenas) {

@@ -61,22 +61,45 @@ TEST(a_block_that_takes_the_place_of_a_frozen_one_is_saved) {
   CHECK(s.saves(s.constant) && s.saves(s.constant));
 }
 
-TEST(another_layout_of_blocks_is_saved_in_full) {
+TEST(another_layout_of_blocks_is_saved_in_full_without_what_was_written_to_frozen_ones) {
   Frozen s;
   CHECK(s.saves(s.changing));
-  s.block(s.id, 16 * kPage, 9);
-  CHECK(s.saves(s.constant) && !s.saves(s.constant));
+  uintptr_t added = s.block(s.id, 16 * kPage, 9);
+  CHECK(!s.saves(s.constant) && s.holds(s.constant, 16 * kPage, 3) && s.holds(added, 16 * kPage, 9));
+  CHECK(!s.saves(s.constant) && s.holds(s.constant, 16 * kPage, 3));
 }
 
-TEST(a_pause_that_failed_leaves_nothing_that_counts_as_saved) {
+TEST(frozen_bytes_that_were_saved_return_after_writes_without_a_pause) {
+  Frozen s;
+  s.set({s.id}, kContent);
+  CHECK_OK(s.memory.save_frozen(s.id));
+  s.fake->calls.clear();
+  for (int i = 0; i < 2; ++i) {
+    CHECK_OK(s.memory.save_frozen(s.id));
+    s.fill(s.constant, 16 * kPage, 50);
+    s.fill(s.changing, 16 * kPage, 60);
+    CHECK_OK(s.memory.restore_frozen(s.id));
+    CHECK(s.holds(s.constant, 16 * kPage, 3) && s.fake->at(s.changing) == 60);
+  }
+  CHECK(std::count(s.fake->calls.begin(), s.fake->calls.end(), "copy_to_host") == 0);
+  s.fill(s.constant, 16 * kPage, 50);
+  s.pause({s.id}, kContent);
+  CHECK_OK(s.memory.save_frozen(s.id));
+  CHECK_OK(s.memory.restore_frozen(s.id));
+  s.resume({s.id});
+  CHECK(s.holds(s.constant, 16 * kPage, 3) && s.fake->at(s.changing) == 60);
+}
+
+TEST(a_pause_that_failed_keeps_what_was_saved_of_frozen_bytes) {
   for (const char* call : {"copy_to_host", "synchronize", "unmap"}) {
     Frozen s;
     CHECK(s.saves(s.changing));
     uint64_t bytes = 0;
+    s.fill(s.constant, 16 * kPage, 50);
     s.fake->fail(call, 0);
     CHECK(!s.memory.pause({s.id}, &bytes).ok());
     s.fake->fail_no_more();
-    CHECK(s.saves(s.constant) || std::string(call) == "synchronize");
+    CHECK(!s.saves(s.constant) && s.holds(s.constant, 16 * kPage, 3));
     CHECK(s.saves(s.changing));
   }
 }

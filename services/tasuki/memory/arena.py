@@ -30,7 +30,7 @@ from tasuki.wire.stages import MemoryTag
 if TYPE_CHECKING:
     from tasuki.memory.region import CudaRegions
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
 NUM_SLOTS = 8
 
@@ -43,6 +43,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "tasuki_allocate": [_U64, _U64, _POINTER],
     "tasuki_free": [_POINTER],
     "tasuki_freeze": [_POINTER, _U64, _POINTER],
+    "tasuki_save_frozen": [_U64],
+    "tasuki_restore_frozen": [_U64],
     "tasuki_reserve_host": [_U64, _U64, _U64, _POINTER],
     "tasuki_set_policy": [_U64, ctypes.c_uint32],
     "tasuki_pause": [_POINTER, ctypes.c_size_t, _POINTER],
@@ -239,6 +241,14 @@ class Arena:
     def set_policy(self, keep: Keep) -> None:
         """Sets what the next pauses keep."""
         self._call("set_policy", self.id, int(keep))
+
+    def save_frozen(self) -> None:
+        """Copies frozen bytes to the host, once; they may then be written until `restore_frozen`, or a pause. Raises OutOfGpuMemory."""
+        self._call("save_frozen", self.id)
+
+    def restore_frozen(self) -> None:
+        """Undoes what was written to frozen bytes since `save_frozen`. Does nothing while paused."""
+        self._call("restore_frozen", self.id)
 
     def reserve_host(self, max_bytes: int, *, total_bytes: int = 0) -> int:
         """Pins at most `max_bytes` of the host memory that a pause copies to. Returns what is still to be pinned; 0 where nothing is kept.
