@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable
 from tasuki.trainer.backends.fsdp.lora.merged_weights import merge
+from tasuki.trainer.modules.lora import merge_experts
 from tasuki.weights.checksum import MODULUS, checksum
-from tasuki.weights.plan import Slice
+from tasuki.weights.plan import Slice, whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SCALING = 2.0
@@ -49,3 +51,34 @@ def test_one_launch_merges_and_sums_many_weights() -> None:
     for each, total in zip(merges, sums.tolist(), strict=True):
         check(each.held, exact_of(each.base, each.rows, all_columns[:, each.first_column :][:, : each.base.shape[1]]))
         assert total % MODULUS == checksum(each.held, each.where)
+
+
+@pytest.mark.parametrize("columns", [2048, 75])
+def test_a_weight_merged_in_place_is_the_merged_copy(columns: int) -> None:
+    """By the kernel and, where it is not possible, by torch; alone, and with DoRA's magnitudes."""
+    torch.manual_seed(0)
+    base = (0.02 * torch.randn(1536, columns, device="cuda")).bfloat16()
+    factors = 0.1 * torch.randn(1536, 32, device="cuda"), 0.1 * torch.randn(32, columns, device="cuda")
+    for magnitude in (None, torch.rand(1536, device="cuda")):
+        held, copy = base.clone(), torch.empty_like(base)
+        for each, of in ((copy, base), (held, held)):
+            merge(each, base=of, factors=factors, scaling=SCALING, magnitude=magnitude)
+        assert torch.equal(held, copy) and not torch.equal(held, base)
+
+
+def test_weights_and_experts_merged_in_place_by_one_launch_are_the_merged_copies() -> None:
+    torch.manual_seed(0)
+    base = (0.02 * torch.randn(12, 1024, 2048, device="cuda")).bfloat16()
+    a, b = (0.1 * torch.randn(12, *shape, device="cuda") for shape in ((16, 2048), (1024, 16)))
+    tables, held, copy = list[Tensor](), base.clone(), torch.empty_like(base)
+    for target, of in ((copy, base), (held, held)):
+        merges = [Merge(target[i], of[i], b[i], 2048 * i, whole((1024, 2048)), i) for i in range(12)]
+        sums = torch.zeros(12, dtype=torch.int64, device="cuda")
+        MergeTable(merges).start(torch.cat(list(a), dim=1), sums, scaling=SCALING)
+        tables.append(sums)
+    assert torch.equal(held, copy) and torch.equal(*tables)
+    held = base.clone()
+    for target, of in ((copy, base), (held, held)):
+        rows = [part for expert in target for part in expert.split(512)]  # gate and up
+        merge_experts(rows, of, a, b, scaling=SCALING)
+    assert torch.equal(held, copy) and not torch.equal(held, base)

@@ -203,6 +203,10 @@ def test_without_descriptors_a_copy_that_stays_is_published(monkeypatch: pytest.
     assert ExportChoice.of(in_place, choices, rank=0) == ExportChoice(of_parameters=True, stays=False)
     legacy = ExportChoice(of_parameters=False, stays=True, handles="ipc")
     assert ExportChoice.of(in_place, choices, rank=0, handles="ipc") == legacy
+    merging = choices.model_copy(update={"merges_in_place": True})
+    assert ExportChoice.of(in_place, merging, rank=0) == ExportChoice(of_parameters=True, stays=False, merges=True)
+    with refusing("rollout.lora"):
+        ExportChoice.of(in_place, merging, rank=0, handles="ipc")
 
 
 def test_ranks_are_planned_on_the_gpus_that_they_have() -> None:

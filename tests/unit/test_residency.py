@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from tasuki.cli.plan import headline
 from tasuki.config.choices import Choices, plan_path, read_choices, write_choices
 from tasuki.config.schema import NodeConfig
 from tasuki.models.shape import unshared_base
-from tasuki.planner.choose import choices_of, chosen, may_share_base, parts_at_start, starts_together
+from tasuki.planner.choose import choices_of, chosen, may_fit, may_share_base, parts_at_start, starts_together
 from tasuki.planner.kv_tokens import CPU_TOKENS, running_requests, wanted_tokens
 from tasuki.planner.node import GB, MARGIN, RESIDENT, Node, Part, Strategy, node_of
 from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
@@ -25,7 +26,7 @@ from tasuki.rollout.arguments import _PLANNED_FRACTION
 from tasuki.rpc.memory import staying_of_engine_rank, staying_tags
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.stages import MemoryTag, Phase, Service, Stage
-from tests.planned import chosen_node
+from tests.planned import chosen_node, config_of
 
 MODEL = MODELS["qwen2.5-7b"]
 NOTHING = Choices(micro_batch_tokens=1, checkpointing="none")
@@ -222,6 +223,49 @@ def test_columns_that_ranks_join_are_planned_where_a_base_is_shared() -> None:
 def test_a_base_that_ranks_hold_in_different_parts_is_not_shared(num_ranks: int, changes: dict[str, Any], problem: str | None):
     found = unshared_base(replace(MODEL, **changes), num_ranks=num_ranks)
     assert found is None if problem is None else found is not None and found.startswith(problem)
+
+
+def merged(name: str, **trainer: Any) -> Node:
+    """On one H200, with 256 GiB of host memory."""
+    config = config_of(trainer=trainer, rollout={"engine": {"max_total_tokens": 100_000}})
+    return chosen_node(config, MODELS[name], gpu_bytes=150_700_000_000, host_bytes=256 << 30)
+
+
+EXPERTS = {"rank": 16, "experts": True, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+
+
+def test_adapters_are_merged_in_place_where_no_copy_fits() -> None:
+    in_place = merged("qwen3-30b-a3b", lora=EXPERTS)
+    assert in_place.merges_in_place and choices_of(in_place).merges_in_place and plan(in_place).fits
+    copied = replace(in_place, merges_in_place=False)
+    assert not plan(copied).fits
+    assert may_fit(in_place, at_any_ratio=True)
+    for stage in plan(in_place).stages:
+        assert Part.EXPORT not in stage.gpus[0]
+    more = plan(copied).stage(Stage.SYNC).gpu_bytes - plan(in_place).stage(Stage.SYNC).gpu_bytes
+    assert more == pytest.approx(2 * MODELS["qwen3-30b-a3b"].num_parameters, rel=0.01)
+    assert Part.TRAINER_WEIGHTS not in staying_on(in_place), "it holds merged weights"
+    assert Part.EXPORT not in staying_on(in_place) and "merged in place" in headline(in_place)
+    assert Part.TRAINER_WEIGHTS in plan(in_place).stage(Phase.ROLLOUT).host
+    again = chosen(replace(in_place, merges_in_place=False), choices_of(in_place))
+    assert plan(again).stages == plan(in_place).stages
+
+
+@pytest.mark.parametrize(
+    ("name", "trainer"),
+    [
+        ("qwen2.5-7b", {"lora": {"rank": 32}}),  # a copy that stays
+        ("qwen3-30b-a3b", {"lora": EXPERTS, "compute_dtype": "float32"}),
+        ("qwen3-30b-a3b", {}),
+    ],
+)
+def test_adapters_are_not_merged_in_place_where_a_copy_fits_or_the_base_is_not_what_is_read(name: str, trainer: dict[str, Any]):
+    assert not merged(name, **trainer).merges_in_place
+
+
+def test_a_base_that_is_merged_in_place_leaves_although_there_is_room() -> None:
+    roomy = replace(merged("qwen2.5-7b", lora={"rank": 32}), merges_in_place=True)
+    assert Part.TRAINER_WEIGHTS not in decide(roomy)[0] and Part.OPTIMIZER in decide(roomy)[0]
 
 
 # --- services that start at once

@@ -361,6 +361,7 @@ def headline(node: Node) -> str:
     how = f"LoRA rank {node.lora.rank}" if node.lora is not None else "all parameters"
     how += ", expert parallel" if node.trainer.spreads_experts else ""
     how += ", one base for both services" if node.shares_base else ""
+    how += ", merged in place" if node.merges_in_place else ""
     ranks = "rank" if node.num_ranks == 1 else "ranks"
     backend = "FSDP" if node.trainer.backend == "fsdp" else f"Megatron TP {node.trainer.tensor_parallel}"
     return (

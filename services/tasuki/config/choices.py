@@ -23,6 +23,8 @@ class Choices(Schema):
     """Number of last layers that keep everything, whatever `checkpointing` says."""
     shares_base: bool = False
     """Whether trainer and engine read one copy of the model below the adapters."""
+    merges_in_place: bool = False
+    """Whether adapters are merged into the base's own memory for the engine, from LOAD_WEIGHTS to OFFLOAD."""
     trainer: tuple[tuple[TrainerMemory, ...], ...] = ()
     """Memory that stays during rollout, for each rank. "export" is what the engine reads; "cache" is cached by torch. Missing ranks keep
     nothing."""

@@ -54,6 +54,8 @@ def choose(config: NodeConfig, *, resumes: bool, tell: Callable[[str], None]) ->
     choices = planner.choices_of(node, resumes=resumes)
     if choices.shares_base:
         tell("trainer and rollout read one copy of the model below the adapters")
+    if choices.merges_in_place:
+        tell("adapters are merged in the base's own memory, which leaves at OFFLOAD: a copy does not fit")
     if choices.starts_together and config.device == "cuda":
         tell("trainer and rollout start at the same time: every GPU has room for both")
     return choices

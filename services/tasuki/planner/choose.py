@@ -29,17 +29,19 @@ def plan_node(config: NodeConfig, *, gpu_bytes: int, host_bytes: int, choices: C
 
 
 def choose(node: Node, *, free_host_bytes: int | None = None) -> Node:
-    """The node with every open choice made. A base is shared where a second copy would cost something.
+    """The node with every open choice made. A base is shared where a second copy would cost something, and merged in place where no copy
+    fits.
 
     free_host_bytes: for what stays; by default `host_bytes`. Raises InvalidArgument for a given number of tokens that do not fit into
     the KV cache.
     """
     made = _choose(node, free_host_bytes)
-    if not may_share_base(node.config, node.model) or (
-        plan(made).fits and not any(leaves for _, _, leaves in stay_and_leave(made))
-    ):
-        return made
-    return _choose(replace(node, shares_base=True), free_host_bytes)
+    fits = plan(made).fits
+    if may_share_base(node.config, node.model) and not (fits and not any(leaves for _, _, leaves in stay_and_leave(made))):
+        return _choose(replace(node, shares_base=True), free_host_bytes)
+    if may_merge_in_place(node.config) and not fits:
+        return min(made, _choose(replace(node, merges_in_place=True), free_host_bytes), key=_lacking_bytes)
+    return made
 
 
 def _choose(node: Node, free_host_bytes: int | None) -> Node:
@@ -50,7 +52,7 @@ def _choose(node: Node, free_host_bytes: int | None) -> Node:
         node = with_fastest_checkpointing(node)
     node = with_last_layer_kept(node)
     published = node.keeping(node.published)
-    start = published if plan(published).fits else node
+    start = published if plan(published).fits and not node.merges_in_place else node
     _check_tokens(start)
     free_host_bytes = node.host_bytes if free_host_bytes is None else free_host_bytes
     return replace(node, staying=decide(replace(start, host_bytes=free_host_bytes)))
@@ -65,12 +67,9 @@ def may_fit(node: Node, *, at_any_ratio: bool) -> bool:
     if at_any_ratio:
         node = replace(node, kv_tokens=min(node.longest_sequence, node.kv_tokens or node.longest_sequence))
     rungs = _rungs(node) if node.trainer.checkpointing == "auto" else (node.checkpointing,)
-    bases = (True, False) if may_share_base(node.config, node.model) else (False,)
-    return any(
-        plan(replace(node, checkpointing=rung, shares_base=is_shared)).fits_gpu
-        for rung in reversed(list(rungs))
-        for is_shared in bases
-    )
+    ways = [node, *([replace(node, shares_base=True)] if may_share_base(node.config, node.model) else [])]
+    ways += [replace(node, merges_in_place=True)] if may_merge_in_place(node.config) else []
+    return any(plan(replace(way, checkpointing=rung)).fits_gpu for rung in reversed(list(rungs)) for way in reversed(ways))
 
 
 def chosen(node: Node, choices: Choices) -> Node:
@@ -81,6 +80,7 @@ def chosen(node: Node, choices: Choices) -> Node:
         checkpointing=Checkpointing(choices.checkpointing),
         kept_layers=choices.kept_layers,
         shares_base=choices.shares_base,
+        merges_in_place=choices.merges_in_place,
         kv_tokens=choices.kv_tokens,
     )
     return replace(node, staying=chosen_staying(node, choices))
@@ -94,6 +94,7 @@ def choices_of(node: Node, *, resumes: bool = False) -> Choices:
         checkpointing=node.checkpointing.value,
         kept_layers=node.kept_layers,
         shares_base=node.shares_base,
+        merges_in_place=node.merges_in_place,
         kv_tokens=sizes_of(node).kv_pool.num_tokens or None if is_counted else None,
         starts_together=starts_together(node) and not (resumes and node.device == "cuda"),
         **staying_names(node),
@@ -114,6 +115,13 @@ def may_share_base(config: NodeConfig, model: ModelShape) -> bool:
         and trainer.compute_dtype == rollout.dtype
         and unshared_base(model, num_ranks=trainer.num_ranks) is None
     )
+
+
+def may_merge_in_place(config: NodeConfig) -> bool:
+    """Whether adapters can be merged into the base's own memory: it is held in the engine's dtype, and copied to the host once."""
+    trainer = config.trainer
+    is_merged = trainer.lora is not None and config.served_adapter is None
+    return is_merged and trainer.backend == "fsdp" and trainer.compute_dtype == config.rollout.dtype
 
 
 def most_tokens(node: Node) -> int:

@@ -104,6 +104,8 @@ class Node:
     """Number of last layers that keep everything, whatever `checkpointing` says."""
     shares_base: bool = False
     """With adapters in the engine: whether the base is the engine's memory, which the trainer reads."""
+    merges_in_place: bool = False
+    """With merged weights in the engine: whether it reads them in the base's own memory, which then leaves at OFFLOAD."""
     kv_tokens: int | None
     """Tokens in a replica's KV cache; None is what `kv_ratio` leaves, which on a GPU is also the maximum."""
     staying: Staying
@@ -187,6 +189,11 @@ class Node:
     def longest_sequence(self) -> int:
         return self.config.rollout.context_length or self.model.context_length
 
+    @property
+    def exports_parameters(self) -> bool:
+        """Whether the engine reads the trainer's weights directly, without a copy."""
+        return self.config.exports_parameters or self.merges_in_place
+
     def has_rank(self, gpu: int) -> bool:
         return gpu in self.gpus.trainer
 
@@ -200,7 +207,7 @@ class Node:
     def released(self, gpu: int) -> frozenset[Part]:
         """Tags that leave a GPU: neither parameters that stay for the engine's next read, nor the base below an engine's adapters."""
         staying = self.staying[gpu]
-        if self.config.exports_parameters and Part.EXPORT in staying:
+        if self.exports_parameters and Part.EXPORT in staying:
             staying |= {Part.TRAINER_WEIGHTS}
         return frozenset(TAGS) - staying - self.must_stay
 
@@ -212,7 +219,7 @@ class Node:
     @property
     def published(self) -> frozenset[Part]:
         """What the engine reads, which stays or leaves as one."""
-        return frozenset({Part.EXPORT, Part.TRAINER_WEIGHTS} if self.config.exports_parameters else {Part.EXPORT})
+        return frozenset({Part.EXPORT, Part.TRAINER_WEIGHTS} if self.exports_parameters else {Part.EXPORT})
 
     def at(self, layer: int) -> "Node":
         """The node with the model `at` this layer."""
@@ -223,7 +230,7 @@ class Node:
         if self.critic is None:
             return None
         model = replace(self.critic, is_critic=True, is_tied=False)
-        return replace(self, model=model, lora=self.trainer.critic_lora, shares_base=False, critic=None)
+        return replace(self, model=model, lora=self.trainer.critic_lora, shares_base=False, merges_in_place=False, critic=None)
 
     def networks(self) -> "list[Node]":
         """The trained networks: the policy and, if there is one, the critic."""

@@ -329,6 +329,6 @@ def _taken_at_start(node: Node, tags: Bytes) -> int:
     """
     if node.device == "cpu":
         return 0
-    stays = node.config.exports_parameters and all(Part.TRAINER_WEIGHTS in node.staying[gpu] for gpu in node.gpus.trainer)
+    stays = node.exports_parameters and all(Part.TRAINER_WEIGHTS in node.staying[gpu] for gpu in node.gpus.trainer)
     is_shared = not set(node.gpus.trainer).isdisjoint(node.gpus.rollout)
     return _engine_context(node) + (tags[Part.TRAINER_WEIGHTS] if stays and is_shared else 0)

@@ -69,8 +69,9 @@ def _cheapest(node: Node, sizes: Sizes, present: frozenset[Part], fits: Callable
 
     open_parts = sorted(present - node.must_stay)
     subsets = [frozenset(parts) for count in range(len(open_parts) + 1) for parts in combinations(open_parts, count)]
-    # Parameters read in place leave with everything else that is read.
-    releasable = [one for one in subsets if not one & node.published or node.published & present <= one]
+    # Parameters read in place leave with everything else that is read; those that are merged must.
+    read = node.published & present
+    releasable = [one for one in subsets if read <= one or not (one & read or node.merges_in_place)]
     choices = (present - released for released in sorted(releasable, key=seconds))
     return next((staying for staying in choices if fits(staying)), node.must_stay & present)
 
@@ -101,7 +102,7 @@ def staying_names(node: Node) -> dict[str, Any]:
 def stay_and_leave(node: Node) -> list[tuple[str, list[Part], list[Part]]]:
     """Groups GPUs that keep the same: a name, such as "GPUs 0, 1", what stays and what leaves."""
     kinds: dict[tuple[frozenset[Part], frozenset[Part]], list[int]] = {}
-    absent = {Part.EXPORT} if node.config.exports_parameters and node.device == "cuda" else frozenset[Part]()
+    absent = {Part.EXPORT} if node.exports_parameters and node.device == "cuda" else frozenset[Part]()
     for gpu, staying in enumerate(node.staying):
         present = _present_on(node, gpu) - absent
         kinds.setdefault((present & staying, present - staying), []).append(gpu)
@@ -163,6 +164,7 @@ def expected_seconds(planned: Plan) -> dict[str, float]:
 def _stage_seconds(node: Node, sizes: Sizes, gpu: int) -> Mapping[Stage, float]:
     export, staying, leaving = sizes.trainer[Part.EXPORT], node.staying[gpu], node.released(gpu)
     export_stays = Part.EXPORT in staying
+    published = sizes.trainer[Part.TRAINER_WEIGHTS] if node.merges_in_place else export
     trainer = {**sizes.trainer, Part.TORCH_CACHE: sizes.cached} if node.has_rank(gpu) else {}
     engine = sizes.engine if node.has_engine(gpu) else {}
     left = {part: size for part, size in trainer.items() if part in leaving}
@@ -175,7 +177,7 @@ def _stage_seconds(node: Node, sizes: Sizes, gpu: int) -> Mapping[Stage, float]:
     far = engine.get(Part.ROLLOUT_WEIGHTS, 0) - near
     made, renewed_s = (0, 0.0) if export_stays else (trainer.get(Part.EXPORT, 0), _RENEW)
     return {
-        Stage.LOAD_WEIGHTS: 2 * _COMMAND + made * _MAKE + (export * _PUBLISH if trainer else 0.0),
+        Stage.LOAD_WEIGHTS: 2 * _COMMAND + made * _MAKE + (published * _PUBLISH if trainer else 0.0),
         Stage.RESUME_WEIGHTS: _COMMAND + weights * _MAKE,
         Stage.SYNC: _SYNC + renewed_s + near * _READ + far * _PULL,
         Stage.OFFLOAD: _COMMAND + released * _RELEASE + copied * _COPY,

@@ -141,7 +141,7 @@ def _sizes(shapes: _Shapes, element_bytes: int) -> tuple[int, ...]:
 
 def export_arena(node: Node) -> int:
     """Copies of rank 0's weights for the engine, or 0 where it reads them in place."""
-    if node.config.exports_parameters:
+    if node.exports_parameters:
         # On a CPU, tensors too small for the arena of the weights are copied, in whole chunks.
         small = [size for size in _sizes(shards(node), node.engine_bytes) if size < CPU_MIN_TENSOR]
         num_bytes = sum(rounded_up(size, ALIGNMENT) for size in small)

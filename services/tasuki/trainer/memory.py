@@ -96,6 +96,8 @@ class TrainerMemory:
             self._allocator.arena(MemoryTag.WEIGHTS).set_policy(Keep.CHUNKS)
         self._export: WeightExport | None = None
         self._is_export_there = False
+        self._is_merged = False
+        """Whether the base may hold merged weights, or parts of them."""
         self._gradients: list[Tensor] = []
         self._onload = Onload(self._allocator)
         self._heartbeat = heartbeat
@@ -148,9 +150,11 @@ class TrainerMemory:
     def export(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
         """Creates the export with its memory at the first call, and reallocates the memory after it has left. Collective.
 
-        Raises OutOfGpuMemory on all ranks if one of them has no room.
+        Adapters may then be merged into a base that is published. Raises OutOfGpuMemory on all ranks if one of them, or its host, has no
+        room.
         """
         self._onload.wait([MemoryTag.WEIGHTS])
+        self.restore_base()
         if not (self._is_export_there and self._choice.stays):
             error: TasukiError | None = None
             try:
@@ -161,8 +165,18 @@ class TrainerMemory:
                 error = raised
             self._raise_if_any(error, self._copies(), of=[MemoryTag.EXPORT])
             self._is_export_there = True
+        if self._choice.merges:
+            self._save_base()
         assert self._export is not None
         return self._export
+
+    def restore_base(self) -> None:
+        """Undoes merging into the base, whose publication ends. Whoever reads weights calls it, or `wait_for_content`."""
+        if self._is_merged:
+            if self._export is not None:
+                self._export.withdraw()
+            self._allocator.arena(MemoryTag.WEIGHTS).restore_frozen()
+            self._is_merged = False
 
     def release_export(self) -> None:
         """Releases the memory of a withdrawn export that does not stay; the next one reallocates it."""
@@ -184,12 +198,14 @@ class TrainerMemory:
         resident, if the host cannot pin the memory for the copies.
         """
         self._end_pinning()
-        self.wait_for_content()
+        self._onload.wait()
         copies = self._copies() if MemoryTag.WEIGHTS in tags and not self._choice.stays else []
         tags = [*(tag for tag in tags if makes_room or tag not in self._resident.tags), *copies]
         is_shared = MemoryTag.EXPORT in tags or (MemoryTag.WEIGHTS in tags and not self._choice.stays)
         with self._export.released() if self._export is not None and is_shared else nullcontext():
             released = self._allocator.pause(tags)
+        # It returns as it was frozen.
+        self._is_merged = self._is_merged and MemoryTag.WEIGHTS not in tags
         if self._device.type == "cuda" and (makes_room or not self._resident.cache):
             self._cache.return_blocks()
         return released
@@ -200,6 +216,8 @@ class TrainerMemory:
         Content may still be arriving on return, for which readers `wait_for_content`. Collective.
         Raises OutOfGpuMemory on all ranks, with every tag still paused, if one of them has no room.
         """
+        if MemoryTag.WEIGHTS in tags:
+            self.restore_base()
         paused = MemoryTag.all_of(usage.tag for usage in self._allocator.usage() if usage.is_paused)
         slept = [tag for tag in paused if tag in tags]
         error: TasukiError | None = None
@@ -217,6 +235,7 @@ class TrainerMemory:
 
     def wait_for_content(self) -> None:
         """Waits until weights and optimizer state have their content."""
+        self.restore_base()
         self._onload.wait()
 
     def usage(self) -> list[TagUsage]:
@@ -251,6 +270,17 @@ class TrainerMemory:
         if pinning is not None:
             pinning.join()
 
+    def _save_base(self) -> None:
+        """Copies the frozen base to the host, once, and lets it be merged into. Collective. Raises OutOfGpuMemory on all ranks."""
+        self._end_pinning()
+        error: TasukiError | None = None
+        try:
+            self._allocator.arena(MemoryTag.WEIGHTS).save_frozen()
+        except TasukiError as raised:
+            error = raised
+        self._raise_if_any(error, [], of=["a host copy of the weights"])
+        self._is_merged = True
+
     def _made(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
         choice = self._choice
         parameters = self._allocator.arena(MemoryTag.WEIGHTS) if choice.of_parameters else None
@@ -274,9 +304,7 @@ class TrainerMemory:
             raise
         return self._mapped_bytes() - before
 
-    def _raise_if_any(
-        self, error: TasukiError | None, woken: Sequence[MemoryTag], *, of: Sequence[MemoryTag] | None = None
-    ) -> None:
+    def _raise_if_any(self, error: TasukiError | None, woken: Sequence[MemoryTag], *, of: Sequence[str] | None = None) -> None:
         """Raises on every rank the error of any rank, and undoes what the others have done.
 
         of: the arenas to name in the error, if they do not exist yet.
@@ -335,7 +363,7 @@ class Publication:
         """Publishes and withdraws, which loads kernels. Keeps the memory if it stays during OFFLOAD. Raises OutOfGpuMemory."""
         self._export = self._memory.export(self._make)
         self._export.publish(0, replaced=self._replaced())
-        self._export.withdraw()
+        self.withdraw()
         self._memory.release_export()
 
     def try_rehearsal(self) -> None:
@@ -348,6 +376,7 @@ class Publication:
     def withdraw(self) -> None:
         if self._export is not None:
             self._export.withdraw()
+            self._memory.restore_base()
 
     def damage(self) -> None:
         """Injects a fault for tests of recovery."""

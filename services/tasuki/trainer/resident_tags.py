@@ -17,7 +17,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import NativeAllocator, Transfer
 from tasuki.trainer.replicas import mesh_device
 from tasuki.weights.chunk_memory import descriptor_problem
-from tasuki.wire.errors import TasukiError
+from tasuki.wire.errors import InvalidArgument, TasukiError
 from tasuki.wire.stages import MemoryTag
 
 _log = logging.getLogger(__name__)
@@ -32,11 +32,21 @@ class ExportChoice:
     of_parameters: bool
     stays: bool
     handles: Literal["vmm", "ipc"] = "vmm"
+    merges: bool = False
+    """Whether adapters are merged into the published parameters."""
 
     @classmethod
     def of(cls, config: NodeConfig, choices: Choices, *, rank: int, handles: Literal["vmm", "ipc"] = "vmm") -> "ExportChoice":
-        """The planner's choice. Memory that passes by legacy handles is a copy, and cannot leave."""
+        """The planner's choice. Memory that passes by legacy handles is a copy, and cannot leave.
+
+        Raises InvalidArgument if adapters are to be merged in place nevertheless.
+        """
         is_ipc = handles == "ipc"
+        if choices.merges_in_place:
+            if is_ipc:
+                problem = 'has no room for a merged copy, and this GPU exports no descriptors of the model itself; set it to "adapter"'
+                raise InvalidArgument("rollout.lora", problem)
+            return cls(True, False, merges=True)
         return cls(config.exports_parameters and not is_ipc, is_ipc or "export" in choices.of_trainer(rank), handles)
 
 

@@ -1,5 +1,7 @@
 """The kernel that merges adapters against the same sum in float64, run by Triton's interpreter on a CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,6 +28,11 @@ def test_merged_weights_are_the_sum_and_are_summed(rank: int) -> None:
     assert all(each.is_possible for each in merges)
     sums = torch.zeros(2 * len(SHAPES), dtype=torch.int64)
     MergeTable(merges).start(all_columns, sums, scaling=SCALING)
+    in_place = [replace(each, held=base, base=base) for each in merges for base in [each.base.clone()]]
+    sums_in_place = torch.zeros_like(sums)
+    MergeTable(in_place).start(all_columns, sums_in_place, scaling=SCALING)
+    assert torch.equal(sums, sums_in_place)
+    assert all(torch.equal(one.held, other.held) for one, other in zip(merges, in_place, strict=True))
     for slot, each in enumerate(merges):
         columns = all_columns[:, each.first_column : each.first_column + each.base.shape[1]]
         exact = each.base.double() + SCALING * each.rows.double() @ columns.double()

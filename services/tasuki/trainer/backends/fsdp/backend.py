@@ -144,6 +144,7 @@ class FsdpBackend:
         return sum(param.numel() for param in self._network(role).parameters())
 
     def score_tokens(self, role: Role, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        self.memory.restore_base()
         if role is Role.REFERENCE and self._node.trainer.lora is not None:
             with adapters_off(self._policy.causal_lm):
                 return self._policy(batch)
