@@ -39,8 +39,9 @@ def choose(node: Node, *, free_host_bytes: int | None = None) -> Node:
     fits = plan(made).fits
     if may_share_base(node.config, node.model) and not (fits and not any(leaves for _, _, leaves in stay_and_leave(made))):
         return _choose(replace(node, shares_base=True), free_host_bytes)
-    if may_merge_in_place(node.config) and not fits:
-        return min(made, _choose(replace(node, merges_in_place=True), free_host_bytes), key=_lacking_bytes)
+    if may_merge_in_place(node) and not fits:
+        in_place = _choose(replace(node, merges_in_place=True), free_host_bytes)
+        return min(made, in_place, key=lambda tried: (not plan(tried).fits, _lacking_bytes(tried)))
     return made
 
 
@@ -68,7 +69,7 @@ def may_fit(node: Node, *, at_any_ratio: bool) -> bool:
         node = replace(node, kv_tokens=min(node.longest_sequence, node.kv_tokens or node.longest_sequence))
     rungs = _rungs(node) if node.trainer.checkpointing == "auto" else (node.checkpointing,)
     ways = [node, *([replace(node, shares_base=True)] if may_share_base(node.config, node.model) else [])]
-    ways += [replace(node, merges_in_place=True)] if may_merge_in_place(node.config) else []
+    ways += [replace(node, merges_in_place=True)] if may_merge_in_place(node) else []
     return any(plan(replace(way, checkpointing=rung)).fits_gpu for rung in reversed(list(rungs)) for way in reversed(ways))
 
 
@@ -117,11 +118,11 @@ def may_share_base(config: NodeConfig, model: ModelShape) -> bool:
     )
 
 
-def may_merge_in_place(config: NodeConfig) -> bool:
-    """Whether adapters can be merged into the base's own memory: it is held in the engine's dtype, and copied to the host once."""
-    trainer = config.trainer
-    is_merged = trainer.lora is not None and config.served_adapter is None
-    return is_merged and trainer.backend == "fsdp" and trainer.compute_dtype == config.rollout.dtype
+def may_merge_in_place(node: Node) -> bool:
+    """Whether adapters can be merged into the base's own memory: it has the engine's dtype, and leaves once the engine has read it."""
+    trainer, rollout = node.trainer, node.config.rollout
+    is_merged = node.lora is not None and node.config.served_adapter is None and node.strategy is Strategy.STAGED
+    return is_merged and trainer.backend == "fsdp" and trainer.compute_dtype == rollout.dtype
 
 
 def most_tokens(node: Node) -> int:

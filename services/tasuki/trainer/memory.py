@@ -154,7 +154,6 @@ class TrainerMemory:
         room.
         """
         self._onload.wait([MemoryTag.WEIGHTS])
-        self.restore_base()
         if not (self._is_export_there and self._choice.stays):
             error: TasukiError | None = None
             try:
@@ -216,13 +215,13 @@ class TrainerMemory:
         Content may still be arriving on return, for which readers `wait_for_content`. Collective.
         Raises OutOfGpuMemory on all ranks, with every tag still paused, if one of them has no room.
         """
-        if MemoryTag.WEIGHTS in tags:
-            self.restore_base()
         paused = MemoryTag.all_of(usage.tag for usage in self._allocator.usage() if usage.is_paused)
         slept = [tag for tag in paused if tag in tags]
         error: TasukiError | None = None
         mapped = 0
         try:
+            if MemoryTag.WEIGHTS in tags:
+                self.restore_base()
             mapped = self._take_pages(slept)
         except TasukiError as raised:
             error = raised
@@ -275,6 +274,7 @@ class TrainerMemory:
         self._end_pinning()
         error: TasukiError | None = None
         try:
+            self.restore_base()
             self._allocator.arena(MemoryTag.WEIGHTS).save_frozen()
         except TasukiError as raised:
             error = raised
