@@ -2,12 +2,18 @@
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tasuki.client import Client, Phase, StageStatus
-from tasuki.config.paths import socket_dir
+from tasuki.config.choices import read_choices
+from tasuki.config.load import load_config
+from tasuki.config.paths import config_path, socket_dir
 from tasuki.coordinator.phases import Stage
+from tasuki.planner.node import node_of
+from tasuki.planner.plan import plan
 from tasuki.rpc.failpoints import Action, plant
 from tasuki.v1 import types_pb2
 from tests.chaos_node import ChaosNode
@@ -16,7 +22,7 @@ from tests.e2e.test_residency import tags
 
 pytestmark = pytest.mark.timeout(600)
 # MLPs large enough to lie in the arena, and to see whether they are copied.
-_NODE = {"overrides": ["trainer.lora.rank=8", "trainer.lora.init=gaussian"], "intermediate_size": 8192}
+_NODE: dict[str, Any] = {"overrides": ["trainer.lora.rank=8", "trainer.lora.init=gaussian"], "intermediate_size": 8192}
 _IN_PLACE = {**NOTHING_STAYS, "merges_in_place": True}
 
 
@@ -82,3 +88,21 @@ def test_what_a_fault_writes_into_published_memory_is_gone_from_the_base(merging
         assert chaos.log_probs() == chaos.learned
         client.acquire(Phase.ROLLOUT)
         assert chaos.greedy() == tokens
+
+
+def test_a_budget_that_no_copy_fits_is_enough(merging: RunningNode) -> None:
+    """The planner's own choice: all that the stages need, to the byte."""
+    config = load_config(config_path(merging.state_dir))
+    in_place = replace(node_of(config, gpu_bytes=1, host_bytes=10**12), merges_in_place=True)
+    budget = plan(in_place).budget_peak.tag_bytes
+    assert budget < plan(replace(in_place, merges_in_place=False)).budget_peak.tag_bytes
+    given = [*_NODE["overrides"], f"memory.host_budget_bytes={budget}"]
+    with started_node(choices={}, **{**_NODE, "overrides": given}) as tight:
+        assert read_choices(tight.state_dir).merges_in_place
+        with Client(state_dir=tight.state_dir) as client:
+            chaos = ChaosNode(tight, client)
+            for phase in (Phase.ROLLOUT, Phase.TRAIN) * 2:
+                client.acquire(phase)
+                assert sum(tag.mapped_bytes for every in tags(tight).values() for tag in every) <= budget
+            chaos.step()
+            client.acquire(Phase.ROLLOUT)

@@ -157,9 +157,12 @@ def train_both_ways(mesh: DeviceMesh, output: Path, model: Path, settings: dict[
         facts[f"is_base {number}"] = is_equal(base_of(merging), base)
     facts["steps 3"] = [step_of(copying), step_of(merging)]
     read(merging)
+    fsdp(merging).memory.resume_tags(TAGS)
+    facts["is_base_after_a_resume_without_pause"] = is_equal(base_of(merging), base)
+    read(merging)
     merging.save_checkpoint(output / "checkpoint")
     merging.load_checkpoint(output / "checkpoint")
-    facts["is_base_after_resume_without_pause"] = is_equal(base_of(merging), base)
+    facts["is_base_after_a_checkpoint"] = is_equal(base_of(merging), base)
     facts["parameters"] = is_equal(*(whole_parameters(learner, Role.POLICY) for learner in (copying, merging)))
     in_arena = {block[0] for block in fsdp(merging).memory._allocator.blocks("weights")}
     causal_lm = trained(merging, Role.POLICY).network.causal_lm
