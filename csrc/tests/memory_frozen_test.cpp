@@ -90,6 +90,24 @@ TEST(frozen_bytes_that_were_saved_return_after_writes_without_a_pause) {
   CHECK(s.holds(s.constant, 16 * kPage, 3) && s.fake->at(s.changing) == 60);
 }
 
+TEST(saving_or_restoring_that_failed_can_be_repeated) {
+  for (const char* call : {"copy_to_host", "copy_from_host", "synchronize"}) {
+    Frozen s;
+    s.fake->fail(call, 0);
+    bool is_saved = s.memory.save_frozen(s.id).ok();
+    s.fake->fail_no_more();
+    CHECK(is_saved == (std::string(call) == "copy_from_host"));
+    CHECK_OK(s.memory.save_frozen(s.id));
+    s.fill(s.constant, 16 * kPage, 50);
+    s.fake->fail(call, 0);
+    bool is_restored = s.memory.restore_frozen(s.id).ok();
+    s.fake->fail_no_more();
+    CHECK(is_restored == (std::string(call) == "copy_to_host"));
+    CHECK_OK(s.memory.restore_frozen(s.id));
+    CHECK(s.holds(s.constant, 16 * kPage, 3) && s.holds(s.changing, 16 * kPage, 7));
+  }
+}
+
 TEST(a_pause_that_failed_keeps_what_was_saved_of_frozen_bytes) {
   for (const char* call : {"copy_to_host", "synchronize", "unmap"}) {
     Frozen s;

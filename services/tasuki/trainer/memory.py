@@ -110,7 +110,7 @@ class TrainerMemory:
         return self._allocator.region(tag)
 
     def freeze(self, tensors: Iterable[Tensor]) -> None:
-        """Declares tensors constant for the life of the process: each is copied to the host once, not at every pause."""
+        """Declares tensors constant for the life of the process, but for merging: each is copied to the host once, not at every pause."""
         for tensor in tensors:
             if tensor.numel():
                 freeze(tensor.data_ptr(), tensor.nbytes)

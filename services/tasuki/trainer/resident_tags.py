@@ -44,7 +44,7 @@ class ExportChoice:
         is_ipc = handles == "ipc"
         if choices.merges_in_place:
             if is_ipc:
-                problem = 'has no room for a merged copy, and this GPU exports no descriptors of the model itself; set it to "adapter"'
+                problem = 'is "merged": no copy fits, and this GPU exports no descriptors of the base; raise trainer.num_ranks'
                 raise InvalidArgument("rollout.lora", problem)
             return cls(True, False, merges=True)
         return cls(config.exports_parameters and not is_ipc, is_ipc or "export" in choices.of_trainer(rank), handles)
