@@ -23,22 +23,24 @@ NUM_TRAINER_RANKS = {1: 2, 2: 2, 4: 4}
 
 
 @pytest.fixture(scope="module", params=sorted(NUM_TRAINER_RANKS), ids=lambda tp_size: f"tp{tp_size}")
-def ranks(request: pytest.FixtureRequest) -> Iterator[EngineRanks]:
-    """One TP group, for all models of its size."""
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[EngineRanks, int]]:
+    """One TP group, for all models of its size, and that size."""
     num_gpus = torch.cuda.device_count()
     if request.param > num_gpus:
         pytest.skip(f"TP {request.param} needs {request.param} GPUs, here are {num_gpus}")
     with engine_ranks(request.param, device="cuda") as ranks:
-        yield ranks
+        yield ranks, request.param
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
 @pytest.mark.parametrize("source_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_sync_equals_loading_the_checkpoint_from_disk(ranks: EngineRanks, kind: str, source_dtype: torch.dtype, tmp_path: Path):
-    tp_size = ranks.num_ranks
+def test_sync_equals_loading_the_checkpoint_from_disk(
+    ranks: tuple[EngineRanks, int], kind: str, source_dtype: torch.dtype, tmp_path: Path
+) -> None:
+    group, tp_size = ranks
     devices = [f"cuda:{rank % torch.cuda.device_count()}" for rank in range(NUM_TRAINER_RANKS[tp_size])]
     with ExitStack() as stack:
         published = Published(kind, tmp_path, stack, devices=devices, source_dtype=source_dtype)
-        outcomes = ranks.receive(published.folder, published.message, tp_size=tp_size)
+        outcomes = group.receive(published.folder, published.message, tp_size=tp_size)
         check_outcomes(outcomes, kind)
         check_received(pieces_of(outcomes), import_weights(published.message, timeout_s=5))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def test_reading_by_an_ipc_handle_takes_no_context_on_the_publishers_gpu(ipc_tra
 def _read_by_ipc(pipe: Connection, weights: bytes) -> None:
     """Reads the weights, then reports whether the first and the last GPU have a context."""
     receive(engines([0]), weights_pb2.PublishedWeights.FromString(weights))
-    pipe.send([torch._C._cuda_hasPrimaryContext(gpu) for gpu in (0, torch.cuda.device_count() - 1)])
+    pipe.send([cast(Any, torch._C)._cuda_hasPrimaryContext(gpu) for gpu in (0, torch.cuda.device_count() - 1)])
 
 
 def test_a_closed_ipc_import_leaves_no_memory_mapped(ipc_trainer: IpcTrainer) -> None:

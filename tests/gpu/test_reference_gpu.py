@@ -4,10 +4,12 @@ Needs `make native` and a CUDA GPU.
 """
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
@@ -34,7 +36,7 @@ def test_a_reference_on_the_host_is_pinned_and_scores_the_same_bits(mesh: Device
         scores.append(torch.cat(learner.score(Role.REFERENCE, [batch, batch])))
         reference = fsdp(learner)._reference
         assert reference is not None
-        shards = [param.to_local() for param in reference.parameters()]
+        shards = [cast(DTensor, param).to_local() for param in reference.parameters()]
         assert {(shard.device.type, shard.is_pinned()) for shard in shards} == {("cpu", True) if on_host else ("cuda", False)}
         grown = weights_bytes(learner) - before
         assert grown == 0 if on_host else grown >= sum(shard.nbytes for shard in shards)

@@ -4,7 +4,7 @@ import os
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -230,7 +230,7 @@ def test_new_values_arrive_at_the_next_version_and_moved_parameters_are_followed
     receive(receiver, trainer.publish(0))
     trainer.shards[1][3].local.add_(1)
     receive(receiver, trainer.publish(1))
-    parameter = receiver.model._parameters["model.norm.weight"]
+    parameter = cast(QwenModel, receiver.model)._parameters["model.norm.weight"]
     parameter.data = torch.full_like(parameter.data, torch.nan)
     receive(receiver, trainer.handles(1))
     assert not bool(parameter.data.isnan().any())
