@@ -263,7 +263,7 @@ _ON_EXPERTS = {"lora": {"target_modules": ["q_proj", "v_proj"], "experts": True}
     ("model", "trainer", "measured"),
     [
         ("qwen2.5-7b", {}, "dense 7B in full"),
-        ("qwen3-30b-a3b", _ON_EXPERTS, "8 layers of 30B-A3B with LoRA on experts"),
+        ("qwen3-30b-a3b", _ON_EXPERTS, "30B-A3B with LoRA on experts"),
     ],
 )
 def test_a_measured_speed_is_named_for_models_of_its_kind_alone(model: str, trainer: dict[str, Any], measured: str) -> None:
