@@ -122,7 +122,7 @@ def may_merge_in_place(node: Node) -> bool:
     """Whether adapters can be merged into the base's own memory: it has the engine's dtype, and leaves once the engine has read it."""
     trainer, rollout = node.trainer, node.config.rollout
     is_merged = node.lora is not None and node.config.served_adapter is None and node.strategy is Strategy.STAGED
-    return is_merged and trainer.backend == "fsdp" and trainer.compute_dtype == rollout.dtype
+    return is_merged and trainer.compute_dtype == rollout.dtype
 
 
 def most_tokens(node: Node) -> int:
