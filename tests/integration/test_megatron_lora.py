@@ -18,6 +18,7 @@ from tasuki.models.adapter_folder import FUSED
 from tasuki.trainer.backends.fsdp.checkpoint import export_checkpoint
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
+from tasuki.trainer.resident_tags import TAGS
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
 from tasuki.weights.imported_weights import import_weights
@@ -255,3 +256,54 @@ def test_checkpoints_of_adapters_continue_in_any_layout_and_backend(model: Path,
         assert first.keys() == other.keys()
         for name, tensor in first.items():
             torch.testing.assert_close(other[name], tensor, rtol=0, atol=2e-6, msg=name)
+
+
+def run_merging(mesh: DeviceMesh, model: Path, output: Path, layout: Layout, lora: dict[str, Any], dtype: str) -> None:
+    """Trains, publishes and sleeps with merged copies, then with adapters merged in place. All that is seen, by way."""
+    seen: list[list[Tensor]] = []
+    for merges in (False, True):
+        learner = start_as(
+            layout, model, mesh=mesh, state_dir=output, lora=lora, compute_dtype=dtype, rollout={"dtype": dtype},
+            export_stays=False, choices={"merges_in_place": merges}, **SETTINGS,
+        )  # fmt: skip
+        backend: Any = learner.backend
+        base, found = [part.buffer.clone() for part in backend._policy.parts], list[Tensor]()
+        batch = [token_batch(decode_samples(samples_of()), device=torch.device("cpu"))]
+        backend.publication.rehearse()
+        for version in (1, 2, 3):
+            found += map(torch.tensor, step(learner).values())
+            for _ in range(2):  # as after a pause that failed
+                imported = import_weights(publish_to_all(learner, version), timeout_s=30)
+                found += [imported.gathered(name).clone() for name in sorted(imported.entries)]
+                imported.close()
+                dist.barrier()
+            is_base = all(torch.equal(part.buffer, each) for part, each in zip(backend._policy.parts, base, strict=True))
+            assert is_base is not merges
+            if version == 2:
+                found += [learner.score(role, batch)[0] for role in (Role.POLICY, Role.REFERENCE)]
+            else:
+                backend.memory.pause_tags(TAGS)
+                backend.memory.resume_tags(TAGS)
+            assert all(torch.equal(part.buffer, each) for part, each in zip(backend._policy.parts, base, strict=True))
+        backend.close()
+        seen.append(found)
+    copied, merged = seen
+    assert len(copied) == len(merged) > 100 and all(map(torch.equal, copied, merged))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "lora", "dtype"),
+    [
+        ("qwen2_tied", (2, 2, 1), KINDS["dora"], "float32"),
+        pytest.param("qwen2_tied", (2, 1, 1), KINDS["canonical"], "bfloat16", marks=pytest.mark.long),
+        pytest.param("qwen3_moe", (2, 1, 2), {**EXPERTS, "rank": 8}, "bfloat16", marks=pytest.mark.long),
+        # Each rank publishes half of the rows, which ends within an expert.
+        pytest.param("qwen3_moe", (2, 1, 1), EXPERTS, "float32", marks=pytest.mark.long),
+    ],
+)
+def test_merging_in_place_changes_no_bit(
+    tmp_path: Path, kind: str, layout: tuple[int, int, int], lora: dict[str, Any], dtype: str
+) -> None:
+    experts = {"num_experts": 4 if layout[2] == 2 else 3} if kind == "qwen3_moe" else {}
+    model = save_checkpoint(make_model(kind, seed=3, vocab_size=VOCAB_SIZE, **experts), tmp_path / "model")
+    run_ranks(run_merging, model, tmp_path, layout, lora, dtype, num_ranks=layout[0])

@@ -234,8 +234,9 @@ def merged(name: str, **trainer: Any) -> Node:
 EXPERTS = {"rank": 16, "experts": True, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
 
-def test_adapters_are_merged_in_place_where_no_copy_fits() -> None:
-    in_place = merged("qwen3-30b-a3b", lora=EXPERTS)
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_adapters_are_merged_in_place_where_no_copy_fits(backend: str) -> None:
+    in_place = merged("qwen3-30b-a3b", lora=EXPERTS, backend=backend)
     assert in_place.merges_in_place and choices_of(in_place).merges_in_place and plan(in_place).fits
     copied = replace(in_place, merges_in_place=False)
     assert not plan(copied).fits
