@@ -36,9 +36,11 @@ def copied_bytes(node: RunningNode) -> int:
     return sum(tag.total_bytes for tag in tags(node)["trainer"] if tag.tag == types_pb2.MEMORY_TAG_EXPORT)
 
 
-def test_samples_and_steps_are_those_of_a_copy(merging: RunningNode) -> None:
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_samples_and_steps_are_those_of_a_copy(backend: str) -> None:
     outcomes, copied = list[object](), list[int]()
-    with started_node(**_NODE) as copying:
+    given = {**_NODE, "overrides": [*_NODE["overrides"], f"trainer.backend={backend}"]}
+    with started_node(choices=_IN_PLACE, **given) as merging, started_node(**given) as copying:
         for node in (merging, copying):
             with Client(state_dir=node.state_dir) as client:
                 chaos, seen = ChaosNode(node, client), list[object]()
