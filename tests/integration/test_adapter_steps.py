@@ -19,14 +19,13 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.trainer.backends.fsdp.lora.adapters import adapter_tensors
 from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
-from tasuki.trainer.backends.fsdp.shards import local_shards
+from tasuki.trainer.backends.fsdp.shards import local_shards, merged_shards
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.modules.lora import EXPERT_B, Dropout, in_file, peft_config
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.trainer.wire import Role
-from tasuki.weights.export import Place
-from tasuki.weights.plan import Slice
+from tasuki.weights.export import fill_shards
 from tasuki.wire.errors import InvalidArgument
 from tests.integration import trainer_samples as plain
 from tests.integration.learning import assert_equal, fsdp, learn, start_learner, train, trained, whole_parameters
@@ -292,15 +291,11 @@ def test_published_experts_have_their_own_adapters_added(mesh: DeviceMesh, tmp_p
     for name, param in causal_lm.named_parameters():
         if name.endswith(EXPERT_B):
             cast(DTensor, param).to_local().data.normal_()
-    merged = MergedWeights(causal_lm)
-    shards = [shard for shard in local_shards(causal_lm) if shard.name in merged.names]
-    places = {
-        shard.name: Place(torch.empty(shard.local.shape), Slice(0, tuple(shard.local.shape), shard.local.stride()))
-        for shard in shards
-    }
-    merged.fill(places)
+    places = [(shard, torch.empty(shard.local.shape)) for shard in merged_shards(causal_lm) if shard.write is not None]
+    assert places
+    fill_shards(places)
     fsdp(learner).export_model(tmp_path / "exported")
     exported = load_file(tmp_path / "exported" / "model.safetensors")
-    for name, place in places.items():
-        assert torch.equal(place.held.to(exported[name].dtype), exported[name]), name
+    for shard, held in places:
+        assert torch.equal(held.to(exported[shard.name].dtype), exported[shard.name]), shard.name
     fsdp(learner).close()

@@ -42,7 +42,7 @@ from tasuki.trainer.backends.fsdp.model import (
     reshard,
 )
 from tasuki.trainer.backends.fsdp.optimizer import QuantizedAdamW
-from tasuki.trainer.backends.fsdp.shards import adapter_shards, constant_shards, export_model, local_shards, map_base
+from tasuki.trainer.backends.fsdp.shards import adapter_shards, constant_shards, export_model, map_base, merged_shards
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
 from tasuki.trainer.durable.checkpoint import (
     CheckpointFacts,
@@ -356,7 +356,7 @@ class FsdpBackend:
         if self._node.served_adapter is not None:
             published = adapter_shards(causal_lm)
         else:
-            published = local_shards(causal_lm) + (constant_shards(causal_lm) if rank == 0 else [])
+            published = merged_shards(causal_lm) + (constant_shards(causal_lm) if rank == 0 else [])
         return WeightExport(
             published,
             rank=rank,

@@ -6,6 +6,7 @@ engine's ranks hold by columns, and what every engine rank holds whole contains 
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -26,7 +27,7 @@ from tasuki.trainer.backends.fsdp.lora.adapters import (
     base_parameters,
     family_of,
 )
-from tasuki.trainer.backends.fsdp.lora.merged_weights import merged
+from tasuki.trainer.backends.fsdp.lora.merged_weights import expert_merges, merged
 from tasuki.trainer.durable.atomic_folder import on_first_rank
 from tasuki.trainer.durable.model_folder import write_model
 from tasuki.trainer.modules.lora import write_adapter
@@ -41,6 +42,16 @@ _log = logging.getLogger("tasuki.trainer")
 def local_shards(causal_lm: nn.Module) -> list[Shard]:
     """This rank's part of every checkpoint tensor, without adapters, as live views of the parameters. Tied tensors come once."""
     return shards_of(causal_lm, base_parameters(causal_lm))
+
+
+def merged_shards(causal_lm: nn.Module) -> list[Shard]:
+    """The same; experts with their adapters merged."""
+    merges = expert_merges(causal_lm)
+    return [
+        replace(shard, write=merges.get(name))
+        for name, param in base_parameters(causal_lm)
+        for shard in shards_of(causal_lm, [(name, param)])
+    ]
 
 
 def constant_shards(causal_lm: nn.Module) -> list[Shard]:

@@ -1,7 +1,8 @@
 """Weights with their adapters merged, W + scaling B A, each rank's slice by itself, for publishing and exporting."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tasuki.trainer.backends.fsdp.lora.adapters import Adapter, adapted_parameters, family_of
 from tasuki.trainer.modules.lora import merge_experts, row_norms
 from tasuki.weights.checksum import MODULUS
 from tasuki.weights.copies import ViewCopy, prepare_copies
-from tasuki.weights.export import Place, checkpoint_shards
+from tasuki.weights.export import Place
 from tasuki.weights.plan import whole
 
 if TYPE_CHECKING:
@@ -26,6 +26,15 @@ _GROUP_BYTES = 32 << 20
 """Gathered bytes of A at a time."""
 Factors = tuple[Tensor, Tensor]
 """The part of B and of A for a slice of a weight, in float32."""
+
+
+def expert_merges(causal_lm: nn.Module) -> dict[str, Callable[[Sequence[Tensor]], None]]:
+    """How to write this rank's rows of each adapted matrix of experts, merged, by the parameter's name."""
+    return {
+        name: partial(merge_experts, base=each.base.to_local(), a=each.a.to_local(), b=each.b.to_local(), scaling=each.scaling)
+        for name, each in adapted_parameters(causal_lm).items()
+        if each.base.dim() == 3
+    }
 
 
 @torch.no_grad()
@@ -50,19 +59,16 @@ def _magnitude(weight: Adapter) -> Tensor | None:
 
 
 class MergedWeights:
-    """All adapted weights of a model, to be published merged; implements tasuki.weights.export.Replaced.
+    """All adapted weights of a model but experts', to be published merged; implements tasuki.weights.export.Replaced.
 
     Merges a few layers at a time, with one collective for all of their A and, on a GPU, one kernel.
     """
 
     def __init__(self, causal_lm: nn.Module) -> None:
-        adapted = adapted_parameters(causal_lm).values()
-        self._checkpoint = family_of(causal_lm).checkpoint
-        weights = [replace(each, name=self._checkpoint.tensor(each.name)) for each in adapted if each.base.dim() == 2]
+        adapted, checkpoint = adapted_parameters(causal_lm).values(), family_of(causal_lm).checkpoint
+        weights = [replace(each, name=checkpoint.tensor(each.name)) for each in adapted if each.base.dim() == 2]
         self.by_name = {weight.name: weight for weight in weights}
-        self.experts = [weight for weight in adapted if weight.base.dim() == 3]
-        names = {weight.name for weight in weights if weight.base.to_local().numel()}
-        self.names = frozenset(names.union(*map(self._tensors_of, self.experts)))
+        self.names = frozenset(weight.name for weight in weights if weight.base.to_local().numel())
         self._is_by_rows = all(map(_is_split_by_rows, weights))
         self._groups = _grouped(weights) if self._is_by_rows else [[weight] for weight in weights]
         self._tables: list[MergeTable | None] | None = None
@@ -71,26 +77,6 @@ class MergedWeights:
     @torch.no_grad()
     def fill(self, places: Mapping[str, Place]) -> Mapping[str, int]:
         """Writes this rank's slice of every weight, merged. Returns the checksums. Collective."""
-        own = {name: place for name, place in places.items() if name in self.by_name}
-        return {**self._fill_linear(own), **self._fill_experts(places)}
-
-    def _fill_experts(self, places: Mapping[str, Place]) -> Mapping[str, int]:
-        written: dict[str, Place] = {}
-        for experts in self.experts:
-            own = {name: places[name] for name in self._tensors_of(experts)}
-            base, a, b = (each.to_local() for each in (experts.base, experts.a, experts.b))
-            merge_experts([place.held for place in own.values()], base, a, b, scaling=experts.scaling)
-            written |= own
-        return _sums(written)
-
-    def _tensors_of(self, experts: Adapter) -> list[str]:
-        """Names of this rank's checkpoint tensors of a matrix, in order of its rows."""
-        base = experts.base
-        _, offsets = compute_local_shape_and_global_offset(base.shape, base.device_mesh, base.placements)
-        shards = checkpoint_shards(experts.name, tuple(base.shape), offsets, base.to_local(), names=self._checkpoint)
-        return [shard.name for shard in shards]
-
-    def _fill_linear(self, places: Mapping[str, Place]) -> Mapping[str, int]:
         tables = self._prepared(places)
         if tables is None:
             return self._fill_one_by_one(places)
