@@ -3,8 +3,9 @@
 A node with random weights, N trainer ranks and N replicas. A step takes the GPUs for rollout, generates 64 x 8 samples (256 + 512 tokens),
 takes the GPUs for training, and trains on all of them, as `tasuki train` does. Each step's parts add up to its seconds; "first_token_ms" is
 a request of one token right after the changeover; "gpu_gb" is what the driver reports of the first GPU after a step. The first step, which
-warms caches, is left out of the medians. --model takes a folder instead of a size. --tiny: a small model on a CPU. Writes whole_steps.json
-after each step, and prints medians with their spread.
+warms caches, is left out of the medians; in it "log_prob_gap", mean |rollout - trainer| in nats a token, is taken of 64 samples. --model
+takes a folder instead of a size. --tiny: a small model on a CPU. Writes whole_steps.json after each step, and prints medians with their
+spread.
 """
 
 import argparse
@@ -26,9 +27,11 @@ from tasuki.planner.node import GB
 from tools.bench.changeover_gpu import taken_bytes
 from tools.bench.node_load import GPU, TINY, Load, make_model
 
+SCORED = 64
 
-def step(client: Client, load: Load, random: np.random.Generator) -> dict[str, Any]:
-    """Carries out one step. Times are in seconds, but those of changeovers and stages in ms."""
+
+def step(client: Client, load: Load, random: np.random.Generator, *, is_first: bool) -> dict[str, Any]:
+    """Carries out one step. Times are in seconds, but those of changeovers and stages in ms. is_first: also takes the gap."""
     prompts = load.questions(random)
     started = time.perf_counter()
     there = client.acquire(Phase.ROLLOUT)
@@ -51,6 +54,7 @@ def step(client: Client, load: Load, random: np.random.Generator) -> dict[str, A
         for each in samples
     ]
     packed = time.perf_counter()
+    gap = {"log_prob_gap": gap_of(client, batch[:SCORED])} if is_first else {}
     client.forward_backward(batch)
     learned = time.perf_counter()
     norm = client.optim_step(learning_rate=1e-6).grad_norm
@@ -67,6 +71,7 @@ def step(client: Client, load: Load, random: np.random.Generator) -> dict[str, A
         "optim_step_s": ended - learned,
         "trained_tokens_per_s": (new_tokens + len(samples) * load.prompt_tokens) / (ended - packed),
         "grad_norm": norm,
+        **gap,
         "gpu_gb": taken_bytes(load.device) / GB,
         "stages_ms": {
             stage: 1e3 * each.seconds for each in [*there, *back] if (stage := Stage.of(each.stage)) and each.seconds
@@ -74,10 +79,15 @@ def step(client: Client, load: Load, random: np.random.Generator) -> dict[str, A
     }
 
 
+def gap_of(client: Client, batch: list[TrainingSample]) -> float:
+    scored = client.compute_log_probs(batch)
+    return float(np.abs(np.concatenate([each.rollout_log_probs for each in batch]) - np.concatenate(scored)).mean())
+
+
 def summary(steps: list[dict[str, Any]]) -> dict[str, str]:
     """Returns each figure's median over the steps after the first, and its range."""
     later = steps[1:] or steps
-    figures = {key: [each[key] for each in later] for key in later[0] if key != "stages_ms"}
+    figures = {key: [each[key] for each in later] for key in later[0] if key not in ("stages_ms", "log_prob_gap")}
     return {key: f"{statistics.median(of):.4g} ({min(of):.4g} to {max(of):.4g})" for key, of in figures.items()}
 
 
@@ -104,11 +114,12 @@ def main() -> None:
         try:
             with Client(state_dir=config.state_dir, timeout_s=300.0) as client:
                 random = np.random.default_rng(0)
-                for _ in range(arguments.steps):
-                    steps.append(step(client, load, random))
+                for number in range(arguments.steps):
+                    steps.append(step(client, load, random, is_first=number == 0))
                     (arguments.out / "whole_steps.json").write_text(json.dumps(steps, indent=1) + "\n")
         finally:
             node.stop()
+    print(f"log_prob_gap             {steps[0]['log_prob_gap']:.4g}")
     for key, text in summary(steps).items():
         print(f"{key:24s} {text}")
 
