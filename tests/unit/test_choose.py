@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,13 @@ def test_a_budget_below_the_tags_of_a_stage_does_not_fit(
     assert (problem in printed) is bool(missing_bytes)
     if missing_bytes:
         assert f"Change memory.host_budget_bytes: {budget} -> {peak.tag_bytes}" in printed
+
+
+def test_a_budget_that_fits_neither_a_copy_nor_merging_in_place_is_told_the_smaller_need(model: Path) -> None:
+    tables = {"device": "cpu", "trainer": {"lora": {"rank": 8}}, "rollout": {"engine": {"max_total_tokens": 4096}}}
+    made = chosen_node(node(model, **tables), host_bytes=64 * GB).keeping(frozenset())
+    copied, in_place = (plan(replace(made, merges_in_place=merges)).budget_peak.tag_bytes for merges in (False, True))
+    assert in_place < copied
+    for budget in (in_place, in_place - 1):
+        planned = plan(chosen_node(node(model, **tables, memory={"host_budget_bytes": budget}), host_bytes=64 * GB))
+        assert (planned.fits, planned.budget_peak.tag_bytes) == (budget == in_place, in_place)

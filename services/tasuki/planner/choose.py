@@ -169,9 +169,10 @@ def _rungs(node: Node) -> list[Checkpointing]:
 
 
 def _lacking_bytes(node: Node) -> int:
-    """Missing bytes over all stages, on a GPU and on the host."""
-    tried = plan(node)
-    return sum(sum(tried.lacking(stage)) for stage in tried.stages)
+    """Missing bytes over all stages, on a GPU and on the host, and those that tags take beyond a CPU's budget."""
+    tried, budget = plan(node), node.config.memory.host_budget_bytes
+    over = 0 if budget is None else max(0, tried.budget_peak.tag_bytes - budget)
+    return over + sum(sum(tried.lacking(stage)) for stage in tried.stages)
 
 
 def with_last_layer_kept(node: Node) -> Node:
