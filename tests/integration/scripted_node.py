@@ -1,6 +1,7 @@
 """A node for tests of the client: real servers on unix sockets with the real command gate, and scripted work."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -263,6 +264,8 @@ async def scripted_node(
     state_dir: Path, *, make: Callable[[Path], ScriptedNode] = ScriptedNode, services: Sequence[str] = tuple(ADDERS)
 ) -> AsyncIterator[ScriptedNode]:
     """services: those that serve from the start."""
+    # One of a killed test may be there: the path depends on `state_dir` alone.
+    shutil.rmtree(socket_folder(state_dir), ignore_errors=True)
     socket_folder(state_dir).mkdir(mode=0o700, parents=True)
     node = make(state_dir)
     for name in services:
@@ -273,3 +276,4 @@ async def scripted_node(
         node.hang.set()
         for server in node.servers:
             await server.stop(grace_s=0)
+        shutil.rmtree(socket_folder(state_dir), ignore_errors=True)
