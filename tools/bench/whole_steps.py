@@ -28,6 +28,7 @@ from tools.bench.changeover_gpu import taken_bytes
 from tools.bench.node_load import GPU, TINY, Load, make_model
 
 SCORED = 64
+"""Samples whose log-probs are compared."""
 
 
 def step(client: Client, load: Load, random: np.random.Generator, *, is_first: bool) -> dict[str, Any]:
