@@ -299,7 +299,7 @@ def table(kv: str, result: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--size", choices=SIZES, default="qwen2.5-7b")
     parser.add_argument("--gpus", type=at_least_one, default=GPU.gpus)
     parser.add_argument("--kv", nargs="+", choices=("needed", "most"), default=("needed", "most"))

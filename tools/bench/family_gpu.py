@@ -371,7 +371,7 @@ def one(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="+", choices=(*SHAPES, *CONFIGS), metavar="FAMILY")
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--steps", type=at_least_one, default=STEPS)
     parser.add_argument("--changeovers", type=at_least_one, default=20)
     parser.add_argument("--lora", type=at_least_one)

@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=at_least_one, default=1)
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--tokens", type=at_least_one, default=128)
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     arguments = parser.parse_args()
     require_gpus(arguments.gpus)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -209,7 +209,7 @@ def comparison(results: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--part", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=3, help="how often ours and the peer's take turns")
     parser.add_argument("--limit-s", type=float, default=900, help="parts that do not fit any more are skipped")

@@ -158,9 +158,9 @@ def counting_model(size: Size) -> Qwen2ForCausalLM:
     codes[:, 0], color[0] = 0.0, 1.0
     with torch.no_grad():
         if size.device == "cuda":
-            for layer in model.model.layers:
-                layer.self_attn.o_proj.weight.mul_(0.01)
-                layer.mlp.down_proj.weight.mul_(0.01)
+            for name, weight in model.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    weight.mul_(0.01)
         embed, head = model.model.embed_tokens.weight, model.lm_head.weight
         embed[FIRST : FIRST + longest] = 4 * codes
         head[1] = 6 * codes[0]

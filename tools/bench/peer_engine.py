@@ -32,7 +32,7 @@ def run_scheduler(*arguments: Any) -> None:
             torch.cuda.synchronize()
         return result
 
-    BaseTpWorker.update_weights_from_tensor = update_and_wait
+    BaseTpWorker.update_weights_from_tensor = update_and_wait  # pyright: ignore[reportAttributeAccessIssue]
     scheduler.EngineRank = _ServingRank
     scheduler.run_scheduler(*arguments)
 

@@ -35,5 +35,5 @@ def start_engine(
     class ArenaEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler if scheduler is None else scheduler)
 
-    TorchMemorySaverAdapter.create = staticmethod(lambda enable: NoSaver())
+    TorchMemorySaverAdapter.create = staticmethod(lambda enable: NoSaver())  # pyright: ignore[reportAttributeAccessIssue]
     return ArenaEngine(**arguments, tp_size=tp_size, custom_weight_loader=[*loaders])

@@ -231,7 +231,7 @@ def work(arguments: argparse.Namespace, node: Node, device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=SIZES)
     parser.add_argument("--ranks", type=at_least_one, default=1)
     parser.add_argument("--micro-batches", type=at_least_one, default=1, help="of each call")

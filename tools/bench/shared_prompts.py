@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--group", type=at_least_one)
     parser.add_argument("--tokens", type=tokens, nargs="+", metavar="PROMPT:NEW", help="lengths, measured one after the other")
     parser.add_argument("--rounds", type=at_least_one, default=5)
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     load, overrides = replace(TINY, prompts=16, group=16, prompt_tokens=64, vocab_size=30_000, context=512), list[str]()

@@ -169,7 +169,7 @@ def line(way: str, steps: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--size", choices=[name for name in MODELS if name.startswith("qwen2.5")], default="qwen2.5-7b")
     parser.add_argument("--gpus", type=at_least_one, default=1)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=("merged", "adapter"))

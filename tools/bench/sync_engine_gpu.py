@@ -28,7 +28,7 @@ import psutil
 import uvloop
 
 from tasuki.v1 import types_pb2, weights_pb2
-from tests.integration.conftest import RolloutClient, RolloutProcess, connected, start_rollout, stop_rollout, wait_until_serving
+from tests.integration.rollout_process import RolloutClient, RolloutProcess, connected, serving_rollout
 from tools.bench.cases import METAVAR, Case
 from tools.bench.floors import floor_ms
 from tools.bench.gpus import require_gpus
@@ -131,9 +131,8 @@ def run(case: Case) -> dict[str, Any]:
         # The path of a unix socket must be short.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sync-")))
         started = time.monotonic()
-        rollout = start_rollout(folder / "node", write_config(case.model, folder / "model"), *settings(case))
-        stack.callback(stop_rollout, rollout)
-        wait_until_serving(rollout)
+        model = write_config(case.model, folder / "model")
+        rollout = stack.enter_context(serving_rollout(folder / "node", model, *settings(case)))
         start_s = time.monotonic() - started
         return uvloop.run(measure(case, rollout)) | {"start_s": start_s}
 

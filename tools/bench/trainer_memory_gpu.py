@@ -157,7 +157,7 @@ def table(awake: dict[str, Any], sleeper: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--part", choices=("model", "awake", "sleeper"))
     parser.add_argument("--model", type=Path)

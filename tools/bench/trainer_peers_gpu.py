@@ -248,7 +248,7 @@ def memory(result: Mapping[str, Any]) -> str:
 
 def read_arguments() -> Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--preset", choices=TRIES, default="qwen2.5-7b")
     parser.add_argument("--ranks", type=at_least_one, default=2)
     parser.add_argument("--samples", type=at_least_one, help="a multiple of 8 times the ranks, and of TRL's batches")

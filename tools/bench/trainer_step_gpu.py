@@ -306,7 +306,7 @@ def run_preset(preset: str, cases: list[str], arguments: argparse.Namespace) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--backends", nargs="+", help='or "default", without the setting; by default all, with --tiny sdpa')
     parser.add_argument("--compile", nargs="+", choices=["none", "blocks"], default=["none"], help="of trainer.compile")

@@ -94,7 +94,7 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     parser.add_argument("--size", default="qwen2.5-7b")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--gpus", type=int, default=1)
