@@ -18,9 +18,11 @@ def base(folder: Path) -> dict[str, Any]:
     return {"state_dir": folder, "model": {"path": folder}, "device": "cpu"}
 
 
-def test_capped_logits_are_refused_on_a_cpu_and_served_on_gpus(tmp_path: Path) -> None:
+def test_capped_attention_is_refused_on_a_cpu_and_served_on_gpus(tmp_path: Path) -> None:
+    save_checkpoint(make_model("gemma4", seed=0), tmp_path / "capped_head")
+    check_model_folders(NodeConfig.model_validate(base(tmp_path / "capped_head")))
     save_checkpoint(make_model("gemma2", seed=0), tmp_path)
-    with pytest.raises(UnsupportedModel, match="Gemma2ForCausalLM caps logits.* CPU attention does not support"):
+    with pytest.raises(UnsupportedModel, match="Gemma2ForCausalLM caps attention.* CPU attention does not support"):
         check_model_folders(NodeConfig.model_validate(base(tmp_path)))
     config = NodeConfig.model_validate(base(tmp_path) | {"device": "cuda"})
     check_model_folders(config)

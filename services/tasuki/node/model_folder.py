@@ -204,9 +204,9 @@ def check_model_folders(config: NodeConfig) -> None:
         "quantization_config"
     ):
         raise InvalidArgument("rollout.lora", '= "adapter" needs weights that are not quantized; leave it at "merged"')
-    if config.device == "cpu" and (policy.attention.logit_softcap, policy.final_logit_softcap) != (None, None):
+    if config.device == "cpu" and policy.attention.logit_softcap is not None:
         architecture = policy.shape.architecture
-        problem = f"{architecture} caps logits, which SGLang's CPU attention does not support; serve it on GPUs"
+        problem = f"{architecture} caps attention's logits, which SGLang's CPU attention does not support; serve it on GPUs"
         raise UnsupportedModel(f"model.path: {problem}", architecture=architecture, field="device")
 
 
