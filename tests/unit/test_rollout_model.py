@@ -19,8 +19,7 @@ def base(folder: Path) -> dict[str, Any]:
 
 
 def test_capped_attention_is_refused_on_a_cpu_and_served_on_gpus(tmp_path: Path) -> None:
-    save_checkpoint(make_model("gemma4", seed=0), tmp_path / "capped_head")
-    check_model_folders(NodeConfig.model_validate(base(tmp_path / "capped_head")))
+    check_model_folders(NodeConfig.model_validate(base(save_checkpoint(make_model("gemma4", seed=0), tmp_path / "head"))))
     save_checkpoint(make_model("gemma2", seed=0), tmp_path)
     with pytest.raises(UnsupportedModel, match="Gemma2ForCausalLM caps attention.* CPU attention does not support"):
         check_model_folders(NodeConfig.model_validate(base(tmp_path)))
@@ -45,8 +44,7 @@ def test_the_engine_is_told_which_layers_have_full_attention(tmp_path: Path) -> 
     del table["text_config"]["full_attention_interval"]  # as transformers writes it
     (tmp_path / "config.json").write_text(json.dumps(table))
     facts = read_model(NodeConfig.model_validate({"state_dir": tmp_path, "model": {"path": tmp_path}}))
-    assert facts.architecture == "Qwen3_5ForConditionalGeneration" and facts.context_length == 256
-    assert facts.full_attention_interval == 2
+    assert facts.architecture.startswith("Qwen3_5For") and (facts.context_length, facts.full_attention_interval) == (256, 2)
 
 
 def test_the_engine_is_told_the_base_that_it_would_not_read(tmp_path: Path) -> None:

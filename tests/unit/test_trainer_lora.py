@@ -369,7 +369,7 @@ def facts(*, policy: int | None = None, critic: int | None = -1, alpha: float | 
         ),
         (facts(critic=None), facts(critic=8), "a whole model as critic"),
         (facts(), facts(critic=None), "holds policy, but the trainer trains critic, policy"),
-        (facts(critic=None), facts(), "holds critic, policy, but the trainer trains policy"),
+        (facts(critic=None), facts(), "holds critic, policy, but the trainer trains policy; see"),
         (CheckpointFacts(num_ranks=1, roles={}), facts(), "holds no network, but the trainer trains policy"),
     ],
 )

@@ -250,7 +250,7 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
     """Raises InvalidArgument if the networks differ from the configuration."""
     if facts.roles.keys() != have.roles.keys():
         kinds = [", ".join(sorted(each.roles)) or "no network" for each in (facts, have)]
-        raise InvalidArgument("path", f"{path} holds {kinds[0]}, but the trainer trains {kinds[1]}")
+        raise InvalidArgument("path", f"{path} holds {kinds[0]}, but the trainer trains {kinds[1]}; see `tasuki export`")
     for role, saved in facts.roles.items():
         mine = have.roles[role]
         if saved.architecture != mine.architecture:
