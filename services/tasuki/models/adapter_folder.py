@@ -93,7 +93,7 @@ def check_adapter(folder: Path, model: ModelShape, lora: "LoraConfig") -> None:
     made = config.get("init_lora_weights", True)
     if made not in _KEEP_THE_BASE:
         problem = f"init_lora_weights {made!r} belongs to a changed model; save it with PEFT's path_initial_model_for_weight_conversion, "
-        problem += "or train on that model (docs/guides/lora.md#pissa)"
+        problem += "or set it to true there and train on that model (docs/guides/lora.md#pissa)"
         raise InvalidArgument(KEY, f"{file}: {problem}")
     for key, name in _COMPARED.items():
         ours, theirs = getattr(lora, key), config.get(name) or type(getattr(lora, key))()
