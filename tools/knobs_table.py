@@ -134,7 +134,7 @@ EXPERT_KNOBS = (
     Knob(
         "`expert_parallel = true`",
         {"trainer.expert_parallel": True},
-        "rows travel to their experts and back; not measured on a GPU",
+        "rows travel to their experts and back; not compared on a GPU",
     ),
     Knob(
         "the same, `micro_batch_tokens = 8192`",
