@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tasuki.models.known import FAMILIES, read_model
+from tasuki.wire.errors import UnsupportedModel
 
 NOTES = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -132,6 +133,27 @@ def qwen2_5_vl(hidden: int, inner: int, layers: int, heads: tuple[int, int], voc
     return {**text, "model_type": "qwen2_5_vl", "vision_config": tower, **beside}
 
 
+def gemma4(hidden: int, inner: int, layers: int, heads: tuple[int, int], *, period: int = 6, **rest: Any) -> dict[str, Any]:
+    """Every `period`-th layer has full attention."""
+    rope = {"full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}  # fmt: skip
+    text = {
+        "attention_bias": False, "attention_dropout": 0.0, "attention_k_eq_v": False, "dtype": "bfloat16", "enable_moe_block": False,
+        "expert_intermediate_size": None, "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": hidden, "hidden_size_per_layer_input": 256, "intermediate_size": inner,
+        "layer_types": ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)],
+        "max_position_embeddings": 131072, "model_type": "gemma4_text", "num_attention_heads": heads[0], "num_experts": None,
+        "num_global_key_value_heads": None, "num_hidden_layers": layers, "num_key_value_heads": heads[1], "pad_token_id": 0,
+        "rms_norm_eps": 1e-06, "rope_parameters": rope, "sliding_window": 512, "tie_word_embeddings": True, "top_k_experts": None,
+        "use_bidirectional_attention": None, "use_double_wide_mlp": False, "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
+    }  # fmt: skip
+    beside = {"audio_config": None, "audio_token_id": 258881, "boa_token_id": 256000, "boi_token_id": 255999, "eoa_token_id": 258883,
+              "eoa_token_index": 258883, "eoi_token_id": 258882, "eos_token_id": [1, 106], "image_token_id": 258880,
+              "video_token_id": 258884, "vision_soft_tokens_per_image": 280, "tie_word_embeddings": True}  # fmt: skip
+    whole = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", **beside}
+    return {**whole, "text_config": text | rest, "vision_config": {"model_type": "gemma4_vision"}}
+
+
 def gemma3(hidden: int, inner: int, layers: int, **rest: Any) -> dict[str, Any]:
     """As published: what transformers has by default is left out."""
     rope = {"factor": 8.0, "rope_type": "linear"}
@@ -146,9 +168,11 @@ def gemma3(hidden: int, inner: int, layers: int, **rest: Any) -> dict[str, Any]:
 
 
 # As on huggingface.co: HuggingFaceTB/SmolLM2-135M and SmolLM3-3B, meta-llama/Llama-3.1-8B, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B,
-# Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-VL-4B-Instruct and -8B-Instruct, Qwen/Qwen3.5-4B, -27B and -35B-A3B,
+# Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-Coder-30B-A3B-Instruct,
+# Qwen/Qwen3-VL-4B-Instruct and -8B-Instruct, Qwen/Qwen3.5-4B, -27B and -35B-A3B,
 # Qwen/Qwen2.5-VL-3B-Instruct and -7B-Instruct,
 # Qwen/Qwen3-Next-80B-A3B-Instruct, mistralai/Mistral-7B-v0.3, google/gemma-2-2b, google/gemma-3-1b-it, the text of google/gemma-3-4b-it,
+# google/gemma-4-E2B-it, -E4B-it and -31B-it,
 # ibm-granite/granite-3.3-8b-instruct, microsoft/phi-4, THUDM/GLM-4-9B-0414, zai-org/GLM-4.5-Air,
 # openai/gpt-oss-20b and -120b, deepseek-ai/DeepSeek-V2-Lite and -V3-0324, moonshotai/Moonlight-16B-A3B, zai-org/GLM-4.7-Flash,
 # allenai/OLMo-2-1124-7B, mistralai/Mixtral-8x7B-v0.1.
@@ -170,6 +194,9 @@ PUBLISHED = [
     (30_532_122_624, table("Qwen3MoeForCausalLM", 2048, 6144, 48, (32, 4), 151936, 40960, head_dim=128, num_experts=128,
                            num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
                            mlp_only_layers=[], router_aux_loss_coef=0.001, output_router_logits=False)),
+    (30_532_122_624, table("Qwen3MoeForCausalLM", 2048, 5472, 48, (32, 4), 151936, 262144, head_dim=128, num_experts=128,
+                           num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1,
+                           mlp_only_layers=[], shared_expert_intermediate_size=0, qkv_bias=False, use_qk_norm=True)),
     (3_754_622_976, qwen2_5_vl(2048, 11008, 36, (16, 2), 151936, tie_word_embeddings=True)),
     (8_292_166_656, qwen2_5_vl(3584, 18944, 28, (28, 4), 152064, tie_word_embeddings=False)),
     (4_437_815_808, vision(qwen3_vl(2560, 9728), is_tied=True)),
@@ -192,6 +219,10 @@ PUBLISHED = [
     (3_880_263_168, gemma3(2560, 10240, 34)),
     (11_766_034_176, gemma3(3840, 15360, 48, num_attention_heads=16, num_key_value_heads=8)),
     (27_009_346_304, gemma3(5376, 21504, 62, num_attention_heads=32, num_key_value_heads=16, head_dim=128, query_pre_attn_scalar=168)),
+    (4_628_569_344, gemma4(1536, 6144, 35, (8, 1), period=5, num_kv_shared_layers=20, use_double_wide_mlp=True)),
+    (7_463_013_376, gemma4(2560, 10240, 42, (8, 2), num_kv_shared_layers=18)),
+    (30_697_345_280, gemma4(5376, 21504, 60, (32, 16), attention_k_eq_v=True, num_global_key_value_heads=4, sliding_window=1024,
+                            hidden_size_per_layer_input=0, num_kv_shared_layers=0, use_bidirectional_attention="vision")),
     (8_170_864_640, table("GraniteForCausalLM", 4096, 12800, 40, (32, 8), 49159, 131072, attention_bias=False, mlp_bias=False,
                           attention_multiplier=0.0078125, embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=16.0,
                           tie_word_embeddings=True)),
@@ -226,3 +257,11 @@ PUBLISHED = [
 )
 def test_a_published_model_is_read_and_counted(num_parameters: int, config: dict[str, Any]) -> None:
     assert read_model(config).shape.num_parameters == num_parameters
+
+
+def test_quantized_weights_that_are_not_read_are_refused_by_name() -> None:
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    text = table("Qwen3ForCausalLM", 2560, 9728, 36, (32, 8), 151936, 262144, head_dim=128)
+    for config in (text, hybrid("Qwen3_5ForConditionalGeneration", 2560, 9216, 32, (16, 4), is_tied=True)):
+        with pytest.raises(UnsupportedModel, match="give the model in bfloat16"):
+            read_model(config | {"quantization_config": fp8})

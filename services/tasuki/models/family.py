@@ -8,7 +8,7 @@ from tasuki.models import rope
 from tasuki.models.config_json import Config, elements, flag, is_number, number, size, unsupported
 from tasuki.models.shape import ModelShape
 from tasuki.models.tower import TOWER
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +229,7 @@ def check_keys(config: Config, family: Family) -> None:
                 raise unsupported(config, key, "trainer and engine agree on true only, which is the default; remove the key")
         elif key not in known:
             if value or key in _NEVER_FALSY:
-                raise unsupported(config, key, "its effect is unknown; unset it if nothing is computed from it")
+                raise _unknown(config, key)
         elif (values := known[key]) is not None and not _is_one_of(value, values):
             raise unsupported(config, key, f"trainer and engine agree on {' or '.join(map(repr, values))} only")
     _check_notes(config)
@@ -243,11 +243,17 @@ def check_keys(config: Config, family: Family) -> None:
     )
 
 
+def _unknown(config: Config, key: str) -> UnsupportedModel:
+    if key == "quantization_config":
+        return unsupported(config, key, "quantized weights of this family are not read; give the model in bfloat16")
+    return unsupported(config, key, "its effect is unknown; unset it if nothing is computed from it")
+
+
 # Keys of a vision model beside `text_config`, none of which has an effect on text.
 _VISION_KEYS = frozenset({
     "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id",
     "language_model_only", "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "audio_config",
-    "audio_token_id", "boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index", "eoa_token_id",
+    "audio_token_id", "boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index", "eoa_token_id", "vision_soft_tokens_per_image",
 })  # fmt: skip
 
 
@@ -270,7 +276,7 @@ def text_config(config: Config, family: Family) -> dict[str, Any]:
             raise unsupported(config, key, f"trainer and engine agree on {outer_type!r} only")
         is_known = key in _VISION_KEYS | _KEYS_WITHOUT_EFFECT | {"model_type", "tie_word_embeddings"} or key.startswith("_")
         if value and not is_known and text.get(key) != value:
-            raise unsupported(config, key, "its effect is unknown; unset it if nothing is computed from it")
+            raise _unknown(config, key)
     text = {**family.text_defaults, **text}
     is_tied = flag(config, "tie_word_embeddings", default=family.text_defaults.get("tie_word_embeddings", False))
     if flag(text, "tie_word_embeddings", default=is_tied) is not is_tied:

@@ -14,6 +14,7 @@ QWEN_KEYS = {"use_sliding_window": (False,), "sliding_window": None, "max_window
 _EXPERT_KEYS: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size")),
     "norm_topk_prob": (False, True),
+    "use_qk_norm": (True,),  # Qwen3-Coder's; read by neither side
     # SGLang has experts in every layer.
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([], None),
