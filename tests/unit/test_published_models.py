@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.models.known import FAMILIES, read_model
+from tasuki.models.known import FAMILIES, read_model, read_whole_model
 from tasuki.wire.errors import UnsupportedModel
 
 NOTES = {"bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True}
@@ -265,3 +265,9 @@ def test_quantized_weights_that_are_not_read_are_refused_by_name() -> None:
     for config in (text, hybrid("Qwen3_5ForConditionalGeneration", 2560, 9216, 32, (16, 4), is_tied=True)):
         with pytest.raises(UnsupportedModel, match="give the model in bfloat16"):
             read_model(config | {"quantization_config": fp8})
+
+
+def test_the_text_of_a_vision_model_alone_is_refused_by_name() -> None:
+    text = hybrid("Qwen3_5ForConditionalGeneration", 2560, 9216, 32, (16, 4), is_tied=True)["text_config"]
+    with pytest.raises(UnsupportedModel, match="Qwen3_5ForCausalLM is the text of Qwen3_5ForConditionalGeneration alone"):
+        read_whole_model(text | {"architectures": ["Qwen3_5ForCausalLM"], "tie_word_embeddings": True})

@@ -22,7 +22,7 @@ from tasuki.planner.presets import MODELS
 from tasuki.trainer.durable.model_folder import load_shards
 from tasuki.weights.export import Shard
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
-from tests.models import CONFIGS, make_model, save_checkpoint
+from tests.models import CONFIGS, make_model, save_checkpoint, with_tower
 from tests.unit.memory_folder import memory_folder
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -156,6 +156,19 @@ def test_a_tensor_that_config_json_does_not_describe_is_named(change: str, folde
     rewrite(folder / "model.safetensors", CHANGES[change][0])
     said = refusal(folder)
     assert all(part in said for part in ["model", *CHANGES[change][1]]), said
+
+
+@pytest.mark.parametrize(
+    ("kind", "cure"), [("qwen3_moe", "each in tensors of its own"), ("qwen3_5_moe", "all of a layer in one tensor")]
+)
+def test_experts_in_another_form_than_published_ones_are_told_of_it(kind: str, cure: str, tmp_path: Path) -> None:
+    model = make_model(kind, seed=0)
+    folder = save_checkpoint(model, tmp_path / "model")
+    if kind == "qwen3_moe":
+        save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    else:  # transformers takes them apart
+        with_tower(model).save_pretrained(folder)
+    assert f"store experts as published models do, {cure}" in refusal(folder)
 
 
 def retype(file: Path, named: str, dtype: str) -> None:

@@ -130,6 +130,9 @@ def check_stored(
     if missing:
         there = f"; its {_several(unread)} has no place in the model" if unread else ""
         cure = _AGAIN if missing != [HEAD] else f"set tie_word_embeddings to true if the embedding is the head, or {_AGAIN}"
+        if all(any(".experts." in name for name in names) for names in (missing, unread)):
+            is_whole = find_family(model.architecture).checkpoint.has_whole_experts
+            cure = f"store experts as published models do, {'all of a layer in one tensor' if is_whole else 'each in tensors of its own'}"
         raise InvalidArgument(key, f"{folder} lacks tensor {_several(missing)}, which its config.json asks for{there}; {cure}")
     for name in (*wanted, *untrained):
         tensor = stored[name]

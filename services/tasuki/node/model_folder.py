@@ -15,7 +15,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.models.config_json import read_json_object
 from tasuki.models.family import Model
 from tasuki.models.folder_files import INDEX_FILE, WEIGHT_SUFFIXES, model_files, other_files
-from tasuki.models.known import read_model, read_model_shape
+from tasuki.models.known import read_model_shape, read_whole_model
 from tasuki.models.stored_tensors import check_stored
 from tasuki.models.tokenizer import read_stop_token_ids, read_tokenizer
 from tasuki.node.processes import to_stderr
@@ -232,7 +232,7 @@ def check_model_folder(path: Path, *, key: str = "model.path") -> Model:
         table = read_json_object(config, field=key)
         if not table.get("architectures"):
             raise InvalidArgument(key, f"{config} has no `architectures`, so the model is unknown")
-        model = read_model(table)
+        model = read_whole_model(table)
         check_stored(path, model.shape, key=key)
         if (path / "generation_config.json").is_file():
             read_json_object(path / "generation_config.json", field=key)

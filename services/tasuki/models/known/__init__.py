@@ -39,6 +39,19 @@ def read_model(config: Config) -> Model:
     return family.model_of(config, decoder_shape(config, **family.shape, **family.shape_of(config)))
 
 
+def read_whole_model(config: Config) -> Model:
+    """As read_model, of a folder's config.json. Raises UnsupportedModel, too, for the text of a vision model alone."""
+    architecture = architecture_of(config)
+    whole = find_family(architecture).architecture
+    if architecture != whole:
+        problem = f"is the text of {whole} alone, whose tensors have other names; give a folder of the whole model"
+        cure = (
+            "to make one, load it with transformers' AutoModelForImageTextToText, copy the text's weights into it, and save it"
+        )
+        raise UnsupportedModel(f"architectures: {architecture} {problem} ({cure})", architecture=architecture)
+    return read_model(config)
+
+
 def read_model_shape(path: Path) -> ModelShape:
     """Reads the shape from `path`, a config.json or its folder. Raises as read_model_file."""
     return read_model_file(path).shape
@@ -55,4 +68,4 @@ def read_model_file(path: Path) -> Model:
         if not file.is_file():
             found = "is not a regular file" if file.exists() else "does not exist"
             raise PathNotFound(f"model: {file} {found}; give a config.json or its folder", path=file)
-    return read_model(read_json_object(file, field="model"))
+    return read_whole_model(read_json_object(file, field="model"))
