@@ -1,6 +1,7 @@
 """config.json values that make transformers fail or compute another model are refused by key."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,39 @@ def test_a_key_that_a_model_lacks_is_named(key: str) -> None:
     del table[key]
     with refusing(key):
         read_model(table)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["GptOssForCausalLM", "Glm4MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM"]
+)
+def test_heads_that_transformers_would_number_itself_are_asked_for(architecture: str) -> None:
+    table = table_of(architecture)
+    del table["num_key_value_heads"]
+    with refusing("num_key_value_heads"):
+        read_model(table)
+    with refusing("head_dim"):
+        read_model(table_of(architecture, head_dim=None))
+
+
+def test_gemma_4_needs_both_bases_of_its_rotary_embedding() -> None:
+    full, sliding = {"rope_type": "proportional", "rope_theta": 1e6}, {"rope_type": "default", "rope_theta": 1e4}
+    read = partial(table_of, "Gemma4ForConditionalGeneration")
+    read_model(read(rope_parameters={"full_attention": full, "sliding_attention": sliding}))
+    for other in ({}, {"full_attention": full}, {"full_attention": full, "sliding_attention": {"rope_type": "default"}}):
+        with pytest.raises(UnsupportedModel, match="and a rope_theta for"):
+            read_model(read(rope_parameters=other))
+
+
+def test_notes_beside_the_text_of_a_vision_model_are_checked_as_those_of_others() -> None:
+    text = table_of("Gemma4ForConditionalGeneration")
+    whole = {"architectures": text["architectures"], "model_type": "gemma4", "text_config": text}
+    read_model(whole)
+    for key, value in (("dtype", []), ("initializer_range", "x"), ("eos_token_id", ["x"])):
+        with refusing(key):
+            read_model(whole | {key: value})
+    del whole["model_type"]
+    with refusing("model_type"):
+        read_model(whole)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

@@ -185,8 +185,8 @@ _KINDS_OF_NOTES: Mapping[str, tuple[type, ...]] = {
 }  # fmt: skip
 # By key, the model types whose class in transformers takes no null.
 _NEVER_NULL: Mapping[str, tuple[str, ...]] = {
-    "head_dim": ("qwen3", "qwen3_vl_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma2", "gemma3_text", "glm4", "gpt_oss",
-        "gemma4_text"),
+    "head_dim": ("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma2", "gemma3_text", "glm4",
+        "glm4_moe", "gpt_oss", "gemma4_text"),
     "max_window_layers": ("qwen2", "qwen3"),
     "num_key_value_heads": ("qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "mistral", "gemma2", "gemma3_text", "glm4",
         "glm4_moe", "mixtral", "gpt_oss", "gemma4_text"),
@@ -267,6 +267,8 @@ def text_config(config: Config, family: Family) -> dict[str, Any]:
     in one of the two alone.
     """
     text, outer_type = config.get("text_config"), family.model_type.removesuffix("_text")
+    if "model_type" not in config:
+        raise InvalidArgument("model_type", f"missing in the model's config.json; {family.architecture} has {outer_type!r}")
     if text is None and family.model_type == "qwen2_5_vl_text":
         text = {key: value for key, value in config.items() if key not in _VISION_KEYS} | {"model_type": family.model_type}
     if not isinstance(text, dict):
@@ -277,6 +279,7 @@ def text_config(config: Config, family: Family) -> dict[str, Any]:
         is_known = key in _VISION_KEYS | _KEYS_WITHOUT_EFFECT | {"model_type", "tie_word_embeddings"} or key.startswith("_")
         if value and not is_known and text.get(key) != value:
             raise _unknown(config, key)
+    _check_notes(config)
     text = {**family.text_defaults, **text}
     is_tied = flag(config, "tie_word_embeddings", default=family.text_defaults.get("tie_word_embeddings", False))
     if flag(text, "tie_word_embeddings", default=is_tied) is not is_tied:
@@ -298,6 +301,9 @@ def _check_notes(config: Config) -> None:
     for key, model_types in _NEVER_NULL.items():
         if key in config and config[key] is None and config["model_type"] in model_types:
             raise InvalidArgument(key, "must not be null in the model's config.json; give a number, or remove the key")
+    key = "num_key_value_heads"
+    if key not in config and config["model_type"] in _NEVER_NULL[key]:
+        raise InvalidArgument(key, "missing in the model's config.json; transformers would take a number of its own")
     if isinstance(config.get("eos_token_id"), list):
         elements(config, "eos_token_id", of=int)
     padding, vocab_size = config.get("pad_token_id"), config.get("vocab_size")

@@ -113,10 +113,12 @@ def _gemma3_layers(config: Config, num_layers: int) -> list[str]:
 
 def _refuse_other_gemma4(config: Config) -> None:
     """Refuses what transformers and the engine read differently."""
+    tables = config.get("rope_parameters")
     for kind, name in ((_SLIDING, "default"), (_FULL, "proportional")):
-        if (config.get("rope_parameters") or {kind: {"rope_type": name}}).get(kind, {}).get("rope_type") != name:
-            raise unsupported(config, "rope_parameters", f"needs a table with rope_type {name!r} for {kind}")
-    if ((config.get("rope_parameters") or {}).get(_SLIDING) or {}).get("partial_rotary_factor", 1.0) != 1.0:
+        table = {} if tables is None else tables.get(kind, {})
+        if tables is not None and (table.get("rope_type") != name or "rope_theta" not in table):
+            raise unsupported(config, "rope_parameters", f"needs a table with rope_type {name!r} and a rope_theta for {kind}")
+    if ((tables or {}).get(_SLIDING) or {}).get("partial_rotary_factor", 1.0) != 1.0:
         raise unsupported(config, "rope_parameters", f"transformers rotates whole heads in {_SLIDING}, the engine a part")
     if size(config, "vocab_size_per_layer_input", default=262_144) != config.get("vocab_size"):
         raise unsupported(config, "vocab_size_per_layer_input", "trainer and engine agree on that of vocab_size only")
