@@ -88,6 +88,7 @@ NO_SIZE = "give a whole number of bytes above 0, or text"
 @pytest.mark.parametrize(
     ("overrides", "field", "told"),
     [
+        (["trainer.lora={rank_pattern = {layers.2.* = 8}}"], "trainer.lora", 'give a table in TOML, such as {a = 1, "b.*" = 2}'),
         (["rollout.tp=2"], "rollout.tp", "unknown key"),
         (["trainer.num_ranks=0"], "trainer.num_ranks", "greater than 0"),
         (["trainer.learning_rate=-1"], "trainer.learning_rate", "greater than or equal to 0"),

@@ -27,11 +27,12 @@ SLOW_BFLOAT16 = "this CPU has no bf16 instructions, so bfloat16 takes 2 to 20 ti
 _HUB_MODEL = re.compile(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?")
 _HUB_DATASET = re.compile(rf"{_HUB_MODEL.pattern}(:[\w.-]*){{0,2}}")
 _DATA_SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
+_TABLE = """give a table in TOML, such as {a = 1, "b.*" = 2}"""
 _WANTED = {
     "path_type": "give a path in quotes",
-    "model_type": "give a table",
-    "model_attributes_type": "give a table",
-    "dict_type": "give a table",
+    "model_type": _TABLE,
+    "model_attributes_type": _TABLE,
+    "dict_type": _TABLE,
     "tuple_type": "give a list",
     "list_type": "give a list",
     "int_type": "give a whole number, without quotes",
