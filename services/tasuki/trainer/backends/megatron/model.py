@@ -169,7 +169,8 @@ class Policy(nn.Module):
                 self.head = nn.Parameter(torch.empty(shape.vocab_size // size, shape.hidden_size, dtype=dtype))
         self._is_tied, self._dtype = shape.is_tied, dtype
         self._routers = Routers(cast(nn.ModuleList, self.decoder.layers))
-        self._rotary = LlamaRotaryEmbedding(cast(Any, config), device=groups.device)
+        with groups.device:  # from transformers 5.19 on it takes no device
+            self._rotary = LlamaRotaryEmbedding(cast(Any, config))
 
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-probs [N] with gradient, and entropies [N]; float32, the same on every tensor-parallel rank."""
