@@ -50,10 +50,16 @@ async def test_a_part_sent_twice_and_a_step_without_a_part_are_refused(client: T
     await own.forward_backward(samples, value, step_samples=samples)
     await own.forward_backward(samples[:1], step_samples=samples)
     assert (await refused(own.optim_step(learning_rate=0.0))).metadata["field"] == "step_samples"
+    for part in (samples[:2], [samples[1]] * 2):
+        assert (await refused(own.forward_backward(part, step_samples=samples))).metadata["field"] == "header.step_places"
     await own.forward_backward(samples[1:], step_samples=samples)
     assert (await refused(own.forward_backward(samples[:1], step_samples=samples))).metadata["field"] == "header.step_samples"
     await own.optim_step(learning_rate=0.0)
     await own.forward_backward(samples, step_samples=samples)  # the next step counts from 0
+    await own.discard_gradients()
+    twice = [*samples, samples[0]]  # a sample of double weight
+    for part in (samples, samples[:1]):
+        await own.forward_backward(part, step_samples=twice)
     await own.discard_gradients()
 
 

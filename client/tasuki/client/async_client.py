@@ -250,7 +250,7 @@ class AsyncClient:
         """Accumulates the gradients of the loss over all samples for `role`. The default is PPO's loss, averaged over counted tokens.
 
         step_samples: all samples of the optimizer step, when `samples` are a part of them: the calls then add up to one call over all,
-        its loss and gradients included: the `loss` of a part is its share of the step's. A part too many is refused, and so is
+        its loss and gradients included: the `loss` of a part is its share of the step's. A sample sent twice is refused, and so is
         `optim_step` before all have come.
         log_probs_of: positions of samples whose log-probs, as computed by the loss, are returned with the result.
         request_id: of the call, also for other mutating verbs. Repeated under it, by any client, an equal call takes effect once.
@@ -262,6 +262,7 @@ class AsyncClient:
         header = encode.forward_backward_header(role, loss, log_probs_of=log_probs_of, num_samples=len(samples))
         if step_samples is not None:
             header.step_samples = len(step_samples)
+            header.step_places.extend(encode.places_in(step_samples, samples))
         return await self._forward_backward(header, chunks, request_id=request_id)
 
     async def _forward_backward(

@@ -168,6 +168,12 @@ def forward_backward_header(
     return header
 
 
+def places_in(step_samples: Sequence[TrainingSample], samples: Sequence[TrainingSample]) -> list[int]:
+    """Places of the samples, the same objects, in the step; [] if the step has an object twice."""
+    places = {id(sample): place for place, sample in enumerate(step_samples)}
+    return [places[id(sample)] for sample in samples] if len(places) == len(step_samples) else []
+
+
 def forward_backward_result(answer: trainer_pb2.ForwardBackwardResponse) -> ForwardBackwardResult:
     own = {name: getattr(answer, name) for name in ForwardBackwardResult.__slots__ if name != "metrics"}
     return ForwardBackwardResult(**own, metrics=dict(answer.metrics))  # a map would answer 0 for a metric that is absent

@@ -931,6 +931,7 @@ class LoggedForwardBackward(_message.Message):
     IS_OWN_DENOMINATOR_FIELD_NUMBER: _builtins.int
     STEP_SAMPLES_FIELD_NUMBER: _builtins.int
     CALL_SAMPLES_FIELD_NUMBER: _builtins.int
+    STEP_PLACES_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     is_share: _builtins.bool
     """As in ForwardBackwardHeader."""
@@ -943,6 +944,8 @@ class LoggedForwardBackward(_message.Message):
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TrainingSample]: ...
+    @_builtins.property
+    def step_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -953,10 +956,11 @@ class LoggedForwardBackward(_message.Message):
         is_own_denominator: _builtins.bool = ...,
         step_samples: _builtins.int | None = ...,
         call_samples: _builtins.int = ...,
+        step_places: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step_samples", b"_step_samples", "loss", b"loss", "step_samples", b"step_samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_samples", b"_step_samples", "call_samples", b"call_samples", "is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "loss", b"loss", "role", b"role", "samples", b"samples", "step_samples", b"step_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_samples", b"_step_samples", "call_samples", b"call_samples", "is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "loss", b"loss", "role", b"role", "samples", b"samples", "step_places", b"step_places", "step_samples", b"step_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step_samples: _TypeAlias = _typing.Literal["step_samples"]  # noqa: Y015
     _WhichOneofArgType__step_samples: _TypeAlias = _typing.Literal["_step_samples", b"_step_samples"]  # noqa: Y015

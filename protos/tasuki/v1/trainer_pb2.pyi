@@ -139,6 +139,7 @@ class ForwardBackwardHeader(_message.Message):
     LINEARIZED_AT_FIELD_NUMBER: _builtins.int
     STEP_SAMPLES_FIELD_NUMBER: _builtins.int
     CALL_SAMPLES_FIELD_NUMBER: _builtins.int
+    STEP_PLACES_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     """POLICY or CRITIC."""
     is_share: _builtins.bool
@@ -169,6 +170,10 @@ class ForwardBackwardHeader(_message.Message):
     def log_probs_of(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Positions of samples whose log-probs, as computed by the policy's loss, are returned. At most 131,072 tokens in total."""
 
+    @_builtins.property
+    def step_places(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Places of the call's samples among `step_samples`, from 0. Refused if a call of the step with this loss had one of them."""
+
     def __init__(
         self,
         *,
@@ -183,10 +188,11 @@ class ForwardBackwardHeader(_message.Message):
         linearized_at: _builtins.int | None = ...,
         step_samples: _builtins.int | None = ...,
         call_samples: _builtins.int = ...,
+        step_places: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_linearized_at", b"_linearized_at", "_num_samples", b"_num_samples", "_step_samples", b"_step_samples", "command", b"command", "linearized_at", b"linearized_at", "loss", b"loss", "num_samples", b"num_samples", "step_samples", b"step_samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_linearized_at", b"_linearized_at", "_num_samples", b"_num_samples", "_step_samples", b"_step_samples", "call_samples", b"call_samples", "command", b"command", "is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "linearized_at", b"linearized_at", "log_probs_of", b"log_probs_of", "loss", b"loss", "num_samples", b"num_samples", "role", b"role", "step_samples", b"step_samples", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_linearized_at", b"_linearized_at", "_num_samples", b"_num_samples", "_step_samples", b"_step_samples", "call_samples", b"call_samples", "command", b"command", "is_own_denominator", b"is_own_denominator", "is_share", b"is_share", "linearized_at", b"linearized_at", "log_probs_of", b"log_probs_of", "loss", b"loss", "num_samples", b"num_samples", "role", b"role", "step_places", b"step_places", "step_samples", b"step_samples", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__linearized_at: _TypeAlias = _typing.Literal["linearized_at"]  # noqa: Y015
     _WhichOneofArgType__linearized_at: _TypeAlias = _typing.Literal["_linearized_at", b"_linearized_at"]  # noqa: Y015

@@ -92,6 +92,7 @@ class TrainerServicer(TrainerServiceServicer):
                     is_own_denominator=header.is_own_denominator,
                     step_samples=header.step_samples if header.HasField("step_samples") else None,
                     call_samples=header.call_samples,
+                    step_places=header.step_places,
                 )
                 async with self._log.command(self._record(header, content=content, forward_backward=logged)):
                     with self._metrics.using("forward_backward"):

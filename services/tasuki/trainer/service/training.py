@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,8 +59,8 @@ class Training:
         self._limits, self._costs, self._num_sharing, self._sharing = limits, costs, ranks_per_micro_batch, sharing
         self._divided_alone: set[Role] = set()
         """Roles whose pending gradients were divided by the count of their own call."""
-        self._losses: dict[Role, dict[LossConfig, int | None]] = {}
-        """The different losses whose gradients are pending, and the samples of the step that are still to come; None if unknown."""
+        self._losses: dict[Role, dict[LossConfig, _Parts]] = {}
+        """The different losses whose gradients are pending."""
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -92,9 +92,7 @@ class Training:
             )
             raise InvalidArgument("header.loss.settings.denominator", problem)
         pending = self._losses.get(trained, {}) if self.state.roles[trained].has_gradients else {}
-        if (missing := _missing(call, samples, pending.get(config))) is not None and missing < 0:
-            problem = f"is {call.step_samples}, but the step's calls have {-missing} samples more: call DiscardGradients, send each once"
-            raise InvalidArgument("header.step_samples", problem)
+        pending.get(config, _Parts()).and_of(call, samples)
         for earlier in pending:
             divided = {name: getattr(earlier, name) for name in ("aggregation", "aggregation_length", "denominator")}
             if config != earlier == replace(config, **divided):
@@ -150,7 +148,7 @@ class Training:
         if not self.state.roles[role].has_gradients:
             losses.clear()
         if not _divides_alone(call):
-            losses[config] = _missing(call, samples, losses.get(config))
+            losses[config] = losses.get(config, _Parts()).and_of(call, samples)
         (self._divided_alone.add if _divides_alone(call) else self._divided_alone.discard)(role)
         samples, plan = self._plan(role, samples)
         answers = await self.ranks.call(
@@ -195,7 +193,8 @@ class Training:
         state = self.role_state(request.role)
         if not (state.has_gradients or is_repeat):
             raise NoGradients("there are no gradients: call ForwardBackward first")
-        if state.has_gradients and (missing := sum(filter(None, self._losses.get(ROLES[request.role], {}).values()))):
+        losses = self._losses.get(ROLES[request.role], {})
+        if state.has_gradients and (missing := sum(parts.missing or 0 for parts in losses.values())):
             problem = f"has {missing} samples more than came: send the other parts before the step, or call DiscardGradients"
             raise InvalidArgument("step_samples", problem)
         return state
@@ -275,15 +274,34 @@ class Training:
         return [micro_batches for micro_batches in plan for _ in range(self._num_sharing)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What came of a step's samples for one loss. missing: those to come; None if no call has said how many the step has."""
+
+    missing: int | None = None
+    places: frozenset[int] = frozenset()
+
+    def and_of(self, call: _LossCall, samples: Sized) -> "_Parts":
+        """With the samples of `call`. Raises InvalidArgument for a sample too many or one that came before."""
+        if not call.HasField("step_samples"):
+            return self
+        num_samples = call.call_samples or len(samples)
+        missing = (call.step_samples if self.missing is None else self.missing) - num_samples
+        if missing < 0:
+            problem = f"is {call.step_samples}, but the step's calls have {-missing} samples more: call DiscardGradients, send each once"
+            raise InvalidArgument("header.step_samples", problem)
+        places = self.places.union(call.step_places)
+        if call.step_places and (len(call.step_places) != num_samples or max(call.step_places) >= call.step_samples):
+            problem = f"needs one place below {call.step_samples} for each of the call's {num_samples} samples"
+            raise InvalidArgument("header.step_places", problem)
+        if call.step_places and len(places) < len(self.places) + num_samples:
+            problem = "has a sample of the step that came before: send each once, or call DiscardGradients and send all anew"
+            raise InvalidArgument("header.step_places", problem)
+        return _Parts(missing, places)
+
+
 def _divides_alone(call: _LossCall) -> bool:
     return call.is_own_denominator or "denominator" not in call.loss.settings
-
-
-def _missing(call: _LossCall, samples: Sized, before: int | None) -> int | None:
-    """Samples of the step to come after the call, as those of its loss before it; None if no call has said how many the step has."""
-    if not call.HasField("step_samples"):
-        return before
-    return (call.step_samples if before is None else before) - (call.call_samples or len(samples))
 
 
 def _with_denominator(loss: loss_pb2.LossConfig, denominator: float) -> loss_pb2.LossConfig:
