@@ -95,7 +95,7 @@ async def test_a_call_whose_client_ends_amid_its_samples_does_nothing(client: Tr
 async def test_each_sample_of_a_part_has_a_place_of_its_own_in_the_step(client: TrainerClient, places: list[int]) -> None:
     part = trainer_pb2.TrainingSamples(samples=(await samples_of_now(client))[:2])
     header = trainer_pb2.ForwardBackwardHeader(
-        command=command("placed"), role=types_pb2.ROLE_POLICY, loss=PPO, step_samples=2, step_places=places
+        command=command(f"placed {places}"), role=types_pb2.ROLE_POLICY, loss=PPO, step_samples=2, step_places=places
     )
     messages = [trainer_pb2.ForwardBackwardRequest(header=header), trainer_pb2.ForwardBackwardRequest(samples=part)]
     error = await refused(client.trainer.ForwardBackward(iter(messages), timeout=10))
