@@ -281,6 +281,11 @@ def test_backends_are_compared_with_experts_as_spread(trainer: dict[str, Any]) -
     )
 
 
+def test_a_backend_that_does_not_fit_is_listed_with_the_stage_that_is_too_large() -> None:
+    (line,) = backend_lines(backend_plans(plan(node_with("qwen2.5-32b", num_ranks=2))))
+    assert ", does not fit: a GPU needs" in line and " to spare, in " in line
+
+
 def test_a_layout_of_any_number_of_ranks_is_compared() -> None:
     plans = backend_plans(
         plan(node_with(replace(MODELS["qwen3-30b-a3b"], num_kv_heads=3, num_heads=24, vocab_size=3000), num_ranks=3))

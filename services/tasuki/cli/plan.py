@@ -278,7 +278,7 @@ def backend_lines(plans: Mapping[str, Plan]) -> list[str]:
     """What a step needs on each backend; empty if there is no choice."""
     parts = [
         f"{name} {gb(one.stage(Phase.TRAIN).gpu_bytes)} GB with {one.node.micro_batch_tokens:,} tokens, {one.node.checkpointing}"
-        f"{'' if one.fits else ', does not fit'}"
+        f"{''.join(f', does not fit: {problem}' for problem in one.problems()[:1])}"
         for name, one in plans.items()
     ]
     # docs/benchmarks.md
