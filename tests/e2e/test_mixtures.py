@@ -14,7 +14,7 @@ from tasuki.config.load import config_of, put
 from tasuki.models.known import read_model_shape
 from tasuki.wire.errors import InvalidArgument
 from tests.conftest import ENVIRONMENT
-from tests.extent import IS_WHOLE, covering
+from tests.extent import IS_WHOLE, covering, only_whole
 from tests.models import make_model, save_checkpoint
 
 pytestmark = pytest.mark.timeout(400)
@@ -44,7 +44,15 @@ MEGATRON = {
     "trainer.backend": "megatron", "trainer.megatron.tensor_parallel": 2, "trainer.megatron.expert_parallel": 2,
     "trainer.checkpointing": "full", "trainer.router_replay": True, "trainer.router_aux_loss_coef": 0.01, "train.oversample": 2.0,
 }  # fmt: skip
+HYBRID = {
+    "trainer.expert_parallel": True,
+    "trainer.checkpointing": "full",
+    "trainer.router_replay": True,
+    "train.oversample": 2.0,
+}
 CASES = [
+    ("qwen3_5_moe", {"num_experts": 8}, HYBRID),
+    pytest.param("qwen3_next", {"num_experts": 8}, HYBRID, marks=only_whole),
     ("deepseek_v3", {"n_routed_experts": 8}, DEEPSEEK),
     ("qwen3_moe", {"num_experts": 8, "vocab_size": 132}, MEGATRON),
     *(("qwen3_moe", {"num_experts": 8}, each) for each in covering(EVERY, size=2 if IS_WHOLE else 1)),

@@ -12,11 +12,14 @@ import torch
 from PIL import Image
 
 from tasuki.models.images import ImageProcessor, read_image_processor
+from tasuki.models.known import read_model_shape
+from tasuki.models.routes import RouteShape
 from tasuki.trainer.data.samples import SampleImages, Samples
 from tasuki.v1 import metrics_pb2, rollout_pb2, types_pb2
 from tests.extent import only_whole
 from tests.integration.rollout_process import TestTrainer, connected, start_rollout, stop_rollout, wait_until_serving
 from tests.models import IMAGE_TOKEN, char_tokenizer, make_model, save_checkpoint, with_tower
+from tests.routes import choices
 from tests.vision import plain_image_log_probs
 
 START, END = IMAGE_TOKEN + 1, IMAGE_TOKEN + 2
@@ -67,6 +70,16 @@ def expected(whole: Any, processor: ImageProcessor, prompt: rollout_pb2.Prompt, 
         return plain_image_log_probs(whole, one)
 
 
+def check_routes(shape: RouteShape | None, sample: types_pb2.Sample, chosen: list[torch.Tensor]) -> None:
+    """All tokens but the last, those of images too, have transformers' experts."""
+    if shape is None:
+        assert not sample.routed_experts
+        return
+    found = shape.read(sample.routed_experts).reshape(-1, shape.num_layers, shape.experts_per_token)
+    np.testing.assert_array_equal(np.sort(found), np.sort(torch.stack(chosen, dim=1).numpy())[: len(found)])
+    assert len(found) == len(chosen[0]) - 1
+
+
 async def cached_tokens(client: Any) -> float:
     told = await client.metrics.GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=60)
     lines = told.text.decode().splitlines()
@@ -98,10 +111,10 @@ async def json_strings(client: Any, prompt: rollout_pb2.Prompt) -> list[str]:
     [
         ("qwen3_vl", 2),
         ("qwen2_5_vl", 2),  # which pads its tower
-        ("qwen3_5", 1),
+        ("qwen3_5_moe", 1),
         *(
             pytest.param(*case, marks=only_whole)
-            for case in [("qwen3_vl", 1), ("qwen2_5_vl", 1), ("qwen3_5", 2), ("qwen3_5_moe", 2)]
+            for case in [("qwen3_vl", 1), ("qwen2_5_vl", 1), ("qwen3_5", 1), ("qwen3_5", 2), ("qwen3_5_moe", 2)]
         ),
     ],
 )
@@ -122,7 +135,7 @@ async def test_images_are_seen_as_transformers_sees_them(kind: str, tp_size: int
         shown([90, 3, 61]),
         shown(picture(0)),
     ]
-    read = read_image_processor(folder)
+    read, routes = read_image_processor(folder), RouteShape.of(read_model_shape(folder))
     assert read is not None
     try:
         wait_until_serving(rollout)
@@ -142,7 +155,9 @@ async def test_images_are_seen_as_transformers_sees_them(kind: str, tp_size: int
                     samples = [each async for answer in client.rollout.Generate(request) for each in answer.samples]
                     assert len(samples) == 2 * len(turn)
                     for sample in samples:
-                        theirs = expected(whole, read, turn[sample.prompt_index], sample)
+                        with choices(whole) as chosen:
+                            theirs = expected(whole, read, turn[sample.prompt_index], sample)
+                        check_routes(routes, sample, chosen)
                         torch.testing.assert_close(torch.tensor(sample.rollout_log_probs), theirs, rtol=0, atol=1e-5)
                     # The next turn continues the first with an image more; the engine has cached its prefix.
                     now = await cached_tokens(client)

@@ -12,6 +12,7 @@ import torch
 from tasuki.models.known import read_model_shape
 from tasuki.models.routes import RouteShape
 from tasuki.v1 import types_pb2
+from tests.extent import only_whole
 from tests.integration.rollout_process import (
     RolloutClient,
     RolloutProcess,
@@ -31,6 +32,8 @@ KINDS = {
     "qwen3_moe": {"num_experts": 8},
     "mixtral": {"num_local_experts": 8},
     "gpt_oss": {"num_local_experts": 8},
+    "qwen3_5_moe": {"num_experts": 8},
+    "qwen3_next": {"num_experts": 8},
     "glm4_moe_lite": {"n_routed_experts": 8},
     "glm4_moe": GLM,
     "deepseek_v2": GLM,
@@ -39,7 +42,7 @@ KINDS = {
 """The first layer of GLM and DeepSeek is dense."""
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param(kind, marks=only_whole if kind == "qwen3_next" else ()) for kind in KINDS])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -169,6 +169,10 @@ def test_turns_join_their_experts_to_one_for_each_token_but_the_last() -> None:
     message = encode.training_sample_to_proto(TrainingSample.of(branch), index=0)
     assert len(message.routed_experts) == 2 * (len(message.prompt_token_ids) + len(message.completion_token_ids) - 1)
     np.testing.assert_array_equal(encode.training_sample_from_proto(message).routed_experts, branch.routed_experts)
+    message.images.append(b"of tokens that the client cannot count")
+    kept = encode.training_sample_to_proto(encode.training_sample_from_proto(message), index=0)
+    assert kept.routed_experts == message.routed_experts
+    message.ClearField("images")
     as_json = replace(TrainingSample.of(branch), routed_experts=np.asarray(branch.routed_experts).tolist())
     assert encode.training_sample_to_proto(as_json, index=0) == message
     with refusing("samples[3].routed_experts"):
@@ -196,7 +200,9 @@ def test_the_engines_copy_of_its_tokens_experts_is_planned() -> None:
         (MOE, {"sft": {"dataset": "rows.jsonl", "output_dir": "out"}}, False),
         (replace(MOE, architecture="GptOssForCausalLM"), {"device": "cuda"}, False),
         (replace(MOE, architecture="GptOssForCausalLM"), {"device": "cpu"}, True),
-        (replace(MOE, delta=cast(Any, object())), {}, False),
+        (replace(MOE, delta=cast(Any, object())), {"device": "cpu"}, True),
+        (replace(MOE, delta=cast(Any, object())), {"device": "cuda"}, False),
+        (replace(MOE, delta=cast(Any, object())), {"device": "cuda", "trainer": {"router_replay": True}}, True),
         (MODELS["qwen2.5-7b"], {"trainer": {"router_replay": True}}, False),
         (MOE, {"trainer": {"router_replay": "old_policy"}}, False),
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tasuki.config.checks import check_model, replays_routes
+from tasuki.config.checks import check_model
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.known import read_model
@@ -24,7 +24,7 @@ from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.plan import Sharing, _groups_of_prompts, plan_shared
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 from tests.models import make_model, with_tower
-from tests.planned import config_of, node_with
+from tests.planned import node_with
 from tests.refusal import refusing
 from tests.unit.test_packed_attention import policy_of
 from tests.vision import image_samples, plain_image_log_probs, plain_pixels
@@ -206,15 +206,6 @@ def test_what_a_model_with_a_tower_cannot_have_is_refused_by_name(
         check_model(NodeConfig.model_validate(plain | {"trainer": {"train_tower": True}}), replace(shape, tower=None))
     with refusing(field):
         check_model(NodeConfig.model_validate(plain | settings), shape)
-
-
-def test_experts_of_images_are_not_replayed() -> None:
-    model = make_model("qwen3_5_moe", seed=5)
-    shape = read_model({**model.config.to_dict(), "architectures": ["Qwen3_5MoeForConditionalGeneration"]}).shape
-    auto, asked = (config_of(trainer={"router_replay": replay}) for replay in ("auto", True))
-    assert shape.tower is not None and shape.num_experts and not replays_routes(auto, shape)
-    with pytest.raises(InvalidArgument, match=r"trainer.router_replay: = true is not for Qwen3_5Moe"):
-        check_model(asked, shape)
 
 
 def test_the_hosts_copies_of_a_steps_images_are_planned_up_to_a_calls_limit(text: Any) -> None:

@@ -88,7 +88,8 @@ def training_sample_from_proto(sample: types_pb2.TrainingSample) -> TrainingSamp
     temperature = sample.temperature if sample.HasField("temperature") else None
     if len(sample.advantages) == 1 < len(sample.completion_token_ids):
         arrays["advantages"] = sample.advantages[0]
-    num_routed = len(sample.prompt_token_ids) + len(sample.completion_token_ids) - 1
+    # Images have tokens of their own, whose number only services know: their routes are in one row.
+    num_routed = 1 if sample.images else len(sample.prompt_token_ids) + len(sample.completion_token_ids) - 1
     return TrainingSample(
         **arrays,
         policy_version=sample.policy_version,

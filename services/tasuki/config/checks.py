@@ -210,8 +210,8 @@ def replays_routes(config: "NodeConfig", model: "ModelShape") -> bool:
     """Whether the policy replays the experts of rollout. "auto" does for a mixture in RL, where its engine can report them."""
     replay, drafts = config.trainer.router_replay, "speculative_algorithm" in config.rollout.engine
     if replay == "auto":
-        has_other_kernel = config.device == "cuda" and model.architecture == "GptOssForCausalLM"
-        replay = config.sft is None and model.delta is None and not drafts and not has_other_kernel
+        is_untold = config.device == "cuda" and (model.architecture == "GptOssForCausalLM" or model.delta is not None)
+        replay = config.sft is None and not drafts and not is_untold
     return replay is True and model.num_experts > 0
 
 
@@ -350,8 +350,6 @@ def _problems_of_delta_nets(config: "NodeConfig", model: "ModelShape") -> Iterat
         yield "rollout.lora", problem
     if trainer.compile == "blocks":
         yield "trainer.compile", f'= "blocks" is not for {name}, whose compiled layers are not tested; leave it out'
-    if trainer.router_replay is True:
-        yield "trainer.router_replay", f"= true is not for {name}, whose routes are not tested; leave it out"
     if "speculative_algorithm" in rollout.engine:
         yield _DRAFTS, f"is not for {name}, whose states an engine of ours does not keep for drafts; leave it out"
 
