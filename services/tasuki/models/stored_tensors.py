@@ -3,13 +3,14 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Never
 
 from tasuki.models.config_json import LFS_START, refuse_pointer
+from tasuki.models.family import CheckpointNames
 from tasuki.models.folder_files import INDEX_FILE, WEIGHT_SUFFIXES, read_weight_map
 from tasuki.models.known import find_family
 from tasuki.models.shape import ModelShape
@@ -118,7 +119,8 @@ def check_stored(
     Raises InvalidArgument naming a tensor that is missing, misshapen, of another dtype than the trainer reads, or read by no layer, and
     as read_stored, check_dtypes and check_head. is_critic: the LM head is not read.
     """
-    stored, wanted = read_stored(folder, key=key), stored_shapes(model)
+    stored = read_stored(folder, key=key)
+    wanted = stored_shapes(model, stored)
     if is_critic:
         wanted.pop(HEAD, None)
     wanted |= {VALUE_HEAD: (1, model.hidden_size)} if VALUE_HEAD in stored else {}
@@ -130,9 +132,10 @@ def check_stored(
     if missing:
         there = f"; its {_several(unread)} has no place in the model" if unread else ""
         cure = _AGAIN if missing != [HEAD] else f"set tie_word_embeddings to true if the embedding is the head, or {_AGAIN}"
-        if all(any(".experts." in name for name in names) for names in (missing, unread)):
-            is_whole = find_family(model.architecture).checkpoint.has_whole_experts
-            cure = f"store experts as published models do, {'all of a layer in one tensor' if is_whole else 'each in tensors of its own'}"
+        if not names_in(stored, model).has_whole_experts and all(
+            any(".experts." in name for name in names) for names in (missing, unread)
+        ):
+            cure = "store each expert in tensors of its own, as published models do"
         raise InvalidArgument(key, f"{folder} lacks tensor {_several(missing)}, which its config.json asks for{there}; {cure}")
     for name in (*wanted, *untrained):
         tensor = stored[name]
@@ -175,9 +178,17 @@ def check_head(
         raise InvalidArgument(key, f"{head.file}: {problem}; {cure}")
 
 
-def stored_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's tensors in a checkpoint, where experts are separate."""
+def names_in(stored: Iterable[str], model: ModelShape) -> CheckpointNames:
+    """Names of a model's tensors in a folder that holds `stored`: transformers saves published models' whole experts one by one."""
     names = find_family(model.architecture).checkpoint
+    layers = f"{names.decoder}.layers."
+    is_apart = not model.has_biased_experts and any(name.startswith(layers) and ".experts.0." in name for name in stored)
+    return replace(names, has_whole_experts=False) if is_apart else names
+
+
+def stored_shapes(model: ModelShape, stored: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's tensors in a folder that holds `stored`."""
+    names = names_in(stored, model)
     shapes = {names.tensor(name): shape for name, shape in model.constants().items()}
     for name, shape in model.parameters().items():
         parts = names.fused(name)

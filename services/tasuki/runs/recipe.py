@@ -83,8 +83,12 @@ def model_digests(config: NodeConfig) -> dict[str, str]:
     Does not read the weights, which may be hundreds of GB. Raises as read_stored.
     """
     folder, critic = config.model.path, config.trainer.critic
-    counted = {*stored_shapes(read_model_shape(folder)), *([VALUE_HEAD] if critic is not None and critic.path is None else [])}
-    stored = {name: tensor for name, tensor in read_stored(folder).items() if name in counted}
+    stored = read_stored(folder)
+    counted = {
+        *stored_shapes(read_model_shape(folder), stored),
+        *([VALUE_HEAD] if critic is not None and critic.path is None else []),
+    }
+    stored = {name: tensor for name, tensor in stored.items() if name in counted}
     return text_digests(folder) | {
         "tensors": _digest(f"{name} {stored[name].dtype} {stored[name].shape}" for name in sorted(stored))
     }

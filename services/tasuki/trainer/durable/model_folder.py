@@ -17,13 +17,13 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from tasuki.models.config_json import read_json_object
-from tasuki.models.family import TOWER_KEYS
+from tasuki.models.family import TOWER_KEYS, CheckpointNames
 from tasuki.models.folder_files import INDEX_FILE, file_digest, other_files
 from tasuki.models.known import FAMILIES, read_model, read_model_shape
 from tasuki.models.stored_tensors import BLOCKS, FP8, FP8_BLOCK, FP8_SCALES, SCALES, SINGLE_FILE, read_stored, untrained_tensors
 from tasuki.models.tokenizer import CHAT_TEMPLATES
 from tasuki.trainer.durable.atomic_folder import delete_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
-from tasuki.weights.export import Shard
+from tasuki.weights.export import Shard, checkpoint_shards
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError, UnsupportedModel
 from tasuki.wire.regular_file import open_regular
@@ -83,10 +83,11 @@ _MAX_FILE_BYTES = 4 * 2**30
 def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
     """Fills the shards from the safetensors of a Hugging Face folder, reading only their slices.
 
-    Dequantizes MXFP4, expert by expert, and FP8. Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor
-    that is missing or misshapen.
+    Experts may be stored one by one. Dequantizes MXFP4, expert by expert, and FP8. Raises PathNotFound without safetensors,
+    InvalidArgument for a damaged file or a tensor that is missing or misshapen.
     """
     stored = read_stored(folder)
+    shards = [part for shard in shards for part in ([shard] if shard.name in stored else _apart(shard))]
     for shard in shards:
         if shard.name not in stored:
             raise InvalidArgument("model.path", f"{folder} lacks tensor {shard.name}, which its config.json asks for")
@@ -111,6 +112,14 @@ def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
                 for index, local in enumerate(shard.local, start=shard.offsets[0]):
                     expert = (each[index : index + 1][0].to(local.device) for each in (blocks, scales))
                     local.copy_(_dequantized(*expert).T[part[1:]])
+
+
+def _apart(shard: Shard) -> list[Shard]:
+    """The shards of a layer's experts one by one, as transformers saves them; `shard` itself of anything else."""
+    names = CheckpointNames()
+    if not names.fused(shard.name):
+        return [shard]
+    return checkpoint_shards(shard.name, shard.global_shape, shard.offsets, shard.local, names=names)
 
 
 def _scaled(matrix: Tensor, scales: Tensor, rows: slice, columns: slice) -> Tensor:
