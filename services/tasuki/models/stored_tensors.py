@@ -186,8 +186,8 @@ def names_in(stored: Iterable[str], model: ModelShape) -> CheckpointNames:
     return replace(names, has_whole_experts=False) if is_apart else names
 
 
-def stored_shapes(model: ModelShape, stored: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a model's tensors in a folder that holds `stored`."""
+def stored_shapes(model: ModelShape, stored: Iterable[str] = ()) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's tensors, in a folder that holds `stored` or as published."""
     names = names_in(stored, model)
     shapes = {names.tensor(name): shape for name, shape in model.constants().items()}
     for name, shape in model.parameters().items():
