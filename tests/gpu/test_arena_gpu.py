@@ -7,6 +7,7 @@ import torch
 
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Keep
+from tasuki.trainer.memory import TorchCache
 from tasuki.wire.errors import OutOfGpuMemory
 from tasuki.wire.stages import MemoryTag
 from tests.gpu.conftest import free_bytes
@@ -172,3 +173,16 @@ def test_300_cycles_leave_memory_and_descriptors_flat(allocator):
     assert abs(free_bytes() - before[2]) <= 16 * MIB
     assert int(moments.min()) == 5
     weights.fill_(1)
+
+
+def test_torch_returns_its_cache_only_where_too_little_is_free():
+    cache = TorchCache(torch.device("cuda", 0))
+    cache.return_blocks()
+    before = free_bytes()
+    torch.empty(8 * GIB, dtype=torch.uint8, device="cuda")
+    cached = free_bytes()
+    assert before - cached >= 8 * GIB
+    cache.leave(cached - GIB)
+    assert free_bytes() == cached
+    cache.leave(cached + GIB)
+    assert free_bytes() - cached >= 8 * GIB

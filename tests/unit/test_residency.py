@@ -293,6 +293,15 @@ def test_the_trainer_waits_where_the_engine_sizes_its_cache_or_loads_for_both() 
     assert starts_together(on_cpu) and not starts_together(replace(on_cpu, shares_base=True))
 
 
+@pytest.mark.parametrize("gpu_bytes", [80 * GB, 141 * GB])
+def test_torchs_cache_is_returned_where_the_fullest_later_stage_would_lack_memory(gpu_bytes: int) -> None:
+    planned = plan(h200s(counted(), gpu_bytes=gpu_bytes))
+    later = planned.stages[planned.stages.index(planned.stage(Stage.LOAD_WEIGHTS)) :]
+    fullest = max(stage.gpu_bytes for stage in later)
+    assert planned.stage(Stage.LOAD_WEIGHTS).gpu_bytes + choices_of(planned.node).later_bytes == fullest
+    assert choices_of(h200s(counted(device="cpu"))).later_bytes == 0
+
+
 def test_services_on_gpus_of_their_own_start_at_once_however_full_these_are() -> None:
     apart = {"trainer": {"devices": ["0", "1"]}, "rollout": {"devices": ["2", "3"], "engine": {}}}
     assert starts_together(h200s(counted(**apart), gpu_bytes=90 * GB))

@@ -34,6 +34,8 @@ class Choices(Schema):
     """Tokens in a replica's KV cache; None lets the engine size it by the free memory at its start."""
     starts_together: bool = False
     """Whether trainer and engine start at once, because every GPU has room for both."""
+    later_bytes: NonNegativeInt = 0
+    """Most GPU memory that stages after LOAD_WEIGHTS take beside a trainer rank. Where less is free, the rank returns what torch caches."""
 
     def of_trainer(self, rank: int) -> frozenset[str]:
         """Memory that stays on one trainer rank."""

@@ -98,6 +98,7 @@ def choices_of(node: Node, *, resumes: bool = False) -> Choices:
         merges_in_place=node.merges_in_place,
         kv_tokens=sizes_of(node).kv_pool.num_tokens or None if is_counted else None,
         starts_together=starts_together(node) and not (resumes and node.device == "cuda"),
+        later_bytes=plan(node).later_bytes,
         **staying_names(node),
     )
 

@@ -111,6 +111,15 @@ class Plan:
         return max(0, gpu), max(0, stage.host_bytes + MARGIN - self.node.host_bytes)
 
     @property
+    def later_bytes(self) -> int:
+        """Most that stages after LOAD_WEIGHTS take beyond it, on a GPU with a trainer rank; 0 on a CPU."""
+        first, later = PLAN_STAGES.index(Stage.LOAD_WEIGHTS), list[int]()
+        for gpu in range(self.node.num_gpus if self.node.device == "cuda" else 0):
+            before, *after = (sum(stage.gpus[gpu].values()) for stage in self.stages[first:])
+            later += [num_bytes - before for num_bytes in after if self.node.has_rank(gpu)]
+        return max(0, 0, *later)
+
+    @property
     def fits_gpu(self) -> bool:
         return not self.lacking(self.gpu_peak)[0]
 

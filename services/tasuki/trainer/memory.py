@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.memory.arena import Arena, Keep, NativeAllocator, freeze
 from tasuki.memory.device_usage import device_usage, torch_pool
-from tasuki.planner.node import Node, Part
+from tasuki.planner.node import MARGIN, Node, Part
 from tasuki.planner.plan import TRAINER_TAGS
 from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.rpc.heartbeat import Heartbeat
@@ -39,12 +39,18 @@ _log = logging.getLogger("tasuki.trainer")
 
 
 class TorchCache:
-    """Blocks of one GPU's torch, returned at one place of a changeover."""
+    """Blocks of one GPU's torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stuck_bytes = 0
         """Least that is known to stay after all tries: parts of segments in which a tensor lives."""
+
+    def leave(self, num_bytes: int) -> None:
+        """Returns blocks if less than that is free on the GPU: a step may cache more than was planned."""
+        if (free := torch.cuda.mem_get_info(self._device)[0]) < num_bytes:
+            cached = self.return_blocks()
+            _log.info("event=cache_returned free_bytes=%d needed_bytes=%d cached_bytes=%d", free, num_bytes, cached)
 
     def return_blocks(self) -> int:
         """Returns blocks to the driver, in at most MAX_TRIES tries, until less than ENOUGH_BYTES is reserved but unallocated. Returns that.
@@ -176,6 +182,11 @@ class TrainerMemory:
                 self._export.withdraw()
             self._allocator.arena(MemoryTag.WEIGHTS).restore_frozen()
             self._is_merged = False
+
+    def make_room(self) -> None:
+        """Returns what torch caches if stages after LOAD_WEIGHTS would lack memory."""
+        if self._device.type == "cuda":
+            self._cache.leave(self._resident.later_bytes + MARGIN)
 
     def release_export(self) -> None:
         """Releases the memory of a withdrawn export that does not stay; the next one reallocates it."""
@@ -355,6 +366,7 @@ class Publication:
         self._export = self._memory.export(self._make)
         mapped = time.perf_counter()
         num_bytes = self._export.publish(policy_version, replaced=self._replaced())
+        self._memory.make_room()
         seconds = mapped - started, time.perf_counter() - mapped
         _log.info("event=published policy_version=%d bytes=%d map_s=%.4f write_s=%.4f", policy_version, num_bytes, *seconds)
         return RankPublished(handle=self._export.handle(), published_bytes=num_bytes)

@@ -63,16 +63,20 @@ def choose_handles(mesh: DeviceMesh) -> Literal["vmm", "ipc"]:
 
 @dataclass(frozen=True, slots=True)
 class ResidentTags:
-    """Memory that one rank keeps during OFFLOAD: tags, and whether torch keeps its cache."""
+    """Memory that one rank keeps during OFFLOAD: tags, and whether torch keeps its cache.
+
+    later_bytes: as in Choices.
+    """
 
     tags: frozenset[MemoryTag] = frozenset()
     cache: bool = False
+    later_bytes: int = 0
 
     @classmethod
     def of(cls, choices: Choices, *, rank: int) -> "ResidentTags":
         """The planner's choice for one rank."""
         names = choices.of_trainer(rank)
-        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names)
+        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names, choices.later_bytes)
 
 
 NONE_RESIDENT = ResidentTags()
