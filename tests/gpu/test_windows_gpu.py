@@ -19,7 +19,7 @@ PROMPTS = np.random.default_rng(0).integers(3, 60, (64, 40)).tolist()
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 def test_a_sampled_token_sees_as_much_as_a_prompts_last(family: str, tmp_path: Path) -> None:
     """The first token's log-prob comes from the prefill, the others' from decoding."""
-    save_checkpoint(make_model(family, seed=0), tmp_path / "model")
+    save_checkpoint(make_model(family, seed=0, head_dim=64), tmp_path / "model")
     char_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "node.toml").write_text('state_dir = "n"\nmodel.path = "model"\nrollout.engine.max_total_tokens = 4096\n')
     config = load_config(tmp_path / "node.toml", overrides=["trainer.num_ranks=1", *GPU])

@@ -120,7 +120,7 @@ def load_model(args: Any, loader: Any = None) -> Any:
                 return load(self, (each for each in weights if "language_model." in each[0]))
 
             patched.enter_context(patch.object(whole, "load_weights", load_text))
-        if hasattr(config.hf_text_config, "linear_conv_kernel_dim"):
+        if args.device == "cpu" and hasattr(config.hf_text_config, "linear_conv_kernel_dim"):
             install_delta_nets()
             adjust_tp_num_heads_if_necessary(config.hf_text_config, args.tp_size, True)
         made = (get_model_loader if loader is None else loader)(LoadConfig(), config)

@@ -61,6 +61,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                            "deepstack_visual_indexes": []},
          "tie_word_embeddings": True},
     ),
+    "qwen3.5-35b-a3b-4-layers": (
+        "Qwen3_5MoeConfig",
+        {"text_config": {"num_hidden_layers": 4, "full_attention_interval": 4,
+                         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+                                             "mrope_section": [11, 11, 10], "mrope_interleaved": True}},
+         "vision_config": {"depth": 2, "hidden_size": 128, "intermediate_size": 256, "num_heads": 2, "out_hidden_size": 2048,
+                           "deepstack_visual_indexes": []},
+         "tie_word_embeddings": False},
+    ),
     "qwen3-moe-8-layers": (
         "Qwen3MoeConfig",
         {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 4,

@@ -207,11 +207,11 @@ def _conflicts_of_kind(config: "NodeConfig") -> Iterator[Problem]:
 
 
 def replays_routes(config: "NodeConfig", model: "ModelShape") -> bool:
-    """Whether the policy replays the experts of rollout. "auto" does for a mixture in RL, where its engine is known to report them."""
+    """Whether the policy replays the experts of rollout. "auto" does for a mixture in RL, where its engine reports them at no cost."""
     replay, drafts = config.trainer.router_replay, "speculative_algorithm" in config.rollout.engine
     if replay == "auto":
-        is_unknown = config.device == "cuda" and (model.architecture == "GptOssForCausalLM" or model.delta is not None)
-        replay = config.sft is None and not drafts and not is_unknown
+        is_slower = config.device == "cuda" and model.architecture == "GptOssForCausalLM"
+        replay = config.sft is None and not drafts and not is_slower
     return replay is True and model.num_experts > 0
 
 

@@ -261,9 +261,8 @@ class TrainerConfig(OptimizerConfig):
     router_replay: Literal["auto", "old_policy", True, False] = "auto"
     """Whether tokens pass the experts in training that they passed in rollout, which then reports them; without effect on a dense model.
     The policy's losses and log-probs replay them, the reference and the critic choose their own. "auto": in RL, where the engine reports
-    them: not with drafts (`speculative_algorithm`), where true is refused; on a GPU not of gpt-oss, for which true takes a slower kernel,
-    nor of Qwen3.5 and Qwen3-Next, which have not run there. "old_policy": those of the trainer's own pass for `old_log_probs`, so it needs
-    `train.old_policy = "given"`."""
+    them: not with drafts (`speculative_algorithm`), where true is refused; on a GPU not of gpt-oss, for which true takes a slower kernel.
+    "old_policy": those of the trainer's own pass for `old_log_probs`, so it needs `train.old_policy = "given"`."""
     router_aux_loss_coef: Float = Field(default=0.0, ge=0)
     """Weight of a loss that balances the load of experts: transformers' load-balancing loss over the micro-batches that all ranks compute
     at once. The policy's losses of every kind get it."""
