@@ -282,9 +282,9 @@ def backend_lines(plans: Mapping[str, Plan]) -> list[str]:
         for name, one in plans.items()
     ]
     # docs/benchmarks.md
-    known = "a dense 7B in full on two H200s trains 0.92 times as fast on megatron with TP 2, 8 of its layers 1.03 times with 65,536 tokens"
+    known = "a dense 7B in full on two H200s trains 0.96 times as fast on megatron with TP 2, 8 of its layers 1.03 times with 65,536 tokens"
     if any(one.node.model.num_experts for one in plans.values()):
-        known = "30B-A3B with LoRA on experts, on two H200s, trains 1.07 times as fast on megatron with EP 2"
+        known = "30B-A3B with LoRA on experts, on two H200s, trains 0.97 times as fast on megatron with EP 2"
     return [f"TRAIN by trainer.backend: {'; '.join(parts)}. Measured: {known}."] if len(parts) > 1 else []
 
 
