@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
 import grpc
@@ -11,16 +11,20 @@ import grpc.aio
 import pytest
 import torch
 
+from tasuki.config.paths import socket_dir, training_log_path
+from tasuki.rpc.failpoints import Action, plant
 from tasuki.trainer.durable.saves import written_path
+from tasuki.trainer.durable.training_log import read_base
 from tasuki.v1 import trainer_pb2
 from tasuki.wire.errors import from_rpc_error
 from tests.extent import only_whole
 from tests.integration.fleet_trainers import save_part
 from tests.integration.node_process import is_alive
-from tests.integration.trainer_process import TrainerProcess, connect, serving_trainer, start_trainer
+from tests.integration.trainer_process import TrainerClient, TrainerProcess, command, connect, serving_trainer, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.limits import limit_s, wait_for
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
+from tests.refusal import refused
 
 STOP_S = limit_s(10.0)
 FLOAT32 = 'compute_dtype = "float32"'
@@ -65,6 +69,34 @@ async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: Trainer
     # The second step is Adam's second: it matches only if both moments and their step count were restored.
     for one, two in zip(log_probs_of_one, log_probs_of_two, strict=True):
         assert torch.allclose(torch.tensor(one), torch.tensor(two), atol=1e-4)
+
+
+async def test_a_save_is_repeated_though_the_trainer_died_after_it(model: Path, tmp_path: Path) -> None:
+    samples, path = make_samples(9, vocab_size=VOCAB_SIZE), tmp_path / "saves" / "checkpoint"
+
+    def save(client: TrainerClient, request_id: str) -> Awaitable[trainer_pb2.SaveCheckpointResponse]:
+        request = trainer_pb2.SaveCheckpointRequest(command=command(request_id), path=str(path))
+        return client.trainer.SaveCheckpoint(request, timeout=60)
+
+    dying = start_trainer(tmp_path / "node", model, num_ranks=1, settings=FLOAT32)
+    dying.wait_until_serving()
+    async with connect(dying) as client:
+        await client.forward_backward(samples)
+        await client.optim_step(learning_rate=1e-3)
+        plant(socket_dir(dying.state_dir), "trainer", "log.replace", Action.KILL)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await save(client, "save-1")
+    assert dying.process.wait(60) != 0 and path.exists()
+    with serving_trainer(tmp_path / "node", model, num_ranks=1, settings=FLOAT32) as again:
+        async with connect(again) as client:
+            assert (await refused(save(client, "save-2"))).reason == "PATH_EXISTS"
+            assert (await save(client, "save-1")).policy_version == 1
+            assert [each.name for each in path.parent.iterdir()] == ["checkpoint"]
+            await client.load(path)
+            await client.forward_backward(samples)
+            await client.optim_step(learning_rate=1e-3)
+            assert (await refused(save(client, "save-3"))).reason == "PATH_EXISTS"
+    assert read_base(training_log_path(tmp_path / "node")) == path
 
 
 async def test_a_rank_that_dies_in_a_call_is_named_and_takes_the_trainer_with_it(two_ranks: TrainerProcess) -> None:

@@ -11,6 +11,7 @@ from tasuki.trainer.durable.saves import (
     check_save_id,
     clear_other_saves,
     delete,
+    is_published,
     partial_path,
     publish,
     written_path,
@@ -33,6 +34,22 @@ def test_publishing_gives_the_name_once_and_may_be_repeated(tmp_path: Path) -> N
     publish(path, "a")
     publish(path, "a")  # another node of the same folder
     assert [each.name for each in tmp_path.iterdir()] == ["step-1"]
+
+
+def test_a_repeated_save_finds_what_it_published(tmp_path: Path) -> None:
+    path = tmp_path / "step-1"
+    path.mkdir()
+    assert not is_published(path, "a", version=3)
+    for text, is_it in (
+        ('{"save_id": "a", "roles": {"policy": {"version": 3}}}', True),
+        ('{"save_id": "a", "roles": {"policy": {"version": 4}}}', False),
+        ('{"save_id": "b", "roles": {"policy": {"version": 3}}}', False),
+        ('{"save_id": "a", "roles": [3]}', False),
+        ('["a"]', False),
+        ("{", False),
+    ):
+        (path / FACTS_FILE).write_text(text)
+        assert is_published(path, "a", version=3) is is_it
 
 
 def test_what_was_not_written_or_is_in_the_way_is_refused(tmp_path: Path) -> None:

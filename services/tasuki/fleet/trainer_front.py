@@ -15,6 +15,7 @@ from tasuki.algorithms.aggregation import call_denominator
 from tasuki.fleet.nodes import FleetNodes, NodeChannels, on_all
 from tasuki.fleet.rules import merged_trainer_state, refuse_stage, renumbered
 from tasuki.rpc.commands import PASSING, CommandGate, chunks, digest, remaining_s
+from tasuki.trainer.durable.saves import save_id_of
 from tasuki.trainer.service.requests import (
     MAX_ANSWERED_TOKENS,
     read_compute_log_probs,
@@ -130,7 +131,7 @@ class TrainerFront(TrainerServiceServicer):
 
         async def part(name: str) -> list[Any]:
             named = deepcopy(request)
-            named.save_id = hashlib.sha256(request.command.request_id.encode()).hexdigest()[:32]
+            named.save_id = save_id_of(request.command.request_id)
             named.part = trainer_pb2.SavePart.Value(f"SAVE_PART_{name}")
             return await calls.unary("SaveCheckpoint", named, part=name)
 

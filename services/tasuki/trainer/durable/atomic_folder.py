@@ -133,7 +133,3 @@ def _broadcast(payload: bytes) -> bytes:
     if len(content):
         dist.broadcast(content, src=0)
     return bytes(content.tolist())
-
-
-def folder_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -27,7 +27,6 @@ from tasuki.trainer.durable.atomic_folder import (
     cannot_write,
     claim_aside,
     delete_aside,
-    folder_bytes,
     rename_into_place,
     start_aside,
 )
@@ -38,7 +37,7 @@ from tasuki.trainer.durable.checkpoint_files import (
     damaged,
     index_checksum,
 )
-from tasuki.trainer.durable.saves import FACTS_FILE, MAX_FACTS_BYTES, written_path
+from tasuki.trainer.durable.saves import FACTS_FILE, MAX_FACTS_BYTES, folder_bytes, written_path
 from tasuki.trainer.wire import Role
 from tasuki.weights.export import Shard
 from tasuki.wire.denied_path import denied, named_if_denied

@@ -22,7 +22,8 @@ from tasuki.models.folder_files import INDEX_FILE, file_digest, other_files
 from tasuki.models.known import FAMILIES, read_model, read_model_shape
 from tasuki.models.stored_tensors import BLOCKS, FP8, FP8_BLOCK, FP8_SCALES, SCALES, SINGLE_FILE, read_stored, untrained_tensors
 from tasuki.models.tokenizer import CHAT_TEMPLATES
-from tasuki.trainer.durable.atomic_folder import delete_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
+from tasuki.trainer.durable.atomic_folder import delete_aside, on_first_rank, rename_into_place, start_aside
+from tasuki.trainer.durable.saves import folder_bytes
 from tasuki.weights.export import Shard, checkpoint_shards
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError, UnsupportedModel

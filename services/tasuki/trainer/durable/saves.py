@@ -1,10 +1,12 @@
-"""Checkpoints that a fleet's nodes save together: each writes its own aside; all are published once all are written."""
+"""Checkpoints that are written aside and then published; those of a fleet once all nodes have written theirs."""
 
+import hashlib
 import json
 import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from tasuki.wire.denied_path import denied
 from tasuki.wire.errors import InvalidArgument, PathExists, PathNotFound
@@ -20,6 +22,11 @@ def check_save_id(save_id: str) -> None:
     """Raises InvalidArgument unless the id can be part of a file name."""
     if not _SAVE_ID.fullmatch(save_id):
         raise InvalidArgument("save_id", f"{save_id!a} is invalid; give 1 to 64 letters, digits and -")
+
+
+def save_id_of(request_id: str) -> str:
+    """The same for a repeated request."""
+    return hashlib.sha256(request_id.encode()).hexdigest()[:32]
 
 
 def partial_path(path: Path, save_id: str) -> Path:
@@ -75,14 +82,33 @@ def can_be_published(path: Path, save_id: str) -> bool:
     return written_path(path, save_id).is_dir() or _saved_as(path) == save_id
 
 
+def is_published(path: Path, save_id: str, *, version: int) -> bool:
+    """Whether `path` is what this save wrote, of that version of the policy."""
+    facts = _facts(path)
+    try:
+        return facts["save_id"] == save_id and facts["roles"]["policy"]["version"] == version
+    except (KeyError, TypeError):
+        return False
+
+
 def delete(path: Path, save_id: str) -> None:
     """Deletes what was written but not published. Idempotent."""
     for left in (partial_path(path, save_id), written_path(path, save_id)):
         shutil.rmtree(left, ignore_errors=True)
 
 
+def folder_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
 def _saved_as(path: Path) -> str | None:
+    return _facts(path).get("save_id")
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """Empty without a checkpoint."""
     try:
-        return json.loads(read_regular(path / FACTS_FILE, max_bytes=MAX_FACTS_BYTES)).get("save_id")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
+        facts = json.loads(read_regular(path / FACTS_FILE, max_bytes=MAX_FACTS_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}

@@ -2,12 +2,14 @@
 
 import asyncio
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from tasuki.trainer.durable import saves
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.ranks import TrainerRanks
+from tasuki.trainer.service.state import TrainerState
 from tasuki.v1.ranks_pb2 import TrainerRankCommand, TrainingRecord
 from tasuki.v1.trainer_pb2 import (
     LoadCheckpointRequest,
@@ -29,9 +31,9 @@ class _Written:
 class Saving:
     """Saves of one trainer. Its methods require the turn."""
 
-    def __init__(self, ranks: TrainerRanks, log: TrainingLog, *, record_path: Path) -> None:
+    def __init__(self, ranks: TrainerRanks, log: TrainingLog, *, state: TrainerState, record_path: Path) -> None:
         """record_path: file that tells a restarted trainer what it had written."""
-        self._ranks, self._log, self._record_path = ranks, log, record_path
+        self._ranks, self._log, self._state, self._record_path = ranks, log, state, record_path
         self._written: _Written | None = None
 
     async def save(self, request: SaveCheckpointRequest, record: TrainingRecord) -> SaveCheckpointResponse:
@@ -50,8 +52,21 @@ class Saving:
                 await asyncio.to_thread(saves.delete, Path(request.path), request.save_id)
                 return SaveCheckpointResponse()
         self._log.check_not_behind()
-        saved = await self._by_ranks(request)
+        saved = await self._at_once(request)
         await self._log.saved(_of_checkpoint(record, request, saved))
+        return saved
+
+    async def _at_once(self, request: SaveCheckpointRequest) -> SaveCheckpointResponse:
+        """Names the save after the request: a repeated one finds what it had published before the trainer died."""
+        started, path, version = time.perf_counter(), Path(request.path), self._state.policy_version
+        save_id = saves.save_id_of(request.command.request_id)
+        if await asyncio.to_thread(saves.is_published, path, save_id, version=version):
+            num_bytes = await asyncio.to_thread(saves.folder_bytes, path)
+            return SaveCheckpointResponse(policy_version=version, bytes=num_bytes, seconds=time.perf_counter() - started)
+        await asyncio.to_thread(saves.delete, path, save_id)
+        written = SaveCheckpointRequest(path=request.path, part=SavePart.SAVE_PART_WRITE, save_id=save_id)
+        saved = await self._by_ranks(written)
+        await asyncio.to_thread(saves.publish, path, save_id)
         return saved
 
     async def _write(self, request: SaveCheckpointRequest, record: TrainingRecord) -> SaveCheckpointResponse:

@@ -56,7 +56,8 @@ class TrainerServicer(TrainerServiceServicer):
         self._training, self._log, self._metrics = training, log, metrics
         self._ranks, self._state = training.ranks, training.state
         self._ready, self._config = ready, config
-        self._saving = Saving(training.ranks, log, record_path=training_save_path(config.state_dir))
+        record_path = training_save_path(config.state_dir)
+        self._saving = Saving(training.ranks, log, state=training.state, record_path=record_path)
 
     async def BeginRun(self, request: trainer_pb2.BeginRunRequest, context: Any) -> trainer_pb2.BeginRunResponse:
         if request.validate_only:

@@ -17,10 +17,11 @@ from tasuki.trainer.adamw import ShardedAdamW
 from tasuki.trainer.backends.fsdp.lora.adapters import FirstValues, adapter_names, trained_parameters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import merge
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
-from tasuki.trainer.durable.atomic_folder import cannot_write, delete_aside, folder_bytes, rename_into_place, start_aside
+from tasuki.trainer.durable.atomic_folder import cannot_write, delete_aside, rename_into_place, start_aside
 from tasuki.trainer.durable.checkpoint import RoleFacts, computing_settings, read_facts, read_tensors
 from tasuki.trainer.durable.checkpoint_files import TensorReader
 from tasuki.trainer.durable.model_folder import SafetensorsWriter, copy_other_files, load_shards, read_model_config
+from tasuki.trainer.durable.saves import folder_bytes
 from tasuki.trainer.modules.lora import in_file, merge_experts, write_adapter
 from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.wire import Role
