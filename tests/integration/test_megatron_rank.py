@@ -193,6 +193,19 @@ def test_ranks_have_the_bytes_of_the_plan(models: dict[str, Path], num_ranks: in
     run_ranks(check_bytes, models, tensor_parallel, cases, num_ranks=num_ranks)
 
 
+def check_uneven_rows(mesh: DeviceMesh, model: Path) -> None:
+    for lora in ({"rank": 5, "type": "dora"}, {"rank": 5, "target_modules": ["q_proj", "down_proj"]}):
+        learner = start(model, mesh=mesh, tensor_parallel=1, lora=lora)
+        if mesh.get_local_rank() == 0:  # the last rank has fewer moments
+            check_tags(learner)
+        learner.backend.close()
+
+
+def test_rows_that_ranks_cannot_share_evenly_are_in_the_plan(tmp_path: Path) -> None:
+    model = save_checkpoint(make_model("qwen3", seed=3, vocab_size=VOCAB_SIZE), tmp_path / "model")
+    run_ranks(check_uneven_rows, model, num_ranks=2)
+
+
 def test_clipped_steps_of_adapters_are_those_of_fsdp(mesh: DeviceMesh, models: dict[str, Path], tmp_path: Path) -> None:
     results = []
     for tensor_parallel in (None, 1):

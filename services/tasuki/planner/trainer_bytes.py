@@ -1,7 +1,7 @@
 """Bytes of one FSDP2 rank that stay through a step: weights, gradients, optimizer state, and what is published."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -173,12 +173,21 @@ def layer_parts(model: ModelShape, tensor_parallel: int, expert_ranks: int) -> _
 
 def _stepped(parts: _Shapes, node: Node) -> _Shapes:
     """Rows of these parts that rank 0 steps: of experts one after another, over the ranks that have the same ones."""
-    return tuple(
-        _rows((shape[0] * shape[1], shape[2]), node.num_ranks // node.trainer.expert_ranks)
-        if len(shape) == len("EOI")
-        else _rows(shape, node.num_ranks // node.trainer.tensor_parallel)
-        for shape in parts
-    )
+    return tuple(_rows(shape, num_ranks) for shape, num_ranks in _by_rows(parts, node))
+
+
+def _buffers(parts: _Shapes, node: Node) -> _Shapes:
+    """These parts with as many rows for each of the ranks that step them."""
+    return tuple((num_ranks * -(-rows // num_ranks), *others) for (rows, *others), num_ranks in _by_rows(parts, node))
+
+
+def _by_rows(parts: _Shapes, node: Node) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Parts with the rows of experts one after another, and how many ranks have the same ones."""
+    for shape in parts:
+        if len(shape) == len("EOI"):
+            yield (shape[0] * shape[1], shape[2]), node.num_ranks // node.trainer.expert_ranks
+        else:
+            yield shape, node.num_ranks // node.trainer.tensor_parallel
 
 
 def _rows(shape: tuple[int, ...], num_parts: int) -> tuple[int, ...]:
@@ -204,7 +213,8 @@ def _kept_parts(node: Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if node.lora is not None:
         frozen, trained = trained, adapter_parts(node.model, *layout, node.lora)
     stepped = () if node.param_bytes == node.compute_bytes else _sizes(trained_shards(node), node.param_bytes)
-    return _sizes(frozen + trained, node.compute_bytes) + stepped, _sizes(trained, node.param_bytes)
+    gradients = _buffers(trained, node)
+    return _sizes(_buffers(frozen, node) + gradients, node.compute_bytes) + stepped, _sizes(gradients, node.param_bytes)
 
 
 @lru_cache
