@@ -86,6 +86,21 @@ async def test_a_log_cut_off_anywhere_gives_back_every_whole_record(path: Path) 
         assert path.stat().st_size == start, "what is torn is cut off"
 
 
+async def test_a_log_is_known_by_what_was_trained(path: Path) -> None:
+    log, digests = opened(path), list[str]()
+    for record in (learn("a"), learn("b"), step("c")):
+        digests.append(log.digest())
+        await write(log, record)
+    log.close()
+    again = opened(path)
+    assert len({*digests, again.digest()}) == 4
+    again.keep(2)
+    assert again.digest() == digests[2]
+    await write(again, step("d"))
+    assert again.digest() != digests[2]
+    again.close()
+
+
 async def test_a_tail_of_zeros_as_after_a_loss_of_power_is_dropped(path: Path) -> None:
     whole = await three(path)
     path.write_bytes(whole + bytes(500))

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 from tasuki.wire.denied_path import denied
 from tasuki.wire.errors import InvalidArgument, PathExists, PathNotFound
@@ -24,9 +23,9 @@ def check_save_id(save_id: str) -> None:
         raise InvalidArgument("save_id", f"{save_id!a} is invalid; give 1 to 64 letters, digits and -")
 
 
-def save_id_of(request_id: str) -> str:
-    """The same for a repeated request."""
-    return hashlib.sha256(request_id.encode()).hexdigest()[:32]
+def save_id_of(request_id: str, *trained: str) -> str:
+    """The same for a repeated request. trained: digest of what is saved."""
+    return hashlib.sha256(" ".join((request_id, *trained)).encode()).hexdigest()[:32]
 
 
 def partial_path(path: Path, save_id: str) -> Path:
@@ -57,7 +56,7 @@ def publish(path: Path, save_id: str) -> None:
     try:
         written_path(path, save_id).rename(path)
     except OSError as error:
-        if _saved_as(path) == save_id:
+        if saved_as(path) == save_id:
             return
         if path.exists():
             raise PathExists(f"{path} was created in the meantime", path=path) from error
@@ -79,16 +78,7 @@ def fsync(path: Path) -> None:
 
 
 def can_be_published(path: Path, save_id: str) -> bool:
-    return written_path(path, save_id).is_dir() or _saved_as(path) == save_id
-
-
-def is_published(path: Path, save_id: str, *, version: int) -> bool:
-    """Whether `path` is what this save wrote, of that version of the policy."""
-    facts = _facts(path)
-    try:
-        return facts["save_id"] == save_id and facts["roles"]["policy"]["version"] == version
-    except (KeyError, TypeError):
-        return False
+    return written_path(path, save_id).is_dir() or saved_as(path) == save_id
 
 
 def delete(path: Path, save_id: str) -> None:
@@ -101,14 +91,9 @@ def folder_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def _saved_as(path: Path) -> str | None:
-    return _facts(path).get("save_id")
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    """Empty without a checkpoint."""
+def saved_as(path: Path) -> str | None:
+    """The save that wrote a checkpoint; None without one."""
     try:
-        facts = json.loads(read_regular(path / FACTS_FILE, max_bytes=MAX_FACTS_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
+        return json.loads(read_regular(path / FACTS_FILE, max_bytes=MAX_FACTS_BYTES)).get("save_id")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None

@@ -6,6 +6,7 @@ belongs to a command that was never acknowledged, and is dropped. Any other unre
 """
 
 import asyncio
+import hashlib
 import logging
 import os
 import struct
@@ -66,6 +67,15 @@ class TrainingLog:
     def position(self) -> int:
         """Increases with every completed command."""
         return self._end
+
+    def digest(self) -> str:
+        """Tells apart what was trained since the checkpoint; the same once a restarted trainer has replayed it."""
+        digest, at = hashlib.sha256(), 0
+        while at < self._end:
+            header = os.pread(self._fd, _HEADER.size, at)
+            digest.update(header)
+            at += _HEADER.size + _HEADER.unpack(header)[0]
+        return digest.hexdigest()
 
     def keep(self, num_records: int) -> None:
         """Drops all but the oldest `num_records`."""

@@ -59,8 +59,8 @@ class Saving:
     async def _at_once(self, request: SaveCheckpointRequest) -> SaveCheckpointResponse:
         """Names the save after the request: a repeated one finds what it had published before the trainer died."""
         started, path, version = time.perf_counter(), Path(request.path), self._state.policy_version
-        save_id = saves.save_id_of(request.command.request_id)
-        if await asyncio.to_thread(saves.is_published, path, save_id, version=version):
+        save_id = saves.save_id_of(request.command.request_id, await asyncio.to_thread(self._log.digest))
+        if await asyncio.to_thread(saves.saved_as, path) == save_id:
             num_bytes = await asyncio.to_thread(saves.folder_bytes, path)
             return SaveCheckpointResponse(policy_version=version, bytes=num_bytes, seconds=time.perf_counter() - started)
         await asyncio.to_thread(saves.delete, path, save_id)
