@@ -97,6 +97,11 @@ async def test_a_save_is_repeated_though_the_trainer_died_after_it(model: Path, 
             await client.optim_step(learning_rate=1e-3)
             assert (await refused(save(client, "save-3"))).reason == "PATH_EXISTS"
     assert read_base(training_log_path(tmp_path / "node")) == path
+    with serving_trainer(tmp_path / "other", model, num_ranks=1, settings=FLOAT32) as other:
+        async with connect(other) as client:
+            await client.forward_backward(make_samples(9, seed=1, vocab_size=VOCAB_SIZE))
+            await client.optim_step(learning_rate=1e-3)
+            assert (await refused(save(client, "save-1"))).reason == "PATH_EXISTS"
 
 
 async def test_a_rank_that_dies_in_a_call_is_named_and_takes_the_trainer_with_it(two_ranks: TrainerProcess) -> None:
