@@ -93,6 +93,17 @@ def test_a_call_without_experts_is_refused_where_they_are_replayed(old_policy: O
         check_routed(decode_samples([make_sample()], routes=SHAPE), config=LossConfig(old_policy=old_policy), limits=limits)
 
 
+def test_experts_of_another_shape_than_the_tokens_are_refused() -> None:
+    sample = TrainingSample(
+        prompt_token_ids=[5, 6], completion_token_ids=[7, 8, 9], routed_experts=np.eye(4, 8, dtype=np.uint8)
+    )
+    assert encode.training_sample_to_proto(sample, index=0).routed_experts == np.eye(4, 8, dtype=np.uint8).tobytes()
+    with refusing("samples[1].routed_experts", match="8 rows"):
+        encode.training_sample_to_proto(replace(sample, routed_experts=np.eye(8, 4, dtype=np.uint8)), index=1)
+    image = replace(sample, images=[b"file"], routed_experts=np.eye(8, 4, dtype=np.uint8))
+    assert len(encode.training_sample_to_proto(image, index=0).routed_experts) == 32
+
+
 def test_a_call_beyond_the_training_log_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "_MAX_ROUTE_BYTES", 31)
     with pytest.raises(InvalidArgument, match="make several calls"):

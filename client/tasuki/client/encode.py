@@ -56,7 +56,12 @@ def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2
         problem = f"has one entry for {num_tokens} tokens; give one for each, or a plain number for the whole completion"
         raise InvalidArgument(f"samples[{index}].advantages", problem)
     message = message_of(types_pb2.TrainingSample, values, below=f"samples[{index}].", wanted=WANTED)
-    message.routed_experts = _route_bytes(sample.routed_experts, field=f"samples[{index}].routed_experts")
+    field, num_rows = f"samples[{index}].routed_experts", len(sample.routed_experts)
+    num_routed = len(sample.prompt_token_ids) + len(sample.completion_token_ids) - 1
+    # The service sees bytes alone: another shape of as many would be other experts. Only services know the tokens of images.
+    if num_rows not in (0, num_routed) and not sample.images:
+        raise InvalidArgument(field, f"has {num_rows} rows; give the {num_routed} of the sample, one a token but the last")
+    message.routed_experts = _route_bytes(sample.routed_experts, field=field)
     return message
 
 
