@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditiona
 
 from tasuki.config.checks import check_model
 from tasuki.config.lora_checks import check_lora_targets
-from tasuki.config.schema import NodeConfig
+from tasuki.config.schema import FleetConfig, NodeConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.known import read_model
 from tasuki.models.shape import ModelShape
@@ -29,7 +30,7 @@ from tasuki.trainer.backends.fsdp.lora.merged_weights import _grouped
 from tasuki.trainer.durable.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
 from tasuki.trainer.modules import lora as adapters
 from tasuki.trainer.modules.experts import GroupedExperts, replace_experts
-from tasuki.trainer.modules.lora import from_file, merge_experts, peft_config, set_dropout, write_adapter
+from tasuki.trainer.modules.lora import Dropout, draw_seed, from_file, merge_experts, peft_config, set_dropout, write_adapter
 from tasuki.trainer.wire import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.sealed_json import sealed
@@ -242,6 +243,17 @@ def kept_per_token(lora: LoraConfig) -> int:
         sizes.append(sum(kept.values()))
         assert output.requires_grad
     return (sizes[1] - sizes[0]) // 32
+
+
+def test_layers_ranks_and_nodes_drop_other_numbers() -> None:
+    fleets = [FleetConfig(name="f", num_nodes=2, node_rank=node_rank, leader="localhost:1") for node_rank in range(2)]
+    dropped: set[tuple[float, ...]] = set()
+    for fleet, rank, index in product(fleets, range(3), range(3)):
+        torch.manual_seed(0)  # the random state is the same everywhere
+        dropout = Dropout(0.5, index)
+        dropout.seed = draw_seed(rank, fleet)
+        dropped.add(tuple(dropout(torch.ones(64)).tolist()))
+    assert len(dropped) == 2 * 3 * 3
 
 
 def test_what_dora_and_dropout_keep_for_backward_is_planned() -> None:

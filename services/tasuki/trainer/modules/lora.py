@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tasuki.config.schema import FleetConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.adapter_folder import KEY, in_peft
 from tasuki.models.shape import EXPERTS
@@ -157,6 +158,15 @@ class Dropout(nn.Module):
         generator = torch.Generator(x.device).manual_seed((self.seed + self._index) % 2**63)
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(self._probability, generator=generator)
         return x.masked_fill(mask, 0.0) / (1 - self._probability)
+
+
+def draw_seed(rank: int, fleet: FleetConfig | None) -> int:
+    """Draws a seed for `set_dropout` from torch's random state, which checkpoints hold and all ranks of all nodes share.
+
+    Each rank's differs in its low 32 bits, also with a layer's index added: a CPU's generator takes no others. rank: on its node.
+    """
+    node_rank = 0 if fleet is None else fleet.node_rank
+    return int(torch.randint(2**62, ())) + node_rank * 2**24 + rank * 2**16
 
 
 def set_dropout(causal_lm: nn.Module, seed: int | None) -> None:

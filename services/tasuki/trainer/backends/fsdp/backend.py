@@ -54,7 +54,7 @@ from tasuki.trainer.durable.checkpoint import (
 from tasuki.trainer.durable.model_folder import read_model_config
 from tasuki.trainer.memory import Publication
 from tasuki.trainer.modules.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
-from tasuki.trainer.modules.lora import set_dropout
+from tasuki.trainer.modules.lora import draw_seed, set_dropout
 from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.replicas import NodeReplicas, mesh_device
 from tasuki.trainer.resident_tags import ExportChoice, ResidentTags, choose_handles
@@ -149,8 +149,7 @@ class FsdpBackend:
             with adapters_off(self._policy.causal_lm):
                 return self._policy(batch)
         if role is Role.POLICY and self._node.trainer.lora is not None and self._node.trainer.lora.dropout:
-            # Of torch's random state, which checkpoints hold. Ranks have the same, but other tokens.
-            drawn = int(torch.randint(2**62, ())) + self._mesh.get_local_rank() * 2**32 if torch.is_grad_enabled() else None
+            drawn = draw_seed(self._mesh.get_local_rank(), self._node.fleet) if torch.is_grad_enabled() else None
             set_dropout(self._policy.causal_lm, drawn)
         return self._network(role)(batch)
 

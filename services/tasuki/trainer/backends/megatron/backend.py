@@ -52,7 +52,7 @@ from tasuki.trainer.durable.checkpoint import (
 )
 from tasuki.trainer.durable.model_folder import load_shards, read_model_config, write_model
 from tasuki.trainer.memory import Publication, TrainerMemory
-from tasuki.trainer.modules.lora import in_file, in_module, set_dropout, write_adapter
+from tasuki.trainer.modules.lora import draw_seed, in_file, in_module, set_dropout, write_adapter
 from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.replicas import NodeReplicas, mesh_device
 from tasuki.trainer.resident_tags import ExportChoice, ResidentTags, choose_handles
@@ -145,7 +145,7 @@ class MegatronBackend:
         if lora is not None and lora.dropout:
             # As on FSDP2. Ranks have other tokens, or other parts of the layers.
             is_training = role is Role.POLICY and torch.is_grad_enabled()
-            set_dropout(network, int(torch.randint(2**62, ())) + self._mesh.get_local_rank() * 2**32 if is_training else None)
+            set_dropout(network, draw_seed(self._mesh.get_local_rank(), self._node.fleet) if is_training else None)
         off = role is Role.REFERENCE and lora is not None
         with self._groups.computing(), adapters_off(network) if off else nullcontext():
             return network(batch)
