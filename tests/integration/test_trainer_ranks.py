@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import sys
 import threading
 import time
@@ -35,7 +36,7 @@ def run(folder: str, rank: int, launcher: int, *, fails: bool) -> None:
     has_served = run_rank_commands(
         start,
         rank=rank,
-        socket_dir=Path(folder),
+        front=ranks_path(Path(folder), "launch"),
         launcher_fd=os.pidfd_open(launcher),
         heartbeat=heartbeat,
         failpoints=NO_FAILPOINTS,
@@ -62,15 +63,32 @@ def exit_codes(processes: list[BaseProcess]) -> list[int | None]:
 
 
 async def test_ranks_report_and_leave_when_they_are_told(tmp_path: Path) -> None:
-    front = TrainerRanks(socket_dir=tmp_path, num_ranks=2, collective_timeout_s=1.0)
+    front = TrainerRanks(socket_dir=tmp_path, launch_id="launch", num_ranks=2, collective_timeout_s=1.0)
     processes = start_ranks(tmp_path, os.getpid())
     assert (await asyncio.wait_for(front.ready(), 60)).vocab_size == 7
     await front.stop()
     assert exit_codes(processes) == [0, 0]
 
 
+async def test_ranks_do_not_meet_a_killed_trainers_front(tmp_path: Path) -> None:
+    """It listens until its process has ended."""
+    killed = socket.socket(socket.AF_UNIX)
+    killed.bind(str(ranks_path(tmp_path, "killed")))
+    killed.listen()
+    processes = start_ranks(tmp_path, os.getpid())
+    time.sleep(0.5)
+    front = TrainerRanks(socket_dir=tmp_path, launch_id="launch", num_ranks=2, collective_timeout_s=1.0)
+    killed.close()
+    await asyncio.wait_for(front.ready(), 60)
+    assert [path.name for path in tmp_path.glob("*.sock")] == ["trainer-launch.sock"]
+    await asyncio.sleep(0.5)
+    assert all(process.is_alive() for process in processes)
+    await front.stop()
+    assert exit_codes(processes) == [0, 0]
+
+
 async def test_the_error_of_a_failed_start_reaches_the_front(tmp_path: Path) -> None:
-    front = TrainerRanks(socket_dir=tmp_path, num_ranks=2, collective_timeout_s=1.0)
+    front = TrainerRanks(socket_dir=tmp_path, launch_id="launch", num_ranks=2, collective_timeout_s=1.0)
     processes = start_ranks(tmp_path, os.getpid(), fails=True)
     with pytest.raises(PathNotFound, match="^no model$"):
         await asyncio.wait_for(front.ready(), 60)
@@ -82,13 +100,13 @@ async def test_a_front_closes_whose_rank_leaves_while_it_is_told_to_stop(tmp_pat
     """Some such ends make libzmq wait forever; the test ends with the first."""
 
     def fail() -> None:
-        rank = RankServer(f"ipc://{ranks_path(tmp_path)}", rank=0)
+        rank = RankServer(f"ipc://{ranks_path(tmp_path, 'launch')}", rank=0)
         rank.send(TrainerRankResult(rank=0, error=rank_error(PathNotFound("no model"))))
         rank.close()
 
     seconds = 0.0
     for _ in range(400):
-        front = TrainerRanks(socket_dir=tmp_path, num_ranks=1, collective_timeout_s=1.0)
+        front = TrainerRanks(socket_dir=tmp_path, launch_id="launch", num_ranks=1, collective_timeout_s=1.0)
         leaving = threading.Thread(target=fail)
         leaving.start()
         with pytest.raises(PathNotFound):

@@ -86,7 +86,7 @@ def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool
         return run_rank_commands(
             begin,
             rank=launch.rank,
-            socket_dir=socket_dir(config.state_dir),
+            front=ranks_path(socket_dir(config.state_dir), launch.launch_id),
             launcher_fd=launch.launcher_fd,
             heartbeat=heartbeat,
             failpoints=failpoints,
@@ -247,16 +247,16 @@ def run_rank_commands(
     start: Callable[[], tuple[RankReady, Handlers]],
     *,
     rank: int,
-    socket_dir: Path,
+    front: Path,
     launcher_fd: int,
     heartbeat: Heartbeat,
     failpoints: Failpoints,
 ) -> bool:
     """Starts the rank's work, then answers the front until it stops, or is gone. False when the start failed; the front knows why.
 
-    launcher_fd: pidfd of the process that launched the ranks; its end ends the rank. heartbeat: shows when a command runs.
+    front: its socket. launcher_fd: pidfd of the process that launched the ranks; its end ends the rank. heartbeat: shows when a command runs.
     """
-    with closing(RankServer(f"ipc://{ranks_path(socket_dir)}", rank=rank)) as server:
+    with closing(RankServer(f"ipc://{front}", rank=rank)) as server:
         front_gone = server.front_gone()
         try:
             ready, handlers = start()

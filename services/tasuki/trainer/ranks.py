@@ -11,9 +11,9 @@ from tasuki.wire.errors import PeerUnavailable
 _ANSWER_MARGIN_S = 10.0
 
 
-def ranks_path(socket_dir: Path) -> Path:
-    """Socket on which the front listens."""
-    return socket_dir / "trainer-ranks.sock"
+def ranks_path(socket_dir: Path, launch_id: str) -> Path:
+    """Socket on which the front listens. A trainer that was killed may still be closing its own."""
+    return socket_dir / f"trainer-{launch_id}.sock"
 
 
 class TrainerRanks(RankFront[TrainerRankCommand, TrainerRankResult]):
@@ -22,8 +22,11 @@ class TrainerRanks(RankFront[TrainerRankCommand, TrainerRankResult]):
     # Another node was lost during a sum of gradients.
     breaking = frozenset({PeerUnavailable.reason})
 
-    def __init__(self, *, socket_dir: Path, num_ranks: int, collective_timeout_s: float) -> None:
-        super().__init__(ranks_path(socket_dir), TrainerRankResult, service="trainer", num_ranks=num_ranks)
+    def __init__(self, *, socket_dir: Path, launch_id: str, num_ranks: int, collective_timeout_s: float) -> None:
+        path = ranks_path(socket_dir, launch_id)
+        for left in socket_dir.glob(ranks_path(socket_dir, "*").name):
+            left.unlink(missing_ok=True)
+        super().__init__(path, TrainerRankResult, service="trainer", num_ranks=num_ranks)
         self.straggler_timeout_s = collective_timeout_s + _ANSWER_MARGIN_S
 
     async def ready(self) -> RankReady:

@@ -58,6 +58,7 @@ async def serve(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> i
     loop.add_reader(launch.launcher_fd, stop.set)
     ranks = TrainerRanks(
         socket_dir=socket_dir(config.state_dir),
+        launch_id=launch.launch_id,
         num_ranks=launch.num_ranks,
         collective_timeout_s=config.coordinator.stage_timeout_s,
     )
