@@ -254,7 +254,8 @@ def run_rank_commands(
 ) -> bool:
     """Starts the rank's work, then answers the front until it stops, or is gone. False when the start failed; the front knows why.
 
-    front: its socket. launcher_fd: pidfd of the process that launched the ranks; its end ends the rank. heartbeat: shows when a command runs.
+    front: its socket. launcher_fd: pidfd of the process that launched the ranks; its end ends the rank. heartbeat: shows when a command
+    runs.
     """
     with closing(RankServer(f"ipc://{front}", rank=rank)) as server:
         front_gone = server.front_gone()
