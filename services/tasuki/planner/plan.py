@@ -117,7 +117,7 @@ class Plan:
         for gpu in range(self.node.num_gpus if self.node.device == "cuda" else 0):
             before, *after = (sum(stage.gpus[gpu].values()) for stage in self.stages[first:])
             later += [num_bytes - before for num_bytes in after if self.node.has_rank(gpu)]
-        return max(0, 0, *later)
+        return max([0, *later])
 
     @property
     def fits_gpu(self) -> bool:
