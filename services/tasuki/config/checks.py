@@ -207,7 +207,7 @@ def _conflicts_of_kind(config: "NodeConfig") -> Iterator[Problem]:
 
 
 def replays_routes(config: "NodeConfig", model: "ModelShape") -> bool:
-    """Whether the policy replays the experts of rollout. "auto" does for a mixture in RL, where its engine needs no slower kernel to report them."""
+    """Whether the policy replays the experts of rollout. "auto" does for a mixture in RL, if reporting them is not slow."""
     replay, drafts = config.trainer.router_replay, "speculative_algorithm" in config.rollout.engine
     if replay == "auto":
         is_slower = config.device == "cuda" and model.architecture == "GptOssForCausalLM"
